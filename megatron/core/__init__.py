@@ -1,0 +1,32 @@
+"""Megatron Core: models and engines as a library.
+
+Importing this package costs nothing: its names are loaded when they are first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_MODULES = ("parallel_state", "tensor_parallel", "dist_checkpointing")
+_NAMES = {
+    "mpu": ("megatron.core.parallel_state", None),
+    "DistributedDataParallel": ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
+    "ModelParallelConfig": ("megatron.core.model_parallel_config", "ModelParallelConfig"),
+    "Timers": ("megatron.core.timers", "Timers"),
+}
+
+__all__ = ["DistributedDataParallel", "ModelParallelConfig", "Timers", "dist_checkpointing", "mpu", "parallel_state",
+           "tensor_parallel"]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"megatron.core.{name}")
+    if name in _NAMES:
+        module, attribute = _NAMES[name]
+        loaded = importlib.import_module(module)
+        return loaded if attribute is None else getattr(loaded, attribute)
+    raise AttributeError(f"megatron.core has no attribute {name!r}")

@@ -1,0 +1,165 @@
+"""Collectives that cost nothing in a group of one and behave alike on gloo and NCCL.
+
+Each works in place on contiguous tensors and returns the handle to wait for when `async_op` is set (None when there is
+nothing to wait for). `op` is "sum", "max", "min" or "avg"; gloo has no average, so there it is a sum and a division.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups_config import Group, SingleRankGroup, group_ranks
+
+Op = Literal["sum", "max", "min", "avg"]
+T = TypeVar("T")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+
+
+# torch's names of the two since 2.13; the earlier ones warn there.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Block until the result may be used."""
+
+
+class _Average:
+    """A sum under way that is divided when it has arrived."""
+
+    def __init__(self, work: Handle, tensor: torch.Tensor, divisor: int) -> None:
+        self.work, self.tensor, self.divisor = work, tensor, divisor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor.div_(self.divisor)
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: bool = False) -> Handle | None:
+    """Combine the tensors of all members, element by element; every member gets the result."""
+    if isinstance(group, SingleRankGroup):
+        return None
+    reduce_op, divide = _reduce_op(group, op)
+    work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=async_op)
+    return _finish(work, tensor, group.size() if divide else 1)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, group: Group, op: Op = "sum", async_op: bool = False
+) -> Handle | None:
+    """Combine all members' inputs; each gets its slice of dimension 0: input [n * size, ...] -> output [n, ...]."""
+    if isinstance(group, SingleRankGroup):
+        _copy(output, input)
+        return None
+    reduce_op, divide = _reduce_op(group, op)
+    work = _reduce_scatter_single(output, input, op=reduce_op, group=group, async_op=async_op)
+    return _finish(work, output, group.size() if divide else 1)
+
+
+def all_gather_into_tensor(
+    output: torch.Tensor, input: torch.Tensor, group: Group, async_op: bool = False
+) -> Handle | None:
+    """Put the members' tensors one after another along dimension 0: input [n, ...] -> output [n * size, ...]."""
+    if isinstance(group, SingleRankGroup):
+        _copy(output, input)
+        return None
+    work: Handle | None = _all_gather_single(output, input, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_in_place(
+    tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: bool = False
+) -> Handle | None:
+    """Combine all members' tensors [n * size]; this member's slice, in group order, holds its part of the result.
+
+    The other slices are undefined afterwards. gloo sends less for a whole all-reduce than for its reduce-scatter.
+    """
+    if isinstance(group, SingleRankGroup):
+        return None
+    if dist.get_backend(group) == "gloo":
+        return all_reduce(tensor, group, op, async_op)
+    return reduce_scatter_tensor(tensor.chunk(group.size())[group.rank()], tensor, group, op, async_op)
+
+
+def all_gather_in_place(tensor: torch.Tensor, group: Group, async_op: bool = False) -> Handle | None:
+    """Every member has filled its slice, in group order, of a tensor [n * size]; give it everyone's."""
+    if isinstance(group, SingleRankGroup):
+        return None
+    return all_gather_into_tensor(tensor, tensor.chunk(group.size())[group.rank()], group, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: Group,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
+    async_op: bool = False,
+) -> Handle | None:
+    """Send the i-th slice of dimension 0 to member i; the slices are equal, or as long as the splits say."""
+    if isinstance(group, SingleRankGroup):
+        _copy(output, input)
+        return None
+    work: Handle | None = dist.all_to_all_single(
+        output, input, output_splits, input_splits, group=group, async_op=async_op
+    )
+    return work
+
+
+def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> Handle | None:
+    """Overwrite every member's tensor with that of `source`, a rank within the group."""
+    if isinstance(group, SingleRankGroup):
+        return None
+    work: Handle | None = dist.broadcast(tensor, src=group_ranks(group)[source], group=group, async_op=async_op)
+    return work
+
+
+def barrier(group: Group) -> None:
+    """Wait until every member has come here."""
+    if not isinstance(group, SingleRankGroup):
+        dist.barrier(group=group)
+
+
+def all_gather_object(value: T, group: Group) -> list[T]:
+    """Everyone's value, in group order. Values are pickled: only for small things between our own processes."""
+    if isinstance(group, SingleRankGroup):
+        return [value]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: T | None, group: Group, source: int = 0) -> T:
+    """The value of `source`, a rank within the group, on every member."""
+    values: list[Any] = [value]
+    if not isinstance(group, SingleRankGroup):
+        dist.broadcast_object_list(values, src=group_ranks(group)[source], group=group)
+    result: T = values[0]
+    return result
+
+
+def _reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:
+    """torch's operation, and whether the result must still be divided by the group's size."""
+    divide = op == "avg" and dist.get_backend(group) == "gloo"
+    return _OPS["sum" if divide else op], divide
+
+
+def _finish(work: Handle | None, result: torch.Tensor, divisor: int) -> Handle | None:
+    if divisor == 1:
+        return work
+    if work is not None:
+        return _Average(work, result, divisor)
+    result.div_(divisor)
+    return None
+
+
+def _copy(output: torch.Tensor, input: torch.Tensor) -> None:
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input)

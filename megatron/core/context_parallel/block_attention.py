@@ -1,0 +1,203 @@
+"""Attention of some queries over some of their keys, in a form in which the results can be merged.
+
+    O_i = softmax(scale * Q K_i^T) V_i      L_i = logsumexp(scale * Q K_i^T)         over the keys of block i
+
+    merged:   L = log(sum_i exp L_i)        O = sum_i exp(L_i - L) O_i
+
+    backward: P_i = exp(scale * Q K_i^T - L) needs only L and, for the row sums, O: each block's gradients are what
+              the block adds to those of the whole, and depend on no other block.
+
+(Dao et al., "FlashAttention", 2022, section 3.1; Liu et al., "Ring Attention", 2023.)
+
+Legend: b batch, n query heads, g key-value heads, s queries, t keys of a block, d channels. All tensors [b, n, s, d] or
+[b, g, t, d]; L is [b, n, s] float32, minus infinity for a query that sees no key of the block.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values."""
+
+
+class BlockKernel(Protocol):
+    """How one block is computed."""
+
+    name: str
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """O_i in the dtype of q, and L_i.
+
+        causal: query and key of one index stand at one position (s = t). mask: bool, True where a key may not be seen,
+        broadcastable to [b, n, s, t]. seed: of this block's dropout.
+        """
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        merged: tuple[Tensor, Tensor],
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        seed: int = 0,
+    ) -> Gradients:
+        """What this block adds to the gradients; inputs: q, k, v; merged: O, in the dtype of q, and L
+        over all blocks."""
+        ...
+
+
+class PlainKernel:
+    """In elementary operations: every device, number format, mask and dropout. Memory grows with s * t."""
+
+    name = "plain blocks"
+
+    def __init__(self, scale: float, dropout: float = 0.0) -> None:
+        self.scale, self.dropout = scale, dropout
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See BlockKernel."""
+        scores = self._scores(q, k, causal, mask)
+        log_sum = scores.logsumexp(-1)
+        probabilities = (scores - _finite(log_sum).unsqueeze(-1)).exp_()
+        self._drop_(probabilities, seed)
+        out = torch.matmul(_by_group(probabilities.to(v.dtype), k), v)
+        return _by_head(out, q), log_sum
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        merged: tuple[Tensor, Tensor],
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        seed: int = 0,
+    ) -> Gradients:
+        """See BlockKernel. With dropout M: dP = M * (dO V^T), and rowsum(P * dP) = rowsum(dO * O) all the same."""
+        (q, k, v), (out, log_sum) = inputs, merged
+        p = (self._scores(q, k, causal, mask) - _finite(log_sum).unsqueeze(-1)).exp_()
+        row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
+        grad_p = _by_head(torch.matmul(_by_group(grad, k), v.transpose(-1, -2)), q).float()
+        dropped = p.clone() if self.dropout else p
+        self._drop_(dropped, seed)
+        self._drop_(grad_p, seed)
+        grad_scores = _by_group((p * (grad_p - row_sum) * self.scale).to(q.dtype), k)  # [b, g, n/g * s, t]
+        grad_q = _by_head(torch.matmul(grad_scores, k), q)
+        grad_k = torch.matmul(grad_scores.transpose(-1, -2), _by_group(q, k))
+        grad_v = torch.matmul(_by_group(dropped.to(v.dtype), k).transpose(-1, -2), _by_group(grad, k))
+        return grad_q, grad_k, grad_v
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+        """[b, n, s, t] float32, minus infinity where masked."""
+        scores = _by_head(torch.matmul(_by_group(q, k) * self.scale, k.transpose(-1, -2)), q).float()
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+            scores.masked_fill_(future, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf"))
+        return scores
+
+    def _drop_(self, x: Tensor, seed: int) -> None:
+        """The same elements for the same seed."""
+        if not self.dropout:
+            return
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
+        x.mul_(kept).div_(max(1.0 - self.dropout, torch.finfo(x.dtype).tiny))
+
+
+class CPUFlashKernel:
+    """torch's flash kernel for the CPU; no dropout, masks by the plain kernel."""
+
+    name = "torch's CPU flash kernel"
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.plain = PlainKernel(scale)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See BlockKernel."""
+        if mask is not None:
+            return self.plain.forward(q, k, v, causal=causal, mask=mask)
+        result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, _per_head(k, q), _per_head(v, q), 0.0, causal, scale=self.scale
+        )
+        return result
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        merged: tuple[Tensor, Tensor],
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        seed: int = 0,
+    ) -> Gradients:
+        """See BlockKernel."""
+        if mask is not None:
+            return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
+        (q, k, v), (out, log_sum) = inputs, merged
+        # The kernel reads L in the memory order in which it writes it: [b, s, n].
+        log_sum = log_sum.transpose(1, 2).contiguous().transpose(1, 2)
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, _per_head(k, q), _per_head(v, q), out, log_sum, 0.0, causal, scale=self.scale
+        )
+        return grad_q, _sum_of_group(grad_k, k), _sum_of_group(grad_v, v)
+
+
+class Merged:
+    """The running O and L over the blocks that came by, for queries of a fixed shape [b, n, s, d]."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.out = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        self.log_sum = torch.full(like.shape[:-1], float("-inf"), dtype=torch.float32, device=like.device)
+
+    def add(self, queries: slice, out: Tensor, log_sum: Tensor) -> None:
+        """Merge a block's result for some of the queries."""
+        before = self.log_sum[:, :, queries]
+        total = torch.logaddexp(before, log_sum)
+        shift = _finite(total)
+        own = self.out[:, :, queries]
+        own.mul_((before - shift).exp().unsqueeze(-1)).add_(out.float() * (log_sum - shift).exp().unsqueeze(-1))
+        self.log_sum[:, :, queries] = total
+
+
+def _finite(log_sum: Tensor) -> Tensor:
+    """Zero in place of minus infinity: a query that sees nothing gets zeros instead of infinity - infinity."""
+    return log_sum.masked_fill(log_sum == float("-inf"), 0.0)
+
+
+def _by_group(x: Tensor, key: Tensor) -> Tensor:
+    """[b, n, s, ...] -> [b, g, n/g * s, ...]: the queries of a group's heads one after another, for one product."""
+    groups = key.shape[1]
+    return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _by_head(x: Tensor, query: Tensor) -> Tensor:
+    """The inverse of `_by_group`."""
+    heads = query.shape[1]
+    return x if x.shape[1] == heads else x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+
+
+def _per_head(x: Tensor, query: Tensor) -> Tensor:
+    """[b, g, t, d] -> [b, n, t, d]: a key-value head for each query head."""
+    heads = query.shape[1]
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _sum_of_group(grad: Tensor, x: Tensor) -> Tensor:
+    """The transpose of `_per_head`."""
+    return grad if grad.shape[1] == x.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)

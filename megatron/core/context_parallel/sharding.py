@@ -1,0 +1,105 @@
+"""Which tokens of a sequence each context-parallel (CP) rank holds: two pieces, one from either end.
+
+    pieces      0   1   2   3   4   5   6   7           cp = 4: 2 x 4 pieces of s / 8 tokens
+    rank        0   1   2   3   3   2   1   0           rank r holds pieces r and 2 cp - 1 - r
+
+Under a causal mask early tokens see little and late ones much; so paired, every rank has the same work. (Zigzag or
+"striped" split; Brandon et al., "Striped Attention", 2023, balance the same way with single tokens.)
+
+Gathered from all ranks, the pieces lie in rank order (0 7 1 6 2 5 3 4); `to_sequence_order` puts them right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.core.config_base import multiples_near
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.rope import Rotation
+from megatron.core.process_groups_config import Group
+
+_SEQUENCE_DIM = {"attention_mask": 2}
+"""Dimension of the queries in a batch's tensors; 1 in all others, which are [b, s, ...]."""
+_WHOLE = {"cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}
+"""What every rank needs whole: it describes the documents of the whole sequence."""
+
+
+def pieces_of_rank(rank: int, size: int) -> tuple[int, int]:
+    """The two pieces, of 2 x `size`, that a rank holds, in the order in which it holds them."""
+    return rank, 2 * size - 1 - rank
+
+
+def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
+    """A rank's pieces of a whole sequence: [.., s, ..] -> [.., s / size, ..]. Raises ConfigError for an s that cannot
+    be cut."""
+    if size == 1:
+        return x
+    pieces = _pieces(x, size, dim)
+    return torch.cat([pieces[piece] for piece in pieces_of_rank(rank, size)], dim)
+
+
+def join_sequence(shards: list[Tensor], dim: int = 0) -> Tensor:
+    """The inverse of `shard_sequence`, from the shards of all ranks in rank order."""
+    return to_sequence_order(torch.cat(shards, dim), len(shards), dim)
+
+
+def to_sequence_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
+    """Pieces in rank order, as a gather over `size` ranks leaves them -> in the order of the sequence."""
+    if size == 1:
+        return x
+    pieces = _pieces(x, size, dim)
+    where = {piece: index for index, piece in enumerate(_rank_order(size))}
+    return torch.cat([pieces[where[piece]] for piece in range(2 * size)], dim)
+
+
+def to_rank_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
+    """The inverse of `to_sequence_order`."""
+    if size == 1:
+        return x
+    pieces = _pieces(x, size, dim)
+    return torch.cat([pieces[piece] for piece in _rank_order(size)], dim)
+
+
+def positions_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
+    """Where in the whole sequence, of `length` tokens, this rank's tokens stand: int64 [length / size]."""
+    return shard_sequence(torch.arange(length, device=device), rank, size)
+
+
+def rotation_of_rank(rotation: Rotation, group: Group) -> Rotation:
+    """The angles of this rank's tokens, from those of the whole sequence."""
+    if group.size() == 1:
+        return rotation
+    cos, sin = (shard_sequence(x, group.rank(), group.size()) for x in (rotation.cos, rotation.sin))
+    return Rotation(cos, sin, rotation.interleaved)
+
+
+def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor], cp_group: Group) -> dict[str, Tensor]:
+    """This rank's tokens of a batch that all ranks of the group have loaded alike.
+
+    batch: tensors [b, s, ...], cut along s; attention_mask [b, 1, s, s], cut along its queries, keeping all keys.
+    Bounds of documents (cu_seqlens, max_seqlen) stay whole. position_ids keep their values: positions in the whole
+    sequence. Raises ConfigError for a sequence that cannot be cut.
+    """
+    if cp_group.size() == 1:
+        return dict(batch)
+    rank, size = cp_group.rank(), cp_group.size()
+    own = {name: value for name, value in batch.items() if name in _WHOLE or value is None}
+    cut = {name: value for name, value in batch.items() if name not in own}
+    return own | {name: shard_sequence(x, rank, size, _SEQUENCE_DIM.get(name, 1)) for name, x in cut.items()}
+
+
+def _rank_order(size: int) -> list[int]:
+    return [piece for rank in range(size) for piece in pieces_of_rank(rank, size)]
+
+
+def _pieces(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
+    length = x.shape[dim]
+    if length % (2 * size):
+        raise ConfigError(
+            f"a sequence of {length} tokens cannot be cut into 2 x --context-parallel-size {size} equal pieces; "
+            f"use {multiples_near(length, 2 * size)} tokens"
+        )
+    return x.split(length // (2 * size), dim)

@@ -1,0 +1,20 @@
+"""From token files to training samples.
+
+indexed_format      what the bytes of .bin/.idx mean, and the check that they hold together
+checksums           PREFIX.sum, optional: find flipped bits
+indexed_dataset     read and write .bin/.idx
+merging             datasets one after another, as one
+inspection          what is in a dataset: statistics, ids outside a vocabulary
+blend               which datasets, in which proportions, split how: --data-path and --split
+index_builders      which tokens make sample i: pure numpy
+index_cache         keep those indices on disk, safely
+gpt_sample          positions and attention mask of one sample
+megatron_dataset    the base of a dataset: one source, one split; its settings in blended_megatron_dataset_config
+gpt_dataset         sample i as tensors; mock data
+fim_dataset         the same with documents rearranged for fill-in-the-middle
+conversations       JSONL files of chat messages as token ids; packing puts several into a sequence
+sft_dataset         packed conversations as tensors
+blended_dataset     several datasets, interleaved by weight
+blended_megatron_dataset_builder    the whole of it: prefixes and sizes in, (train, valid, test) out
+preprocessing       from text to token files
+"""

@@ -1,0 +1,90 @@
+"""Several datasets as one, interleaved by weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.blend import normalize
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.index_builders import build_blending_indices, build_exhaustive_blending_indices
+from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.errors import DataError
+
+_MOST_DATASETS = 2**15 - 1  # dataset_index is int16
+
+
+class BlendedDataset:
+    """`size` samples drawn from several datasets in proportion to `weights`; all of their samples when size is None.
+
+    With size None the weights are the numbers of samples to take from each dataset.
+    blended[i] is a sample of one of the datasets, with `dataset_id` added.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[MegatronDataset],
+        weights: Sequence[float],
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        if len(datasets) > _MOST_DATASETS:
+            raise DataError(
+                f"a blend of {len(datasets)} datasets is too large, the limit is {_MOST_DATASETS}; merge some of them"
+            )
+        self.datasets = list(datasets)
+        self.index_split = self.datasets[0].index_split
+        self.weights = list(weights) if size is None else normalize(weights)
+        self.size = size
+        self.config = config
+        description = {
+            "class": type(self).__name__,
+            "datasets": [json.loads(dataset.unique_description) for dataset in self.datasets],
+            "split": self.index_split.name,
+            "weights": self.weights,
+            "size": size,
+        }
+        self.unique_description = json.dumps(description, indent=4)
+        cache = IndexCache(
+            config.path_to_cache,
+            f"{type(self).__name__}-{self.index_split.name}",
+            self.unique_description,
+            ("dataset_index", "dataset_sample_index"),
+        )
+        arrays = cache.load_or_build(self._build_indices)
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+        self._check_supply()
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        dataset_id = int(self.dataset_index[index])
+        return {"dataset_id": dataset_id, **self.datasets[dataset_id][int(self.dataset_sample_index[index])]}
+
+    def locate(self, index: int) -> str:
+        """Where sample `index` comes from, for messages."""
+        return self.datasets[int(self.dataset_index[index])].locate(int(self.dataset_sample_index[index]))
+
+    def _build_indices(self) -> Arrays:
+        if self.size is None:
+            order = build_exhaustive_blending_indices(np.asarray(self.weights))
+        else:
+            order = build_blending_indices(np.asarray(self.weights), self.size)
+        return {"dataset_index": order[0], "dataset_sample_index": order[1]}
+
+    def _check_supply(self) -> None:
+        """Every dataset must have the samples the blend takes from it."""
+        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for dataset, needed in zip(self.datasets, taken.tolist(), strict=True):
+            if needed > len(dataset):
+                raise DataError(
+                    f"{dataset.dataset_path}: the {self.index_split.name} blend takes {needed} samples of it, it was "
+                    f"built with {len(dataset)}; raise --mid-level-dataset-surplus above "
+                    f"{self.config.mid_level_dataset_surplus}"
+                )

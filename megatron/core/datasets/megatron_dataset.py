@@ -1,0 +1,97 @@
+"""The base of a dataset that serves one split of one source: how it is made, described and cached."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
+
+_DESCRIPTION_VERSION = 1  # raise it when the same description would give other arrays
+
+
+class MegatronDataset(ABC):
+    """Samples from the documents `indices` of a low-level dataset.
+
+    dataset       where tokens are read: an IndexedDataset or its mock
+    dataset_path  its prefix; None for mock data
+    indices       int32 [documents]: the documents of this split
+    num_samples   how many samples are wanted; None: what one pass over the documents gives
+    index_split   training, validation or test
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: npt.NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        self.dataset = dataset
+        self.dataset_path = dataset_path
+        self.indices = indices
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
+        self.unique_description = json.dumps(self.describe(), indent=4)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that determines the indices of this dataset, in a form that can be written as JSON."""
+        config = self.config
+        tokenizer = None if config.tokenizer is None else dict(config.tokenizer.unique_identifiers)
+        return {
+            "class": type(self).__name__,
+            "dataset_path": self.dataset_path,
+            "num_samples": self.num_samples,
+            "index_split": self.index_split.name,
+            "random_seed": config.random_seed,
+            "sequence_length": config.sequence_length,
+            "split": config.split,
+            "split_matrix": config.split_matrix,
+            "tokenizer": tokenizer,
+            "fingerprint": self.dataset.fingerprint(),
+            "version": _DESCRIPTION_VERSION,
+        }
+
+    def cache_directory(self) -> str | None:
+        """Where the indices are kept: the configured directory, else one beside the data; None for mock data."""
+        if self.dataset_path is None:
+            return None
+        beside = os.path.join(os.path.dirname(self.dataset_path), "cache", f"{type(self).__name__}_indices")
+        return self.config.path_to_cache or beside
+
+    @staticmethod
+    def source_files(dataset_path: str) -> list[str]:
+        """The files behind a prefix; all of all datasets must be there before work on the first one starts."""
+        return [get_idx_path(dataset_path), get_bin_path(dataset_path)]
+
+    @staticmethod
+    @abstractmethod
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
+        """Open the tokens behind a prefix."""
+
+    @staticmethod
+    @abstractmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """How many documents a split can be cut from."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples that can be served; may be more than were asked for."""
+
+    @abstractmethod
+    def __getitem__(self, index: int | None) -> dict[str, Any]:
+        """Sample `index`; None gives a sample that counts for nothing (its loss mask is 0)."""
+
+    @abstractmethod
+    def locate(self, index: int) -> str:
+        """Where sample `index` comes from, for messages."""

@@ -1,0 +1,170 @@
+"""Instruction tuning: conversations, packed so that few positions are padding, each as if it were alone.
+
+A conversation of n tokens is n - 1 pairs of a token and its label. The pairs of several conversations share a sequence;
+attention and positions stop at their borders (cu_seqlens), so that their loss is that of the conversations one by one.
+Everything is tokenized once, and kept with the packing in the index cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.conversations import ConversationFile, encode
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, Sample
+from megatron.core.datasets.gpt_sample import attention_mask, cumulative_lengths, position_ids
+from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.packing import pack
+from megatron.core.errors import ConfigError, DataError
+
+_ARRAYS = ("tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out")
+
+
+class SFTDataset(MegatronDataset):
+    """Packed conversations; the prefix of a dataset is the path of its JSONL file (see conversations).
+
+    dataset[i] -> tokens, labels, position_ids int64 [s], loss_mask float32 [s], cu_seqlens int32 [s + 1], max_seqlen
+    int32, and as configured attention_mask bool [1, s, s].
+    """
+
+    config: GPTDatasetConfig
+    dataset: ConversationFile
+
+    def __init__(
+        self,
+        dataset: ConversationFile,
+        dataset_path: str | None,
+        indices: npt.NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        name = f"{type(self).__name__}-{index_split.name}"
+        cache = IndexCache(self.cache_directory(), name, self.unique_description, _ARRAYS)
+        arrays = cache.load_or_build(self._build_indices)
+        self.tokens, self.counts, self.bounds = (arrays[name] for name in ("tokens", "counts", "bounds"))
+        self.lines, self.order, self.pack_bounds = (arrays[name] for name in ("lines", "order", "pack_bounds"))
+        self.shuffle_index, self.left_out = arrays["shuffle_index"], arrays["left_out"]
+
+    def describe(self) -> dict[str, Any]:
+        """The base description, and the chat template."""
+        return super().describe() | {"chat_template": getattr(self.config.tokenizer, "chat_template", None)}
+
+    @staticmethod
+    def source_files(dataset_path: str) -> list[str]:
+        """The JSONL file itself."""
+        return [dataset_path]
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
+        """Open the JSONL file."""
+        if dataset_path is None:
+            raise ConfigError("--sft needs conversations; give a JSONL file as --data-path")
+        return ConversationFile(dataset_path)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """Conversations."""
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, index: int | None) -> Sample:
+        length = self.config.sequence_length
+        tokens, labels = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
+        loss_mask = np.zeros(length, dtype=np.float32)
+        starts: list[int] = []
+        filled = 0
+        for number in self._conversations(0 if index is None else index):
+            begin, end = self.bounds[number : number + 2].tolist()
+            stop = filled + end - begin - 1
+            tokens[filled:stop] = self.tokens[begin : end - 1]
+            labels[filled:stop] = self.tokens[begin + 1 : end]
+            loss_mask[filled:stop] = self.counts[begin + 1 : end]
+            filled = stop
+            if filled < length:
+                starts.append(filled)  # of the next conversation, or of the padding
+        if index is None:
+            loss_mask[:] = 0.0
+        bounds, longest = cumulative_lengths(length, starts)
+        sample: Sample = {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.from_numpy(position_ids(length, starts)),
+            "cu_seqlens": torch.from_numpy(bounds),
+            "max_seqlen": torch.tensor(longest, dtype=torch.int32),
+        }
+        if self.config.create_attention_mask:
+            sample["attention_mask"] = torch.from_numpy(attention_mask(length, starts))
+        return sample
+
+    def locate(self, index: int) -> str:
+        """Where the first conversation of sample `index` stands, for messages."""
+        return self.dataset.place(int(self.lines[int(self._conversations(index)[0])]))
+
+    def summary(self) -> str:
+        """What was packed, and how much of the sequences is padding."""
+        cut, without_answer = self.left_out.tolist()
+        sequences, conversations = len(self.pack_bounds) - 1, len(self.order)
+        positions = sequences * self.config.sequence_length
+        used = int(self.bounds[-1]) - conversations
+        details = f", {cut} cut to the sequence length" * (cut > 0)
+        details += f", {without_answer} left out without an answer" * (without_answer > 0)
+        return (
+            f"{self.index_split.name} data: {conversations} conversations packed into {sequences} sequences, "
+            f"{100 * (1 - used / positions):.2f} % padding{details}"
+        )
+
+    def _conversations(self, index: int) -> npt.NDArray[np.int64]:
+        """Numbers of the conversations in sample `index`."""
+        begin, end = self.pack_bounds[int(self.shuffle_index[index]) :][:2].tolist()
+        return np.asarray(self.order[begin:end])
+
+    def _build_indices(self) -> Arrays:
+        longest = self.config.sequence_length + 1
+        pieces: list[npt.NDArray[np.int32]] = []
+        counted: list[npt.NDArray[np.bool_]] = []
+        lines: list[int] = []
+        cut = without_answer = 0
+        for line in self.indices.tolist():
+            ids, counts = encode(self.dataset.messages(line), self.config.tokenizer, self.dataset.place(line))
+            cut += len(ids) > longest
+            if not any(counts[1:longest]):
+                without_answer += 1
+                continue
+            pieces.append(np.asarray(ids[:longest], dtype=np.int32))
+            counted.append(np.asarray(counts[:longest], dtype=np.bool_))
+            lines.append(line)
+        if not lines:
+            raise DataError(
+                f"{self.dataset_path}: none of the {len(self.indices)} conversations of the {self.index_split.name} "
+                f"split has an answer within {longest} tokens; raise --seq-length, or look at the roles of its messages"
+            )
+        lengths = np.asarray([len(piece) for piece in pieces])
+        random = np.random.RandomState(self.config.random_seed)
+        order, pack_bounds = pack(lengths - 1, self.config.sequence_length, random)
+        return {
+            "tokens": np.concatenate(pieces),
+            "counts": np.concatenate(counted),
+            "bounds": np.concatenate([[0], np.cumsum(lengths)]),
+            "lines": np.asarray(lines, dtype=np.int64),
+            "order": order,
+            "pack_bounds": pack_bounds,
+            "shuffle_index": self._shuffled(len(pack_bounds) - 1, random),
+            "left_out": np.asarray([cut, without_answer]),
+        }
+
+    def _shuffled(self, sequences: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
+        """The order of the sequences: all of them once, and again in another order until there are num_samples."""
+        wanted = sequences if self.num_samples is None else self.num_samples
+        epochs = [random.permutation(sequences) for _ in range(-(wanted // -sequences))]
+        return np.concatenate(epochs)[:wanted].astype(np.int64)

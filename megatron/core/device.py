@@ -1,0 +1,214 @@
+"""The device this process computes on: a CUDA GPU, or the CPU. The only file that says so.
+
+`MEGATRON_DEVICE=cpu` keeps a process on the CPU of a machine that has GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Peaks(NamedTuple):
+    """Dense matrix peaks of one product in TFLOP/s, from the data sheet, without sparsity. None: not supported."""
+
+    half: float
+    """float16; also bfloat16 where the chip has it."""
+    tf32: float | None
+    float32: float
+    """Without tensor cores, as torch computes unless told that TF32 will do."""
+    fp8: float | None
+    has_bfloat16: bool = True
+
+
+DENSE_PEAKS: dict[str, Peaks] = {
+    "GB200": Peaks(2500, 1250, 80, 5000),
+    "B200": Peaks(2250, 1125, 75, 4500),
+    "H200": Peaks(989, 494, 67, 1979),
+    "H100 PCIe": Peaks(756, 378, 51, 1513),
+    "H100": Peaks(989, 494, 67, 1979),
+    "H800": Peaks(989, 494, 67, 1979),
+    "A100": Peaks(312, 156, 19.5, None),
+    "A800": Peaks(312, 156, 19.5, None),
+    "L40S": Peaks(362, 183, 91.6, 733),
+    "L4": Peaks(121, 60, 30.3, 242),
+    "A10": Peaks(125, 62.5, 31.2, None),
+    "V100": Peaks(125, None, 15.7, None, has_bfloat16=False),
+    "T4": Peaks(65, None, 8.1, None, has_bfloat16=False),
+}
+"""By product; the first one that a device's name contains as a word counts."""
+
+
+def cuda_is_usable() -> bool:
+    """Whether this process may use a CUDA device."""
+    return os.environ.get("MEGATRON_DEVICE", "") != "cpu" and torch.cuda.is_available()
+
+
+def current_device() -> torch.device:
+    """The device of this process: cuda:LOCAL_RANK where there is one, else cpu."""
+    if not cuda_is_usable():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def device_count() -> int:
+    """GPUs that this process can see; 0 on the CPU."""
+    return torch.cuda.device_count() if cuda_is_usable() else 0
+
+
+def activate(device: torch.device) -> None:
+    """Make it the device that new tensors and kernels of this process use when they name none."""
+    if is_cuda(device):
+        torch.cuda.set_device(device)
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether it is a CUDA device."""
+    return device.type == "cuda"
+
+
+def backend_for(device: torch.device) -> str:
+    """The torch.distributed backend that moves this device's tensors."""
+    return "nccl" if is_cuda(device) else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was given; at once on the CPU."""
+    if _cuda_in_use():
+        torch.cuda.synchronize()
+
+
+def _cuda_in_use() -> bool:
+    """Whether this process has touched a GPU; asking does not touch one."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def device_name() -> str:
+    """The product name of the GPU or of the processor."""
+    device = current_device()
+    if is_cuda(device):
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float | None:
+    """Dense matrix peak of this GPU (or of the named one) in FLOP/s; None where no data sheet is known, as on CPUs.
+
+    For float32 it is the TF32 peak when torch.set_float32_matmul_precision allows that.
+    """
+    if name is None:
+        device = current_device()
+        if not is_cuda(device):
+            return None
+        name = torch.cuda.get_device_name(device)
+    for product, peaks in DENSE_PEAKS.items():
+        if re.search(rf"\b{product}\b", name):
+            teraflops = _peak_of(peaks, dtype)
+            return None if teraflops is None else teraflops * 1e12
+    return None
+
+
+def _peak_of(peaks: Peaks, dtype: torch.dtype) -> float | None:
+    if dtype == torch.float32:
+        tf32_allowed = torch.get_float32_matmul_precision() != "highest"
+        return peaks.tf32 if tf32_allowed and peaks.tf32 else peaks.float32
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and peaks.has_bfloat16):
+        return peaks.half
+    return peaks.fp8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else None
+
+
+# ---- memory
+
+
+def memory_stats() -> dict[str, int]:
+    """allocated_bytes and peak_bytes of this process: on the device, or resident memory on the CPU."""
+    device = current_device()
+    if is_cuda(device):
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(device),
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+        }
+    resident = _resident_bytes()
+    # The kernel keeps the two counts separately and lets the peak lag a little behind.
+    return {"allocated_bytes": resident, "peak_bytes": max(resident, _peak_resident_bytes())}
+
+
+def reset_peak_memory() -> None:
+    """Start counting peak_bytes anew; the CPU's peak counts from the start of the process."""
+    if _cuda_in_use():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def release_cached_memory() -> None:
+    """Give the allocator's unused device memory back to the driver."""
+    if _cuda_in_use():
+        torch.cuda.empty_cache()
+
+
+def total_memory_bytes() -> int:
+    """Memory of the GPU, or of the machine."""
+    device = current_device()
+    if is_cuda(device):
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# ---- random numbers
+
+
+def get_rng_state() -> dict[str, torch.Tensor]:
+    """torch's generator states: "cpu" always, "cuda" when this process computes on a GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    device = current_device()
+    if is_cuda(device):
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: dict[str, torch.Tensor]) -> None:
+    """Restore what get_rng_state returned; a state for a device that is not there is left out."""
+    torch.set_rng_state(states["cpu"].cpu())
+    device = current_device()
+    if is_cuda(device) and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+
+
+def get_device_rng_state() -> torch.Tensor:
+    """State of the generator that draws dropout masks on this process's device."""
+    device = current_device()
+    return torch.cuda.get_rng_state(device) if is_cuda(device) else torch.get_rng_state()
+
+
+def set_device_rng_state(state: torch.Tensor) -> None:
+    """Set the state of the generator that draws dropout masks on this process's device."""
+    device = current_device()
+    if is_cuda(device):
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

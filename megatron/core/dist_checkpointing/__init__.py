@@ -1,0 +1,27 @@
+"""Checkpoints that any layout can load: each tensor is saved once, under its name in the whole model.
+
+ShardedTensor (mapping)        a local tensor and its boxes in the full one, from a Placement
+save_plan, load_plan           who writes which box; which saved boxes cover mine
+torch_dist                     the file format of torch.distributed.checkpoint
+manifest, directory, durable   complete or invisible; damage is found before anything is used
+safe_pickle, legacy            reading what others wrote without running it
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "ShardedTensor": "mapping",
+    "save": "serialization",
+    "load": "serialization",
+}
+
+__all__ = ["ShardedTensor", "load", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"megatron.core.dist_checkpointing.{_NAMES[name]}"), name)
+    raise AttributeError(f"megatron.core.dist_checkpointing has no attribute {name!r}")

@@ -1,0 +1,232 @@
+"""A directory of checkpoints, and how a save becomes visible only when it is complete.
+
+    root/
+      latest_checkpointed_iteration.txt            tracker: "20"; a hint, not the truth
+      iter_0000010/  iter_0000020/                 complete checkpoints, each with a manifest
+      iter_0000030.tmp-1f3a9c07/                   a save under way, or left by a crash
+
+    save:  files, each flushed -> manifest -> flush directory -> tracker's next content
+           -> rename to iter_0000030 -> flush root -> replace the tracker -> flush root
+
+A crash between any two of these leaves the old state or the new one. Nothing is ever written into a directory that
+has its final name. A saved iteration that exists already (a run that went back and came here again) is moved aside
+for the rename.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.durable import replace_file, storage_errors, sync_directory, write_file
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_files
+from megatron.core.errors import CheckpointError, ConfigError
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+
+_ITERATION = re.compile(r"iter_([0-9]{7,12})")
+_LEFTOVER = re.compile(r"(iter_[0-9]{7,12})\.(tmp|old)-[0-9a-f]{8}")
+_TRACKER_LEFTOVER = re.compile(re.escape(TRACKER_NAME) + r"\.tmp-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A complete checkpoint whose files are all as its manifest says."""
+
+    path: Path
+    manifest: Manifest
+    skipped: list[str] = field(default_factory=list)
+    """Why others, which come first in order, were not taken; for one warning to the user."""
+
+
+def iteration_directory(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return root / f"iter_{iteration:07d}"
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations that have a directory, newest first; whether they are complete is not looked at."""
+    if not root.is_dir():
+        return []
+    matches = (_ITERATION.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+# ---- saving
+
+
+def prepare_save_directory(root: Path) -> list[str]:
+    """Make sure that checkpoints can be saved here, and finish or remove what a crash left. Returns what was done.
+
+    Raises ConfigError when `root` is a file, cannot be made or cannot be written to.
+    """
+    if root.is_symlink() and not root.exists():
+        raise ConfigError(f"--save {root} is a symbolic link to {os.readlink(root)}, which does not exist")
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"--save {root} is a file; give a directory")
+    if not root.exists() and not root.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--save {root}: the directory above it, {root.absolute().parent}, does not exist; make it first"
+        )
+    probe = root / f".write-test-{uuid.uuid4().hex[:8]}"
+    try:
+        root.mkdir(exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+        return _remove_leftovers(root)
+    except OSError as error:
+        raise ConfigError(f"--save {root} cannot be written to: {error.strerror or error}") from error
+
+
+def begin_save(root: Path, iteration: int) -> Path:
+    """A fresh directory to write the files of a checkpoint into. Raises StorageError."""
+    path = root / f"iter_{iteration:07d}.tmp-{uuid.uuid4().hex[:8]}"
+    with storage_errors(f"starting a checkpoint in {root}"):
+        path.mkdir()
+    return path
+
+
+def commit_save(temporary: Path, manifest: Manifest) -> Path:
+    """Make the checkpoint in `temporary` visible; its files are written and flushed. Returns its final directory.
+
+    Raises OSError; the checkpoints that were there before are then untouched.
+    """
+    root = temporary.parent
+    final = iteration_directory(root, manifest.iteration)
+    suffix = temporary.name.rpartition("-")[2]
+    for directory in sorted(entry for entry in temporary.rglob("*") if entry.is_dir()):
+        sync_directory(directory)
+    manifest.write(temporary)
+    sync_directory(temporary)
+
+    # Should the power fail after the rename, this file tells the next start that the tracker was to follow.
+    next_tracker = root / f"{TRACKER_NAME}.tmp-{suffix}"
+    write_file(next_tracker, str(manifest.iteration).encode())
+    replaced = final.with_name(f"{final.name}.old-{suffix}")
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    sync_directory(root)
+    os.replace(next_tracker, root / TRACKER_NAME)
+    sync_directory(root)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def abandon_save(temporary: Path) -> None:
+    """Remove what a failed save has left; errors are of no interest any more."""
+    root, suffix = temporary.parent, temporary.name.rpartition("-")[2]
+    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in (root / f"{TRACKER_NAME}.tmp-{suffix}", *root.glob(f"iter_*.old-{suffix}")):
+        try:
+            _settle(leftover)
+        except OSError:
+            continue
+
+
+def _remove_leftovers(root: Path) -> list[str]:
+    done = []
+    for entry in sorted(root.iterdir()):
+        if _TRACKER_LEFTOVER.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name):
+            done.append(_settle(entry))
+    return done
+
+
+def _settle(leftover: Path) -> str:
+    """Finish or remove one file or directory that an interrupted save left. Raises OSError."""
+    root = leftover.parent
+    match = _LEFTOVER.fullmatch(leftover.name)
+    if match is None:
+        iteration = _read_iteration(leftover) if leftover.exists() else None
+        if iteration is not None and _completes(root, iteration):
+            replace_file(root / TRACKER_NAME, str(iteration).encode())
+            leftover.unlink(missing_ok=True)
+            return f"finished the save of iteration {iteration}, which had been interrupted"
+        leftover.unlink(missing_ok=True)
+        return f"removed {leftover.name} of an interrupted save"
+    if match[2] == "old" and not (root / match[1]).exists():
+        os.rename(leftover, root / match[1])
+        return f"put {match[1]} back, which an interrupted save had moved aside"
+    shutil.rmtree(leftover)
+    return f"removed {leftover.name} of an interrupted save"
+
+
+def _completes(root: Path, iteration: int) -> bool:
+    """Whether the save of this iteration got as far as its final name, and the tracker did not follow."""
+    tracked = _read_iteration(root / TRACKER_NAME)
+    is_visible = (iteration_directory(root, iteration) / MANIFEST_NAME).exists()
+    return is_visible and (tracked is None or tracked < iteration)
+
+
+# ---- loading
+
+
+def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint | None:
+    """The checkpoint to load: the given iteration, else the tracker's, else the newest that is complete and undamaged.
+
+    root: a directory of checkpoints, or one checkpoint's own directory. None when there is nothing in it yet. Raises
+    CheckpointError when the given iteration cannot be loaded, or when there are checkpoints but none can be.
+    """
+    if (root / MANIFEST_NAME).exists():
+        return _verified(root)
+    if iteration is not None:
+        path = iteration_directory(root, iteration)
+        if not path.is_dir():
+            saved = ", ".join(map(str, saved_iterations(root))) or "none"
+            raise CheckpointError(f"--ckpt-step {iteration}: {path} does not exist; saved iterations: {saved}")
+        return _verified(path)
+    skipped: list[str] = []
+    for path in _candidates(root, skipped):
+        try:
+            found = _verified(path)
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        return FoundCheckpoint(found.path, found.manifest, skipped)
+    if skipped:
+        raise CheckpointError(f"no checkpoint in {root} can be loaded: {'; '.join(skipped)}")
+    return None
+
+
+def _candidates(root: Path, problems: list[str]) -> list[Path]:
+    """Directories to try, in order; what is odd about the tracker is added to `problems`."""
+    iterations = saved_iterations(root)
+    if not os.path.lexists(root / TRACKER_NAME):
+        if iterations:
+            problems.append(f"{root / TRACKER_NAME} is missing")
+        return [iteration_directory(root, iteration) for iteration in iterations]
+    hint = _read_iteration(root / TRACKER_NAME)
+    pending = [_read_iteration(path) for path in root.glob(f"{TRACKER_NAME}.tmp-*")]
+    interrupted = max((p for p in pending if p is not None and p in iterations and p > (hint or 0)), default=None)
+    if interrupted is not None:
+        hint = interrupted
+    if hint is None:
+        problems.append(f"{root / TRACKER_NAME} does not hold the number of an iteration")
+    elif hint not in iterations:
+        problems.append(f"{iteration_directory(root, hint)}, which {TRACKER_NAME} names, does not exist")
+    else:
+        iterations.sort(key=lambda iteration: (iteration != hint, -iteration))
+    return [iteration_directory(root, iteration) for iteration in iterations]
+
+
+def _verified(path: Path) -> FoundCheckpoint:
+    manifest = read_manifest(path)
+    match = _ITERATION.fullmatch(path.name)
+    if match and int(match[1]) != manifest.iteration:
+        raise CheckpointError(f"{path} holds iteration {manifest.iteration}: it was renamed or mixed up")
+    verify_files(path, manifest)
+    return FoundCheckpoint(path, manifest)
+
+
+def _read_iteration(tracker: Path) -> int | None:
+    """The number in a tracker file; None when it holds anything else or cannot be read."""
+    try:
+        with open(tracker, "rb") as file:
+            text = file.read(64).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if re.fullmatch(r"[0-9]{1,12}", text) else None

@@ -1,0 +1,157 @@
+"""Upstream's `torch` checkpoints: a pickled file for each model-parallel rank,
+iter_0000010/mp_rank_00/model_optim_rng.pt.
+
+    {"model": {"decoder.layers.0.mlp.linear_fc1.weight": tensor, ...}, "args": argparse.Namespace, "iteration": 10, ...}
+
+Only the weights are taken. The file is read with torch's restricted unpickler (weights_only). The other classes that
+such files are known to name, most of them among the arguments, get inert stand-ins; a file that names any other is
+refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
+from megatron.core.errors import CheckpointError
+
+_FILE_NAME = "model_optim_rng.pt"
+_NESTINGS = ("model", "state_dict", "module")
+_HARMLESS_CLASSES = frozenset(
+    ("argparse.Namespace", "signal.Signals", "numpy.dtype", "numpy.ndarray", "numpy.core.multiarray._reconstruct",
+     "numpy._core.multiarray._reconstruct", "pathlib.PosixPath", "types.SimpleNamespace")
+)  # fmt: skip
+"""What upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state."""
+_UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+")
+
+
+def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
+    """The file of rank 0 in a directory of upstream checkpoints (or in one checkpoint); None when there is none.
+
+    The tracker names an iteration or `release`; without one, the newest iteration or `release/` is taken.
+    """
+    candidates = [root]
+    if iteration is not None:
+        candidates = [iteration_directory(root, iteration)]
+    else:
+        tracker = root / TRACKER_NAME
+        text = tracker.read_bytes()[:64].decode("ascii", "replace").strip() if tracker.is_file() else ""
+        if re.fullmatch("[0-9]{1,12}", text):
+            candidates.append(iteration_directory(root, int(text)))
+        candidates.append(root / "release")
+        candidates += [iteration_directory(root, saved) for saved in saved_iterations(root)]
+    for candidate in candidates:
+        ranks = sorted(path.parent.name for path in candidate.glob(f"mp_rank_*/{_FILE_NAME}"))
+        if len(ranks) > 1:
+            raise CheckpointError(
+                f"{candidate} was written by {len(ranks)} model-parallel ranks ({', '.join(ranks[:4])}); only one can "
+                "be loaded. Merge it to tensor- and pipeline-parallel size 1 first"
+            )
+        if ranks:
+            return candidate / ranks[0] / _FILE_NAME
+    return None
+
+
+class LegacyWeights(NamedTuple):
+    """The full tensors of a file."""
+
+    tensors: dict[str, Tensor]
+    """By upstream name."""
+    ignored: list[str]
+    """Names beside them that have no place here: `_extra_state`."""
+
+
+def read_legacy_weights(path: Path) -> LegacyWeights:
+    """The weights in a file. Raises CheckpointError when it is damaged, or names a class we do not know."""
+    try:
+        foreign = get_unsafe_globals_in_checkpoint(path)
+        with safe_globals([(_stand_in(name, path), name) for name in foreign]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from None
+    weights = _innermost(content)
+    if weights is None:
+        raise CheckpointError(f"{path} holds no weights; expected {{'model': {{name: tensor}}}}")
+    ignored = [name for name, value in weights.items() if "_extra_state" in name or not isinstance(value, Tensor)]
+    kept = {name.removeprefix("module."): value for name, value in weights.items() if name not in ignored}
+    return LegacyWeights(kept, ignored)
+
+
+def fill_from_full(
+    tensors: Iterable[ShardedTensor], weights: Mapping[str, Tensor], elsewhere: Collection[str] = ()
+) -> None:
+    """Copy full tensors into this process's shards, converted to their number format.
+
+    elsewhere: names that other processes hold. Raises ModelMismatchError that lists every name and shape which does not
+    fit.
+    """
+    tensors = list(tensors)
+    problems = []
+    for tensor in tensors:
+        if tensor.key not in weights:
+            problems.append(f"{tensor.key} is missing (the model's shape is {tensor.global_shape})")
+        elif not fits(tensor, tuple(weights[tensor.key].shape), None):
+            found = tuple(weights[tensor.key].shape)
+            problems.append(f"{tensor.key} is {found} in the checkpoint, {tensor.global_shape} in the model")
+    unknown = sorted(set(weights) - {tensor.key for tensor in tensors} - set(elsewhere))
+    problems += [f"{name} is in the checkpoint only" for name in unknown]
+    refuse_mismatch(problems)
+    for tensor in tensors:
+        _fill(tensor, weights[tensor.key])
+
+
+def _fill(tensor: ShardedTensor, full: Tensor) -> None:
+    rows = full.shape[0] if full.dim() else 1
+    for index, block in enumerate(tensor.blocks):
+        target = tensor.block(index)
+        if block.box and tensor.valid_rows is not None:  # the file may be padded to fewer rows than we are
+            start, length = block.box[0]
+            length = max(0, min(length, rows - start))
+            target, box = target[:length], ((start, length), *block.box[1:])
+        else:
+            box = block.box
+        target.copy_(full[tuple(slice(start, start + length) for start, length in box)])
+
+
+def _stand_in(name: str, path: Path) -> Any:
+    """What to put in the place of a class that the file names; the class itself is never looked up."""
+    if name in _HARMLESS_CLASSES or _UPSTREAM_CLASS.fullmatch(name):
+        return type(name.rpartition(".")[2], (_Inert,), {"__module__": __name__})
+    raise CheckpointError(f"{path} cannot be used: refused class {name}")
+
+
+class _Inert:
+    """Stands for an object of a class that we do not have; holds its arguments, does nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _innermost(content: Any) -> dict[str, Any] | None:
+    """The dictionary of weights, whether it stands alone or below `model`, `state_dict` or `module`."""
+    while isinstance(content, dict):
+        if any(isinstance(value, Tensor) for value in content.values()):
+            return content
+        content = next((content[key] for key in _NESTINGS if isinstance(content.get(key), dict)), None)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

@@ -1,0 +1,153 @@
+"""The manifest of a checkpoint: what a complete one consists of. It is written last, so its presence means "complete".
+
+`manifest.json` is JSON in one canonical form:
+
+    {"crc32": <of the line below, rendered alone>, "content": {
+        "format": "megatron-dist-checkpoint", "format_version": 1, "iteration": 10, "run_id": "...", "world_size": 1,
+        "files": {"__0_0.distcp": {"bytes": 3991588, "crc32": 305419896}, ...}}}
+
+The reader renders what it has read once more and compares bytes, so that any change of the manifest itself is seen;
+sizes and checksums then show any change of the other files. crc32 finds damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from megatron.core.dist_checkpointing.durable import write_file
+from megatron.core.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "megatron-dist-checkpoint"
+FORMAT_VERSION = 1
+
+_LARGEST_MANIFEST_BYTES = 256 * 2**20
+_BLOCK_BYTES = 1 << 20
+
+
+class FileRecord(NamedTuple):
+    """What a file must be."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a checkpoint, by path relative to its directory, and where they come from."""
+
+    iteration: int
+    run_id: str
+    """The same for all files of one save, different for every save."""
+    world_size: int
+    """Processes that wrote it."""
+    files: Mapping[str, FileRecord]
+
+    def render(self) -> bytes:
+        """The bytes of manifest.json."""
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "iteration": self.iteration,
+            "run_id": self.run_id,
+            "world_size": self.world_size,
+            "files": {name: self.files[name]._asdict() for name in sorted(self.files)},
+        }
+        return _render(content)
+
+    def write(self, directory: Path) -> None:
+        """Write it: from now on the directory holds a complete checkpoint. Raises OSError."""
+        write_file(directory / MANIFEST_NAME, self.render())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in `directory`.
+
+    Raises CheckpointError when there is none (an interrupted save, or another program's checkpoint), when it is
+    damaged, or when a later version of the format wrote it.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        if path.stat().st_size > _LARGEST_MANIFEST_BYTES:
+            raise CheckpointError(f"{path} is {path.stat().st_size} bytes long, too long for a manifest")
+        rendered = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{directory} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        document = json.loads(rendered)
+        content = document["content"]
+        intact = _render(content) == rendered
+        version = content["format_version"]
+        if intact and content["format"] == FORMAT and version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} was written in version {version} of the format; this program reads version {FORMAT_VERSION}. "
+                "Load it with a later release"
+            )
+        manifest = _from_content(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path} is damaged: it is not a manifest any more") from None
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit its content")
+    return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless every file of the manifest is there, as long as it says and with its checksum."""
+    for name, record in manifest.files.items():
+        path = directory / name
+        try:
+            found_bytes = path.stat().st_size
+            if not path.is_file():
+                raise CheckpointError(f"{path} is no regular file")
+            if found_bytes != record.bytes:
+                raise CheckpointError(f"{path} is {found_bytes} bytes long; its manifest says {record.bytes}")
+            found = checksum(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; the manifest names it") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        if found != record.crc32:
+            raise CheckpointError(
+                f"{path} is damaged: its checksum is {found:08x}, the manifest says {record.crc32:08x}"
+            )
+
+
+def checksum(path: Path) -> int:
+    """crc32 of a file's content. Raises OSError."""
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def record_of(path: Path) -> FileRecord:
+    """The record of a file that has just been written. Raises OSError."""
+    return FileRecord(path.stat().st_size, checksum(path))
+
+
+def _render(content: dict[str, Any]) -> bytes:
+    crc32 = zlib.crc32(json.dumps(content).encode())
+    return (json.dumps({"crc32": crc32, "content": content}, indent=1) + "\n").encode()
+
+
+def _from_content(content: Mapping[str, Any]) -> Manifest:
+    if content["format"] != FORMAT:
+        raise ValueError(content["format"])
+    files = {_inside(name): FileRecord(int(r["bytes"]), int(r["crc32"])) for name, r in content["files"].items()}
+    return Manifest(int(content["iteration"]), str(content["run_id"]), int(content["world_size"]), files)
+
+
+def _inside(name: str) -> str:
+    """The name, when it is a path below the checkpoint's directory."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+        raise CheckpointError(f"the manifest names the file {name!r}, which lies outside the checkpoint; refused")
+    return name

@@ -1,0 +1,194 @@
+"""A tensor of this process as a part of a tensor of the whole model: what a checkpoint needs to know, from its
+Placement.
+
+    shard [local shape] --blocks--> boxes in the full tensor, stored under `key`
+
+Every process describes what it holds; the save plan lets one process write each box, the load plan finds the saved
+boxes that cover what a process holds now. So a checkpoint of one layout can be loaded by another.
+
+Names are those of upstream's torch_dist format (`optimizer.state.exp_avg.<parameter>`), with one difference: each
+layer has its own entry instead of a slice of a tensor stacked over layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from megatron.core.flat_ranges import boxes_of_range
+from megatron.core.placement import Box, Piece, Placement
+
+OPTIMIZER_PREFIX = "optimizer.state."
+RNG_PREFIX = "rng_state."
+_STATE_NAMES = {"main_param": "fp32_param"}
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A tensor of this process and where its blocks lie in the full tensor."""
+
+    key: str
+    data: Tensor
+    """The shard. Loading writes into it."""
+    global_shape: tuple[int, ...]
+    blocks: tuple[Piece, ...]
+    valid_rows: int | None = None
+    """Rows of dimension 0 that mean something; the rest is padding, which may differ between save and load."""
+    fallback_key: str | None = None
+    """What to load instead where the checkpoint has no `key`."""
+    is_copy: bool = False
+    """Loaded, but not saved: another process owns it."""
+
+    @classmethod
+    def from_placement(
+        cls, data: Tensor, placement: Placement, *, prefix: str = "", fallback: bool = False
+    ) -> ShardedTensor:
+        """The shard of the parameter with this placement, or of optimizer state that is shaped like it.
+
+        prefix: put before the parameter's name to make the key. fallback: the parameter itself will do as well.
+        """
+        if tuple(data.shape) != placement.local_shape:
+            raise ValueError(f"{placement.name}: shape {tuple(data.shape)}; its placement says {placement.local_shape}")
+        return cls(
+            key=prefix + placement.name,
+            data=data.detach(),
+            global_shape=placement.full_shape,
+            blocks=tuple(placement.pieces()),
+            valid_rows=placement.valid_rows,
+            fallback_key=placement.name if fallback else None,
+            is_copy=placement.is_copy,
+        )
+
+    @classmethod
+    def whole(cls, key: str, data: Tensor) -> ShardedTensor:
+        """A tensor that is not cut."""
+        return cls.from_placement(data, Placement(key, tuple(data.shape)))
+
+    def block(self, index: int) -> Tensor:
+        """The part of the shard that block number `index` describes: a view."""
+        return self.data[tuple(slice(start, start + length) for start, length in self.blocks[index].local_box)]
+
+    def index_at(self, offsets: Iterable[int]) -> int:
+        """Number of the block that starts at these offsets of the full tensor."""
+        start = tuple(offsets)
+        return next(i for i, block in enumerate(self.blocks) if tuple(s for s, _ in block.box) == start)
+
+
+@dataclass(frozen=True)
+class SlicedTensor(ShardedTensor):
+    """A flat slice of a shard: what one of the processes that divide the optimizer's state keeps of a parameter.
+
+    A slice does not end where a row does, so it is several blocks: the end of a row, whole rows, the beginning of
+    another, each where it meets the blocks of the shard. `data` is one-dimensional.
+    """
+
+    views: tuple[Tensor, ...] = ()
+    """The part of `data` that each block is."""
+
+    @classmethod
+    def from_slice(
+        cls, data: Tensor, start: int, placement: Placement, *, prefix: str = "", fallback: bool = False
+    ) -> SlicedTensor:
+        """Elements [start, start + len(data)) of the flat shard of the parameter with this placement."""
+        shard = placement.local_shape
+        if start < 0 or data.dim() != 1 or start + data.numel() > math.prod(shard):
+            raise ValueError(
+                f"{placement.name}: {tuple(data.shape)} from element {start} is no slice of a shard {shard}"
+            )
+        data = data.detach()
+        blocks: list[Piece] = []
+        views: list[Tensor] = []
+        place = 0
+        for box in boxes_of_range(shard, start, start + data.numel()):
+            lengths = [length for _, length in box]
+            region = data[place : place + math.prod(lengths)].view(lengths)
+            place += region.numel()
+            for piece in placement.pieces():
+                meeting = _meet(box, piece)
+                if meeting is not None:
+                    blocks.append(meeting)
+                    views.append(region[tuple(slice(first, first + length) for first, length in meeting.local_box)])
+        return cls(
+            key=prefix + placement.name,
+            data=data,
+            global_shape=placement.full_shape,
+            blocks=tuple(blocks),
+            valid_rows=placement.valid_rows,
+            fallback_key=placement.name if fallback else None,
+            is_copy=placement.is_copy,
+            views=tuple(views),
+        )
+
+    def block(self, index: int) -> Tensor:
+        """The part of the slice that block number `index` describes: a view."""
+        return self.views[index]
+
+
+def _meet(box: Box, piece: Piece) -> Piece | None:
+    """What a box of the shard and a block of it have in common; the local box counts from the given box's start."""
+    full: list[tuple[int, int]] = []
+    local: list[tuple[int, int]] = []
+    for (start, length), (full_start, _), (local_start, local_length) in zip(
+        box, piece.box, piece.local_box, strict=True
+    ):
+        first, last = max(start, local_start), min(start + length, local_start + local_length)
+        if first >= last:
+            return None
+        full.append((full_start + first - local_start, last - first))
+        local.append((first - start, last - first))
+    return Piece(tuple(full), tuple(local), piece.owned)
+
+
+ShardedStateDict = dict[str, ShardedTensor]
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """torch's record of a box: offsets and sizes."""
+    return ChunkStorageMetadata(
+        offsets=torch.Size([start for start, _ in box]), sizes=torch.Size([length for _, length in box])
+    )
+
+
+def model_state(parameters: Iterable[tuple[Tensor, Placement]]) -> ShardedStateDict:
+    """The model's parameters by key.
+
+    A copy (a tied embedding on the last stage) shares its key with the original, which wins where one process holds
+    both.
+    """
+    state: ShardedStateDict = {}
+    for data, placement in parameters:
+        if placement.name not in state or not placement.is_copy:
+            state[placement.name] = ShardedTensor.from_placement(data, placement)
+    return state
+
+
+def optimizer_state(
+    named_state: Mapping[str, Mapping[str, Tensor]],
+    placements: Mapping[str, Placement],
+    starts: Mapping[str, int] | None = None,
+) -> ShardedStateDict:
+    """The optimizer's tensors by key.
+
+    named_state: parameter name -> {"exp_avg": ..., "exp_avg_sq": ..., "main_param": ... when distinct from the
+    parameter}, each shaped like the shard, or, for the parameters in `starts`, a flat slice of it from this element on.
+    Main parameters may be loaded from the parameters themselves.
+    """
+    starts = starts or {}
+    state: ShardedStateDict = {}
+    for parameter, tensors in named_state.items():
+        placement = placements[parameter]
+        for name, data in tensors.items():
+            prefix = f"{OPTIMIZER_PREFIX}{_STATE_NAMES.get(name, name)}."
+            fallback = name == "main_param"
+            entry: ShardedTensor
+            if parameter in starts:
+                entry = SlicedTensor.from_slice(data, starts[parameter], placement, prefix=prefix, fallback=fallback)
+            else:
+                entry = ShardedTensor.from_placement(data, placement, prefix=prefix, fallback=fallback)
+            state[entry.key] = entry
+    return state

@@ -1,0 +1,77 @@
+"""Who writes what: each box of each tensor once, evenly over the processes that hold it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, chunk_of
+from megatron.core.dist_checkpointing.validation import check_coverage
+
+
+class ShardSavePlanner(SavePlanner):
+    """torch's save planner over ShardedTensors. Its methods are called in the order in which they stand here."""
+
+    def set_up_planner(
+        self, state_dict: ShardedStateDict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """On every process: its tensors."""
+        self.tensors = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        """On every process: all boxes it could write."""
+        items = []
+        for tensor in self.tensors.values():
+            if tensor.is_copy:
+                continue
+            properties = TensorProperties(dtype=tensor.data.dtype)
+            for block in tensor.blocks:
+                chunk = chunk_of(block.box)
+                if block.owned and chunk.sizes.numel():
+                    data = TensorWriteData(chunk, properties, torch.Size(tensor.global_shape))
+                    index = MetadataIndex(tensor.key, chunk.offsets)
+                    items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the first process: one writer for each box."""
+        plans, metadata = create_default_global_save_plan(choose_writers(all_plans))
+        check_coverage(metadata)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """On every process: what it is to write."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor of a box, contiguous."""
+        tensor = self.tensors[write_item.index.fqn]
+        offsets = write_item.index.offset
+        assert offsets is not None, f"{tensor.key}: a box without offsets was planned"
+        return tensor.block(tensor.index_at(offsets)).contiguous()
+
+
+def choose_writers(plans: list[SavePlan]) -> list[SavePlan]:
+    """Keep each box in one plan: of those that hold it, the one with the fewest bytes so far. Largest boxes first."""
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    sizes: dict[MetadataIndex, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None and item.tensor_data.chunk is not None
+            holders[item.index].append(rank)
+            sizes[item.index] = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+    load = [0] * len(plans)
+    writer: dict[MetadataIndex, int] = {}
+    for index in sorted(holders, key=lambda index: (-sizes[index], index.fqn, index.offset or ())):
+        writer[index] = min(holders[index], key=lambda rank: (load[rank], rank))
+        load[writer[index]] += sizes[index]
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]

@@ -1,0 +1,136 @@
+"""Save and load a whole checkpoint: tensors of all processes, JSON documents, and the files copied along.
+
+iter_0000010/
+  .metadata  __0_0.distcp  ...    tensors (torch_dist.py)
+  <name>.json                     documents: numbers, texts, lists, dictionaries
+  tokenizer/...                   attachments: files copied as they are
+  tensors.json                    rows without padding of padded tensors
+  metadata.json                   format, as upstream writes it
+  manifest.json                   sizes and checksums of all of them: written last
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.directory import (
+    FoundCheckpoint,
+    abandon_save,
+    begin_save,
+    commit_save,
+    find_checkpoint,
+)
+from megatron.core.dist_checkpointing.durable import storage_errors, write_file
+from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read_manifest, record_of
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.torch_dist import read_tensors, write_tensors
+from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import Group
+
+TENSORS_DOCUMENT = "tensors"
+_UPSTREAM_DOCUMENT = {"metadata": {"sharded_backend": "torch_dist", "sharded_backend_version": 1}}
+
+
+def save(
+    tensors: ShardedStateDict,
+    root: Path,
+    iteration: int,
+    *,
+    documents: Mapping[str, Any],
+    attachments: Mapping[str, Path] | None = None,
+    group: Group,
+) -> Path:
+    """Save a checkpoint of all members of `group`; it becomes visible when it is complete. Returns its directory.
+
+    documents: name -> what to store as <name>.json; attachments: name in the checkpoint -> file to copy; both are
+    taken from the first member. Raises StorageError on every member when it failed; checkpoints that were there stay
+    as they are.
+    """
+    temporary = on_first_rank(group, lambda: begin_save(root, iteration))
+    try:
+        records: dict[str, FileRecord] = {}
+        for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
+            records |= written
+        valid_rows: dict[str, int] = {}
+        for rows in on_every_rank(group, lambda: _valid_rows(tensors)):
+            valid_rows |= rows
+        own = {TENSORS_DOCUMENT: {"valid_rows": valid_rows}, **_UPSTREAM_DOCUMENT}
+
+        def finish() -> Path:
+            with storage_errors(f"writing {temporary}"):
+                records.update(_write_documents(temporary, {**documents, **own}))
+                records.update(_copy_attachments(temporary, attachments or {}))
+                return commit_save(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
+
+        return on_first_rank(group, finish)
+    except BaseException:
+        if group.rank() == 0:
+            abandon_save(temporary)
+        raise
+
+
+def find(root: Path, iteration: int | None, group: Group) -> FoundCheckpoint | None:
+    """The checkpoint to load, as the first member of `group` finds it (see find_checkpoint); all members must see
+    it."""
+    found = on_first_rank(group, lambda: find_checkpoint(root, iteration))
+    if found is not None:
+        on_every_rank(group, lambda: _check_same(found, group.rank()))
+    return found
+
+
+def load(tensors: ShardedStateDict, checkpoint: FoundCheckpoint, group: Group, *, strict: bool = True) -> None:
+    """Fill the tensors of all members of `group`.
+
+    strict: refuse parameters in the checkpoint that no member has. Raises CheckpointError on every member; the
+    tensors may then be half filled.
+    """
+    valid_rows = read_document(checkpoint.path, TENSORS_DOCUMENT)["valid_rows"]
+    read_tensors(checkpoint.path, tensors, group, valid_rows=valid_rows, strict=strict)
+
+
+def read_document(checkpoint: Path, name: str) -> Any:
+    """The content of <name>.json. Raises CheckpointError when it is missing or no JSON."""
+    path = checkpoint / f"{name}.json"
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:
+    return {key: tensor.valid_rows for key, tensor in tensors.items() if tensor.valid_rows is not None}
+
+
+def _write_documents(directory: Path, documents: Mapping[str, Any]) -> dict[str, FileRecord]:
+    records = {}
+    for name, content in documents.items():
+        path = directory / f"{name}.json"
+        write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+        records[path.name] = record_of(path)
+    return records
+
+
+def _copy_attachments(directory: Path, attachments: Mapping[str, Path]) -> dict[str, FileRecord]:
+    records = {}
+    for name, source in attachments.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, source.read_bytes())
+        records[name] = record_of(path)
+    return records
+
+
+def _check_same(found: FoundCheckpoint, rank: int) -> None:
+    """Raise CheckpointError when this process sees another checkpoint at the path, or none."""
+    manifest = read_manifest(found.path)
+    if manifest.run_id != found.manifest.run_id:
+        raise CheckpointError(
+            f"{found.path}: rank {rank} sees another checkpoint there than rank 0; is it a shared directory?"
+        )

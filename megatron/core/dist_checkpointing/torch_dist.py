@@ -1,0 +1,192 @@
+"""Tensors on disk in the format of torch.distributed.checkpoint (DCP): `.metadata` and one `__<rank>_0.distcp` per
+process.
+
+What is added to torch's own reader and writer:
+- each file's checksum is computed while it is written, for the manifest;
+- a full or failing disk is reported with its path instead of as "unexpected pos 704 vs 598";
+- `.metadata` is a pickle: it is read by an unpickler that knows only what belongs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner
+from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.errors import CheckpointError, MegatronError, StorageError
+from megatron.core.process_groups_config import Group, SingleRankGroup
+
+METADATA_NAME = ".metadata"
+
+
+def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> dict[str, FileRecord]:
+    """Write the tensors of all members of `group` into an empty directory; flushed to the device on return.
+
+    Returns the records of the files that this process wrote. Raises, on every member, StorageError when any of them
+    could not write.
+    """
+    writer = _RecordingWriter(directory)
+    planner: SavePlanner = ShardSavePlanner()
+    with _dcp_errors("writing", directory), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=_torch_group(group),
+                 no_dist=isinstance(group, SingleRankGroup))  # fmt: skip
+    return writer.files.records
+
+
+def read_tensors(
+    directory: Path, tensors: ShardedStateDict, group: Group, *, valid_rows: dict[str, int], strict: bool = True
+) -> None:
+    """Fill the tensors of all members of `group` from the checkpoint in `directory`.
+
+    valid_rows, strict: see ShardLoadPlanner. Raises CheckpointError on every member; the tensors may then be half
+    filled.
+    """
+    reader = _KnownReader(directory)
+    planner: LoadPlanner = ShardLoadPlanner(valid_rows, strict=strict)
+    with _dcp_errors("reading", directory), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=_torch_group(group),
+                 no_dist=isinstance(group, SingleRankGroup))  # fmt: skip
+
+
+class _ChecksumWriter(io.BufferedWriter):
+    """A file that knows the checksum of what was written to it from start to end, and why writing failed.
+
+    torch writes through C++, which turns an OSError into another exception without its text.
+    """
+
+    crc32 = 0
+    bytes_written = 0
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes_written += count
+        return count
+
+
+class _RecordingFileSystem(FileSystem):
+    """torch's file system; remembers each file's record, and the error that started a failure."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self.first_error: OSError | None = None
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        file: _ChecksumWriter | None = None
+        try:
+            with _ChecksumWriter(io.FileIO(path, "xb")) as file:
+                yield file
+                if not file.closed:  # shards are synced and closed by now; of `.metadata` torch syncs an unflushed file
+                    file.flush()
+                    os.fsync(file.fileno())
+        except Exception as error:
+            cause = file.error if file is not None and file.error is not None else error
+            if isinstance(cause, OSError) and self.first_error is None:
+                cause.filename = cause.filename or os.fspath(path)
+                self.first_error = cause
+            raise
+        self.records[Path(path).name] = FileRecord(file.bytes_written, file.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _RecordingWriter(FileSystemWriter):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self.fs = self.files = _RecordingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        with self._first_error():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self._first_error():
+            super().finish(metadata, results)
+
+    @contextlib.contextmanager
+    def _first_error(self) -> Iterator[None]:
+        """Raise what went wrong on this process's disk instead of what torch made of it, so that all ranks learn it."""
+        try:
+            yield
+        except Exception as error:
+            raise (self.files.first_error or error) from error
+
+    def storage_meta(self) -> StorageMeta | None:
+        """No paths and no random ids: a checkpoint's bytes are a function of what is in it."""
+        return StorageMeta()
+
+
+class _KnownReader(FileSystemReader):
+    """Reads `.metadata` safely, and opens only files that lie in the checkpoint's own directory."""
+
+    def read_metadata(self) -> Metadata:
+        metadata = read_metadata(Path(self.path) / METADATA_NAME)
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        for item in plan.items:
+            name = self.storage_data[item.storage_index].relative_path
+            if Path(name).name != name:
+                raise CheckpointError(
+                    f"{self.path}: the table of contents names the file {name!r} outside of it; refused"
+                )
+        return super().read_data(plan, planner)
+
+
+def _torch_group(group: Group) -> dist.ProcessGroup | None:
+    return None if isinstance(group, SingleRankGroup) else group
+
+
+@contextlib.contextmanager
+def _dcp_errors(doing: Literal["reading", "writing"], directory: Path) -> Iterator[None]:
+    """DCP raises one exception, no subclass of Exception, with those of all processes in it; find the one that
+    matters."""
+    try:
+        yield
+    except CheckpointException as failure:
+        causes = {rank: cause for rank, (cause, _) in failure.failures.items()}
+        for cause in causes.values():
+            if isinstance(cause, MegatronError | KeyboardInterrupt):
+                raise cause from None
+        for rank, cause in causes.items():
+            if isinstance(cause, OSError):
+                where = f"{os.fspath(cause.filename)}: " if cause.filename else ""
+                reason = cause.strerror or cause
+                raise StorageError(f"{doing} {directory} failed on rank {rank}: {where}{reason}") from failure
+        rank, cause = next(iter(causes.items()))
+        error_type = StorageError if doing == "writing" else CheckpointError
+        reason = f"{type(cause).__name__}: {str(cause)[:300]}"
+        raise error_type(f"{doing} {directory} failed on rank {rank}: {reason}") from failure

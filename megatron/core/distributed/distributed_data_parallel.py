@@ -1,0 +1,238 @@
+"""DistributedDataParallel: replicas that see other samples and keep equal weights.
+
+The wrapper moves parameters and gradients into flat buffers. During backward a gradient reaches its place in one of
+two ways: a linear layer adds its weight-gradient product straight into `param.main_grad`, or autograd fills
+`param.grad` and the hook below adds it. `finish_grad_sync` combines the buffers of the replicas, whichever way they
+were filled; with overlap_grad_reduce, most of that is done by then (grad_sync.py).
+
+With use_distributed_optimizer each replica then has the combined gradients of its own slice of every bucket only; the
+optimizer updates the parameters of that slice and gathers the others' (param_gather.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.bucket import Bucket, Reduction
+from megatron.core.distributed.buffer_layout import ALIGNMENT, HIGH_BANDWIDTH_PADDING, BufferLayout, lay_out
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.grad_sync import GradSync
+from megatron.core.distributed.param_and_grad_buffer import NamedParams, ParamAndGradBuffer
+from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.errors import ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps one pipeline chunk of the model.
+
+    module: a network whose parameters may carry a Placement; one that carries none counts as held whole by everyone.
+    pg_collection: the process groups; the current ones when None. `flat_buffers` holds one ParamAndGradBuffer for each
+    number format. Raises ConfigError for switches that contradict each other.
+    """
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        _check(ddp_config)
+        self.config = config
+        self.ddp_config = ddp_config
+        self.module = module
+        self.groups = pg_collection or ProcessGroupCollection.current()
+        reduction = reduction_of(config, ddp_config, self.groups)
+        self.flat_buffers = list(_make_buffers(module, ddp_config, reduction))
+        backward_order = _buckets_by_use(module, self.flat_buffers)[::-1]
+        self.grad_sync = GradSync(backward_order)
+        self.param_gather = ParamGather(module, backward_order[::-1], overlap=ddp_config.overlap_param_gather)
+        self.overlaps_grad_reduce = ddp_config.overlap_grad_reduce and reduction.is_needed
+        add = _add_and_tell(self.grad_sync) if self.overlaps_grad_reduce else _add_to_main_grad
+        for buffer in self.flat_buffers:
+            for param in buffer.params:
+                param.register_post_accumulate_grad_hook(add)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self.module(*inputs, **named_inputs)
+
+    # ---- gradients
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients; call before the first microbatch of a step."""
+        self.grad_sync.reset()
+        for buffer in self.flat_buffers:
+            buffer.zero_grad()
+
+    def enable_grad_sync(self) -> None:
+        """The next backward is this chunk's last of the step: with overlap_grad_reduce, reduce each bucket as soon as
+        its gradients are there. Without this call `finish_grad_sync` does it all."""
+        if self.overlaps_grad_reduce:
+            self.grad_sync.expect_last()
+
+    def start_grad_sync(self) -> None:
+        """With overlap_grad_reduce, start to reduce whatever is not under way yet; all gradients must be there."""
+        if self.overlaps_grad_reduce:
+            self.grad_sync.start()
+
+    def finish_grad_sync(self) -> None:
+        """Combine the gradients of the replicas; call after the last microbatch of a step."""
+        self.grad_sync.finish()
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients; a tensor is not waited for."""
+        for buffer in self.flat_buffers:
+            buffer.grad_data.mul_(factor)
+
+    # ---- parameters
+
+    def start_param_sync(self) -> None:
+        """After the optimizer has updated its slices: gather the others'. With overlap_param_gather this returns at
+        once, and forward waits for each layer's parameters; whoever else reads them calls `finish_param_sync`."""
+        self.param_gather.start()
+        if not self.ddp_config.overlap_param_gather:
+            self.param_gather.finish()
+
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are those of the last update."""
+        self.param_gather.finish()
+
+    def broadcast_params(self) -> None:
+        """Give every replica the parameters of the first one."""
+        for buffer in self.flat_buffers:
+            buffer.broadcast_params(self.groups.dp_cp)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped module's state, without a prefix of ours."""
+        self.finish_param_sync()
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the wrapped module; the values land in the flat buffers."""
+        self.finish_param_sync()
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def reduction_of(
+    config: ModelParallelConfig, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+) -> Reduction:
+    """Over whom gradients are combined: a mean over the replicas, or, for a loss per token, a sum (whoever knows the
+    number of tokens divides by it later)."""
+    whole: Group = groups.dp_cp
+    alone: Group = SingleRankGroup()
+    if not ddp_config.use_distributed_optimizer:
+        shards, copies = alone, whole
+    elif ddp_config.num_distributed_optimizer_instances == 1:
+        shards, copies = whole, alone
+    else:
+        shards, copies = groups.optimizer_shards, groups.optimizer_copies
+        if copies.size() != ddp_config.num_distributed_optimizer_instances:
+            raise ConfigError(
+                f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances}: the process "
+                f"groups were made for {copies.size()}; build them from a RankGrid with as many optimizer_instances"
+            )
+    if config.calculate_per_token_loss:
+        return Reduction(shards, copies)
+    if ddp_config.average_in_collective:
+        return Reduction(shards, copies, op="avg")
+    return Reduction(shards, copies, scale=1.0 / whole.size())
+
+
+def _check(ddp_config: DistributedDataParallelConfig) -> None:
+    problems = []
+    if ddp_config.overlap_param_gather and not ddp_config.use_distributed_optimizer:
+        problems.append("overlap_param_gather needs use_distributed_optimizer: otherwise nothing is gathered")
+    if ddp_config.bucket_size is not None and ddp_config.num_buckets is not None:
+        problems.append("bucket_size and num_buckets both say how gradients are divided; keep one")
+    if problems:
+        raise ConfigError([f"DistributedDataParallelConfig: {problem}" for problem in problems])
+
+
+def _make_buffers(
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, reduction: Reduction
+) -> Iterator[ParamAndGradBuffer]:
+    """One buffer for each number format. A parameter used in several places (tied embeddings) is in it once."""
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            global_name = placement_of(param, name).name
+            by_dtype[param.dtype, param.device].append((global_name, param))
+    for (dtype, _), named_params in by_dtype.items():
+        grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype
+        yield ParamAndGradBuffer(named_params, grad_dtype, reduction, _layout(named_params, ddp_config, reduction))
+
+
+def _layout(named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction) -> BufferLayout:
+    """Buckets that all processes can divide, as many as overlap needs."""
+    shards = reduction.shards.size()
+    padding = ALIGNMENT * shards
+    if ddp_config.pad_buckets_for_high_nccl_busbw:
+        padding = math.lcm(padding, HIGH_BANDWIDTH_PADDING)
+    # A tied embedding lies elsewhere in the other stage's buffer, yet both must be cut at the same elements, because
+    # each process sums its slice of the two.
+    tied = [
+        index
+        for index, (name, param) in enumerate(named_params)
+        if shards > 1 and "embd" in placement_of(param, name).partial_grad_axes
+    ]
+    return lay_out(
+        [(name, param.shape) for name, param in named_params],
+        bucket_size=_bucket_size(named_params, ddp_config, reduction),
+        padding=padding,
+        alone=tied,
+    )
+
+
+def _bucket_size(
+    named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction
+) -> int | None:
+    """Elements of a bucket; None without overlap, where one collective is the fastest."""
+    if not ddp_config.overlap_grad_reduce:
+        return None
+    if ddp_config.num_buckets is not None:
+        return math.ceil(sum(param.numel() for _, param in named_params) / ddp_config.num_buckets)
+    if ddp_config.bucket_size is not None:
+        return ddp_config.bucket_size
+    return max(40_000_000, 1_000_000 * reduction.shards.size() * reduction.copies.size())
+
+
+def _buckets_by_use(module: nn.Module, buffers: list[ParamAndGradBuffer]) -> list[tuple[Bucket, list[nn.Parameter]]]:
+    """All buckets in the order in which forward needs them: by their first parameter in the module's order."""
+    place = {param: index for index, param in enumerate(module.parameters())}
+    buckets = list(itertools.chain.from_iterable(buffer.bucket_params() for buffer in buffers))
+    return sorted(buckets, key=lambda entry: min(place[param] for param in entry[1]))
+
+
+def _add_to_main_grad(param: nn.Parameter) -> None:
+    """Post-accumulate hook: move what autograd left in `param.grad` to the flat buffer.
+
+    autograd calls it also for a parameter whose operation added its gradient itself and returned none.
+    """
+    if param.grad is None:
+        return
+    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+    param.grad = None
+
+
+def _add_and_tell(grad_sync: GradSync) -> Callable[[nn.Parameter], None]:
+    """The same hook for buckets that are reduced during backward."""
+
+    def add_and_tell(param: nn.Parameter) -> None:
+        _add_to_main_grad(param)
+        grad_sync.arrived(param)
+
+    return add_and_tell

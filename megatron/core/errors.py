@@ -1,0 +1,98 @@
+"""What goes wrong on purpose: one sentence for the user, and the exit code that goes with it.
+
+| class          | exit code | meaning                                                        |
+|----------------|-----------|----------------------------------------------------------------|
+| ConfigError    | 2         | a flag, a config file or an environment variable               |
+| TopologyError  | 2         | a layout that cannot exist on this number of processes         |
+| DataError      | 2         | a corpus, a tokenizer, a .bin/.idx dataset, an index cache     |
+| CheckpointError| 2         | a checkpoint that is missing, damaged or of another model      |
+| StorageError   | 74        | the disk: full, failing, read-only (EX_IOERR)                  |
+| TemporaryError | 75        | worth starting again: a lost peer, a time-out (EX_TEMPFAIL)    |
+| NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
+
+Bugs of ours stay ordinary exceptions with their traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+
+class MegatronError(Exception):
+    """An error whose text is meant for the user: what, where, found, expected, remedy."""
+
+    exit_code = 2
+
+
+class ConfigError(MegatronError):
+    """One or several settings that cannot be used; every problem is listed at once."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("; ".join(self.problems))
+
+
+class TopologyError(ConfigError):
+    """A parallel layout that cannot exist on this number of processes."""
+
+
+class DataError(MegatronError):
+    """Unusable input data, tokenizer files, datasets or caches."""
+
+
+class CheckpointError(MegatronError):
+    """A checkpoint that is missing, damaged, or does not fit the model."""
+
+
+class StorageError(MegatronError):
+    """Storage failed while reading or writing (full, read-only, input/output error)."""
+
+    exit_code = 74
+
+
+class TemporaryError(MegatronError):
+    """The job can be started again as it is: a peer was lost or did not answer in time."""
+
+    exit_code = 75
+
+
+class NonFiniteError(MegatronError):
+    """A loss or a gradient is not a number; starting again as it is would only repeat it."""
+
+    exit_code = 17
+
+
+def report_error(error: MegatronError) -> None:
+    """Print `error: …`, one line for each problem, on standard error."""
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for problem in problems:
+        print(f"error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
+
+
+def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
+    """Wrap a program's `main`: a MegatronError becomes its `error:` line and exit code, without a traceback.
+
+    `MEGATRON_TRACEBACK=1` (or `--traceback`) shows the traceback as well. A closed output pipe ends the program
+    quietly.
+    """
+
+    @functools.wraps(main)
+    def wrapped() -> int:
+        try:
+            return main() or 0
+        except MegatronError as error:
+            if "--traceback" in sys.argv or os.environ.get("MEGATRON_TRACEBACK") == "1":
+                raise
+            report_error(error)
+            return error.exit_code
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    return wrapped

@@ -1,0 +1,131 @@
+"""Rotary positions (Su et al., "RoFormer", 2021): plain, and fused with the split of the packed projection.
+
+Channels are rotated in pairs (x1, x2) by the angle position * frequency:
+
+    y1 = x1 cos - x2 sin          half form (GPT-NeoX, Llama): x1, x2 are the two halves of the rotated channels
+    y2 = x2 cos + x1 sin          interleaved (GPT-J): x1, x2 are even and odd channels
+
+The gradient is the rotation by the opposite angle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """Angles of a stretch of positions."""
+
+    cos: Tensor
+    """[s, rotated / 2] float32."""
+    sin: Tensor
+    """[s, rotated / 2] float32."""
+    interleaved: bool
+
+    @property
+    def channels(self) -> int:
+        """Channels of a head that are rotated; the rest stays as it is."""
+        return 2 * int(self.cos.shape[-1])
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _angles(rotation: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)  # [s, 1, ..., rotated / 2]
+    return rotation.cos.view(shape).to(x.dtype), rotation.sin.view(shape).to(x.dtype)
+
+
+def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the leading channels of x [s, ..., d]; elementary operations, out of place."""
+    turned, passed = x[..., : rotation.channels], x[..., rotation.channels :]
+    x1, x2 = _pairs(turned, rotation.interleaved)
+    cos, sin = _angles(rotation, x)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    if rotation.interleaved:
+        turned = torch.stack((y1, y2), dim=-1).flatten(-2)  # [..., rotated / 2, 2] -> [..., rotated]
+    else:
+        turned = torch.cat((y1, y2), dim=-1)
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+def _rotate_(x: Tensor, rotation: Rotation) -> None:
+    """Rotate x [s, ..., d] in place."""
+    x1, x2 = _pairs(x[..., : rotation.channels], rotation.interleaved)
+    cos, sin = _angles(rotation, x)
+    y2_part = x1 * sin
+    x1.mul_(cos).addcmul_(x2, sin, value=-1)
+    x2.mul_(cos).add_(y2_part)
+
+
+def _rotate_back_into(target: Tensor, grad: Tensor, rotation: Rotation) -> None:
+    """target = grad rotated by the opposite angle; both [s, ..., d]."""
+    g1, g2 = _pairs(grad[..., : rotation.channels], rotation.interleaved)
+    t1, t2 = _pairs(target[..., : rotation.channels], rotation.interleaved)
+    cos, sin = _angles(rotation, grad)
+    torch.mul(g1, cos, out=t1)
+    t1.addcmul_(g2, sin)
+    torch.mul(g2, cos, out=t2)
+    t2.addcmul_(g1, sin, value=-1)
+    target[..., rotation.channels :].copy_(grad[..., rotation.channels :])
+
+
+def _split(packed: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of [s, b, groups, heads_per_group + 2, d]: queries, keys and values, each with a head dimension."""
+    return packed[..., :heads_per_group, :], packed[..., heads_per_group, :], packed[..., heads_per_group + 1, :]
+
+
+def _merge_heads(query: Tensor) -> Tensor:
+    """[s, b, groups, heads_per_group, d] -> [s, b, heads, d]: a view with one head per group, a copy otherwise."""
+    return query.squeeze(3) if query.shape[3] == 1 else query.flatten(2, 3)
+
+
+def split_qkv(packed: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the packed projection by elementary operations.
+
+    packed: [s, b, groups, heads_per_group + 2, d]. Returns query [s, b, heads, d], key and value [s, b, groups, d].
+    """
+    query, key, value = _split(packed, heads_per_group)
+    return _merge_heads(query), key, value
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """Split the packed projection, and rotate queries and keys where they lie."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, heads_per_group: int, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        packed = packed.detach()
+        ctx.packed_shape, ctx.heads_per_group, ctx.rotation = packed.shape, heads_per_group, rotation
+        if rotation is not None:
+            # Queries and keys of a group lie side by side: one pass over both.
+            _rotate_(packed[..., : heads_per_group + 1, :], rotation)
+        return split_qkv(packed, heads_per_group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Any:
+        # The three gradients are written straight to their places in the packed one.
+        packed = grad_query.new_empty(ctx.packed_shape)
+        query, key, value = _split(packed, ctx.heads_per_group)
+        grad_query = grad_query.unflatten(2, query.shape[2:4])  # [s, b, heads, d] -> [s, b, groups, heads_per_group, d]
+        for target, grad in ((query, grad_query), (key, grad_key)):
+            if ctx.rotation is None:
+                target.copy_(grad)
+            else:
+                _rotate_back_into(target, grad, ctx.rotation)
+        value.copy_(grad_value)
+        return packed, None, None
+
+
+def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_qkv`, then `apply_rotary` on queries and keys, in the memory of `packed`, which is overwritten."""
+    result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(packed, heads_per_group, rotation)
+    return result

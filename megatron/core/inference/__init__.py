@@ -1,0 +1,1 @@
+"""Generating text: a key-value cache, the choice of the next token, and the loop around them."""

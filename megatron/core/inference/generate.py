@@ -1,0 +1,118 @@
+"""The generation loop: continue a batch of prompts until each has ended or is long enough.
+
+Prompts of different lengths run together without padding. The shortest one's length is read at once; from there on one
+position at a time, where a longer prompt still gives its own tokens and a shorter one gets chosen ones:
+
+    prompt 1   a b c . .          a b c | x y z      read at once | position by position
+    prompt 2   d e f g h          d e f | g h z'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.errors import ConfigError
+from megatron.core.inference.kv_cache import KVCache
+from megatron.core.inference.sampling import Sampling, next_tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What followed a prompt."""
+
+    tokens: list[int]
+    """The new tokens, without the one that ended the text."""
+    ended_by: Literal["eod", "length"]
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    eod: int | None = None,
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+    use_cache: bool = True,
+) -> list[Completion]:
+    """Continue each prompt by at most `max_new_tokens` tokens.
+
+    model: called as GPTModel, in evaluation mode. eod: token that ends a text. vocab_size: tokens from this id on are
+    padding and never chosen. max_sequence_length: positions that the model has; longer texts end there. use_cache=False
+    computes every position anew for every token. Raises ConfigError for an empty or too long prompt.
+    """
+    _check(prompts, max_new_tokens, max_sequence_length)
+    device = next(model.parameters()).device
+    limits = [_limit(len(prompt), max_new_tokens, max_sequence_length) for prompt in prompts]
+    tokens = _padded(prompts, max(limits)).to(device)  # [b, longest]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    ends = torch.tensor(limits, device=device)
+    ended_at = ends.clone()  # where each text ends; the token there, if any, is the eod
+
+    cache = KVCache(max(limits)) if use_cache else None
+    generators = sampling.generators(len(prompts))
+    seen, position = 0, min(len(prompt) for prompt in prompts)
+    while position < int(ended_at.max()):
+        logits = _last_logits(model, tokens[:, seen:position], seen, cache)
+        if vocab_size is not None:
+            logits[:, vocab_size:] = -math.inf
+        chosen = next_tokens(logits, sampling, generators)
+        is_open = (position >= lengths) & (position < ended_at)
+        tokens[:, position] = torch.where(is_open, chosen, tokens[:, position])
+        if eod is not None:
+            ended_at = torch.where(is_open & (chosen == eod), position, ended_at)
+        seen = position if cache is not None else 0
+        position += 1
+    return [
+        Completion(tokens[row, len(prompt) : end].tolist(), "eod" if end < limits[row] else "length")
+        for row, (prompt, end) in enumerate(zip(prompts, ended_at.tolist(), strict=True))
+    ]
+
+
+def _last_logits(model: nn.Module, tokens: Tensor, offset: int, cache: KVCache | None) -> Tensor:
+    """Logits [b, v] float32 of the last of these tokens [b, s], the first of which is at position `offset`."""
+    positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    logits: Tensor = model(tokens, positions, None, inference_context=cache)
+    if cache is not None:
+        cache.advance(tokens.shape[1])
+    return logits[:, -1].float()
+
+
+def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_length: int | None) -> None:
+    problems = []
+    if not prompts:
+        problems.append("there is no prompt; give at least one")
+    if max_new_tokens < 1:
+        problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            problems.append(f"prompt {number} has no tokens; give some text to continue")
+        elif max_sequence_length is not None and len(prompt) >= max_sequence_length:
+            problems.append(
+                f"prompt {number} has {len(prompt)} tokens; the model has {max_sequence_length} positions "
+                "(--max-position-embeddings), so at least one must stay free: shorten the prompt"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _limit(prompt_length: int, max_new_tokens: int, max_sequence_length: int | None) -> int:
+    """Length at which a text ends if it does not end by itself."""
+    limit = prompt_length + max_new_tokens
+    return limit if max_sequence_length is None else min(limit, max_sequence_length)
+
+
+def _padded(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """int64 [b, length] with zeros after each prompt; they are overwritten before the model sees them."""
+    tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    return tokens

@@ -1,0 +1,73 @@
+"""Which token comes next: the likeliest, or one drawn from the likely ones.
+
+    logits --/ temperature--> keep the k largest --> keep the fewest that hold the share p --> draw
+
+A low temperature sharpens the distribution. Top-p is nucleus sampling (Holtzman et al., 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose. Raises ConfigError for values that mean nothing."""
+
+    greedy: bool = False
+    """Always the likeliest token; the rest is then without effect."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """Draw from this many of the likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have at least this probability; 1: from all."""
+    seed: int = 1234
+    """Each sequence of a batch has a generator of its own: what is drawn for it does not depend on its neighbours."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            problems.append(f"--temperature {self.temperature} must be above 0; for the likeliest token use --greedy")
+        if self.top_k < 0:
+            problems.append(f"--top-k {self.top_k} must be 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"--top-p {self.top_p} must be above 0 and at most 1 (off)")
+        if problems:
+            raise ConfigError(problems)
+
+    def generators(self, count: int) -> list[torch.Generator]:
+        """One for each sequence, on the CPU, so that draws do not depend on the device."""
+        return [torch.Generator().manual_seed((self.seed + row) % 2**63) for row in range(count)]
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """The next token of each sequence: logits [b, v] -> int64 [b] on the same device. -inf marks what may not come."""
+    if sampling.greedy:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
+    drawn = [
+        torch.multinomial(row, num_samples=1, generator=generator)
+        for row, generator in zip(probabilities, generators, strict=True)
+    ]
+    return torch.cat(drawn).to(logits.device)
+
+
+def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [b, v] with -inf for all tokens outside top-k and top-p; the likeliest always stays."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = torch.softmax(ordered, dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already
+        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(outside, -math.inf)
+    return logits

@@ -1,0 +1,212 @@
+"""Which process does what: rank <-> coordinates on the parallel axes. Arithmetic only, no processes.
+
+The ranks form two grids over the same processes, the first axis of `order` running fastest:
+
+    dense layers    tp x cp x dp x pp          dp  = world / (tp * cp * pp)
+    experts         etp x ep x edp x pp        edp = world / (etp * ep * pp)
+
+so expert parallelism is carved out of the processes that data, context and tensor parallelism use elsewhere.
+A group along some axes is the set of ranks whose other coordinates agree. Order of ranks and of groups is upstream's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from megatron.core.errors import TopologyError
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+PIPELINE_BEFORE_DATA_ORDER = "tp-cp-ep-pp-dp"
+"""With this order (--use-tp-pp-dp-mapping) the stages of one pipeline are close together."""
+
+_EXPERT_AXES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+"""The expert grid's name for each axis of `order`; it has no context parallelism."""
+
+_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Sizes of the parallel axes. Raises TopologyError, with the arithmetic, when they do not fit the world size."""
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallelism inside an expert; as `tp` when None."""
+    pp: int = 1
+    order: str = DEFAULT_ORDER
+    folded: bool = False
+    """Pipelines run forth and back again, so that their first process also holds the last layers."""
+    cp_levels: tuple[int, ...] = ()
+    """How a hierarchical exchange divides `cp`: ranks of a group at each level, neighbours first; empty without one."""
+
+    optimizer_instances: int = 1
+    """Copies of the divided optimizer state among the replicas of the model."""
+
+    def __post_init__(self) -> None:
+        problems = self._problems()
+        if problems:
+            raise TopologyError(problems)
+
+    # ---- sizes
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the model: processes that work on different samples."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism inside an expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert."""
+        return self.world_size // (self.expert_tp * self.ep * self.pp)
+
+    @cached_property
+    def dense_sizes(self) -> dict[str, int]:
+        """Axis -> size of the dense grid, the fastest axis first."""
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return {axis: sizes[axis] for axis in self.order.split("-") if axis != "ep"}
+
+    @cached_property
+    def expert_sizes(self) -> dict[str, int]:
+        """Axis -> size of the expert grid, the fastest axis first."""
+        sizes = {"etp": self.expert_tp, "ep": self.ep, "edp": self.edp, "pp": self.pp}
+        return {name: sizes[name] for axis in self.order.split("-") if (name := _EXPERT_AXES.get(axis))}
+
+    # ---- ranks
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's index on every axis of both grids: tp, cp, dp, pp, etp, ep, edp."""
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(f"rank {rank} is not in a world of {self.world_size} processes")
+        return _coordinates(rank, self.dense_sizes) | _coordinates(rank, self.expert_sizes)
+
+    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The rank with these coordinates on the dense grid."""
+        where = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        rank, stride = 0, 1
+        for axis, size in self.dense_sizes.items():
+            rank += where[axis] * stride
+            stride *= size
+        return rank
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All groups along the named axes: "tp", "dp-cp", "ep-etp-pp", ... The order of the names does not matter.
+
+        Also "embd" (the stages that hold the input or the output embedding), "pos_embd" (those that hold position
+        embeddings), and "world".
+        """
+        if axes == "world":
+            return [list(range(self.world_size))]
+        if axes == "embd":
+            return [_ends(stages) for stages in self.groups("pp")]
+        if axes == "pos_embd":
+            return [stages[:1] for stages in self.groups("pp")]
+        wanted = set(axes.split("-"))
+        for sizes in (self.dense_sizes, self.expert_sizes):
+            if wanted <= sizes.keys():
+                return _groups(sizes, wanted)
+        known = sorted(self.dense_sizes.keys() | self.expert_sizes.keys())
+        raise ValueError(f"no groups along {axes!r}: name axes of one grid, among {known}, or embd, pos_embd, world")
+
+    def cp_level_groups(self, level: int) -> list[list[int]]:
+        """The groups of one level of a hierarchical context-parallel exchange; at level 0 they are neighbours."""
+        stride, size = prod(self.cp_levels[:level]), self.cp_levels[level]
+        return [
+            ranks[first : first + stride * size : stride]
+            for ranks in self.groups("cp")
+            for block in range(0, self.cp, stride * size)
+            for first in range(block, block + stride)
+        ]
+
+    def optimizer_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Where `optimizer_instances` copies of the divided optimizer state exist: the processes that divide one copy
+        (neighbours among those that hold the same shard of the model), and those that hold the same slice of it."""
+        replicas = self.dp * self.cp
+        size = replicas // self.optimizer_instances
+        wholes = self.groups("dp-cp")
+        shards = [ranks[first : first + size] for ranks in wholes for first in range(0, replicas, size)]
+        copies = [ranks[first::size] for ranks in wholes for first in range(size)]
+        return shards, copies
+
+    def group_of(self, rank: int, axes: str) -> list[int] | None:
+        """The rank's own group along the axes; None where it has none (embd, on the middle stages of a pipeline)."""
+        return next((group for group in self.groups(axes) if rank in group), None)
+
+    # ---- checks
+
+    def _problems(self) -> list[str]:
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.expert_tp}
+        problems = [f"{_FLAGS[axis]} {n} is not a positive number" for axis, n in sizes.items() if n < 1]
+        if sorted(self.order.split("-")) != sorted(DEFAULT_ORDER.split("-")):
+            problems.append(f"order {self.order!r} must name each axis of {DEFAULT_ORDER!r} once")
+        if problems:
+            return problems
+        for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
+            product = prod(sizes[axis] for axis in axes)
+            if self.world_size < 1 or self.world_size % product:
+                terms = " x ".join(f"{_FLAGS[axis]} {sizes[axis]}" for axis in axes)
+                below = self.world_size // product * product
+                nearest = f"{below} or {below + product}" if below else f"{product}"
+                problems.append(
+                    f"world size {self.world_size} is not a multiple of {terms} = {product}; "
+                    f"use {nearest} processes or smaller parallel sizes"
+                )
+        if self.cp_levels and prod(self.cp_levels) != self.cp:
+            levels = " ".join(map(str, self.cp_levels))
+            problems.append(
+                f"--hierarchical-context-parallel-sizes {levels} multiply to {prod(self.cp_levels)}, not to "
+                f"{_FLAGS['cp']} {self.cp}"
+            )
+        replicas = self.dp * self.cp
+        if not problems and (self.optimizer_instances < 1 or replicas % self.optimizer_instances):
+            problems.append(
+                f"--num-distributed-optimizer-instances {self.optimizer_instances} does not divide the {replicas} "
+                "replicas of the model"
+            )
+        if not problems and _groups(self.dense_sizes, {"pp"}) != _groups(self.expert_sizes, {"pp"}):
+            problems.append(
+                f"order {self.order!r} puts pp before dp, which needs {_FLAGS['etp']} x {_FLAGS['ep']} "
+                f"({self.expert_tp} x {self.ep}) equal to {_FLAGS['tp']} x {_FLAGS['cp']} ({self.tp} x {self.cp}); "
+                "leave out --use-tp-pp-dp-mapping or change the sizes"
+            )
+        return problems
+
+
+def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    found = {}
+    for axis, size in sizes.items():
+        rank, found[axis] = divmod(rank, size)
+    return found
+
+
+def _groups(sizes: dict[str, int], wanted: set[str]) -> list[list[int]]:
+    """Ranks that differ only on the wanted axes; within a group and among groups the fastest axis runs first."""
+    strides = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1, func=int.__mul__), strict=False))
+
+    def offsets(axes: list[str]) -> list[int]:
+        slowest_first = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in reversed(axes)]
+        return [sum(steps) for steps in itertools.product(*slowest_first)]
+
+    inside = offsets([axis for axis in sizes if axis in wanted])
+    starts = offsets([axis for axis in sizes if axis not in wanted])
+    return [[start + step for step in inside] for start in starts]
+
+
+def _ends(stages: list[int]) -> list[int]:
+    return stages if len(stages) == 1 else [stages[0], stages[-1]]

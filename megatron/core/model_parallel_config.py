@@ -1,0 +1,58 @@
+"""Sizes of the parallel axes, number formats and overlap switches that every layer may need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron.core.config_base import derived, flag
+
+if TYPE_CHECKING:
+    import torch
+
+DENSE_LAYOUTS = "the dense parallel layouts"
+MIXED_PRECISION = "fp16 with dynamic loss scaling"
+
+
+@dataclass(kw_only=True)
+class ModelParallelConfig:
+    """How the model is divided over processes, and in which number format it computes."""
+
+    tensor_model_parallel_size: int = flag(1, minimum=1)
+    """Processes that share each layer (tensor parallelism)."""
+    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    """Consecutive stages the layers are divided into (pipeline parallelism)."""
+    virtual_pipeline_model_parallel_size: int | None = derived()
+    """Chunks of layers per pipeline stage with the interleaved schedule."""
+    context_parallel_size: int = flag(1, minimum=1)
+    """Processes that share each sequence (context parallelism)."""
+    hierarchical_context_parallel_sizes: list[int] | None = flag(None, minimum=1)
+    """For --cp-comm-type a2a+p2p: processes that exchange tokens for heads, then processes of a ring; their product is
+    the context-parallel size."""
+    expert_model_parallel_size: int = flag(1, minimum=1, planned="mixture of experts")
+    """Processes that share the experts of a layer (expert parallelism); carved out of data parallelism."""
+    expert_tensor_parallel_size: int | None = flag(None, minimum=1, planned="mixture of experts")
+    """Processes that share each expert; the tensor-parallel size when not given."""
+    sequence_parallel: bool = False
+    """Divide norms and dropout along the sequence over the tensor-parallel processes."""
+    fp16: bool = flag(False, planned=MIXED_PRECISION)
+    """Compute in float16 with loss scaling."""
+    bf16: bool = False
+    """Compute in bfloat16; the optimizer keeps float32 main parameters."""
+    params_dtype: torch.dtype | None = derived()
+    """Number format of the parameters; float32, or what bf16/fp16 ask for, when None."""
+    gradient_accumulation_fusion: bool = flag(True)
+    """Weight-gradient products add straight into the main gradient buffer instead of into a temporary."""
+    calculate_per_token_loss: bool = False
+    """Divide each step's gradients by the tokens of the whole global batch, so that every token counts alike; otherwise
+    every microbatch counts alike, however many of its tokens do."""
+    use_cpu_initialization: bool = False
+    """Draw initial weights on the CPU, so that a run on GPUs starts from the same numbers as one on CPUs. A device's
+    generator gives its own numbers; on either, a weight depends only on the seed, its name and its index."""
+    deterministic_mode: bool = flag(False, planned="deterministic kernels on CUDA")
+    """Use deterministic algorithms only."""
+
+    @property
+    def compute_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:
+        """Name of the number format that parameters and activations use."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"

@@ -1,0 +1,1 @@
+"""Parts that models share: embeddings, output layer, loss."""

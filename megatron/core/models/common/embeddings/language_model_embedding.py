@@ -1,0 +1,80 @@
+"""Tokens, and learned positions, to hidden states."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.fusions.embedding import embedding_into_main_grad
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.linear_ops import choose_linear
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
+from megatron.core.tensor_parallel.random import model_parallel_stream
+from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class PositionEmbedding(MegatronModule):
+    """A learned vector for each position, the same on every rank."""
+
+    def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
+        super().__init__(config)
+        assert config.hidden_size is not None
+        self.weight = declare_parameter(
+            (max_sequence_length, config.hidden_size), init=input_initialiser(config), dtype=parameter_dtype(config)
+        )
+        into_main_grad = choose_linear(config) is not F.linear
+        self.lookup = embedding_into_main_grad if into_main_grad else F.embedding
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """[s, b] -> [s, b, h]."""
+        return self.lookup(position_ids, self.weight)
+
+
+class LanguageModelEmbedding(MegatronModule):
+    """Token vector plus, with learned positions, position vector; then dropout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        add_position_embedding: bool,
+        tp_group: Group,
+    ) -> None:
+        super().__init__(config)
+        assert config.hidden_size is not None
+        self.tp_group = tp_group
+        self.max_sequence_length = max_sequence_length
+        # Without positions to add first, the sum over ranks and the split of the sequence are one reduce-scatter.
+        scatter_at_once = config.sequence_parallel and not add_position_embedding
+        self.scatter_late = config.sequence_parallel and add_position_embedding
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            init_method=input_initialiser(config),
+            config=config,
+            reduce_scatter_embeddings=scatter_at_once,
+            tp_group=tp_group,
+        )
+        self.position_embeddings: nn.Module | None = (
+            PositionEmbedding(config, max_sequence_length) if add_position_embedding else None
+        )
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """input_ids, position_ids [b, s] -> [s, b, h], with SP [s/tp, b, h]."""
+        hidden_states = self.word_embeddings(input_ids.t())  # looked up as [s, b], so that nothing is transposed later
+        if self.position_embeddings is not None:
+            hidden_states = hidden_states + self.position_embeddings(position_ids.t())
+        if self.scatter_late:
+            hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
+        dropout = self.config.hidden_dropout if self.training else 0.0
+        if dropout == 0.0:
+            return hidden_states
+        # With sequence parallelism ranks hold different tokens, else the same ones.
+        with model_parallel_stream(self.tp_group.size() if self.config.sequence_parallel else 1):
+            return F.dropout(hidden_states, p=dropout)

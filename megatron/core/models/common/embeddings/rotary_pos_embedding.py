@@ -1,0 +1,86 @@
+"""Angles of rotary positions (Su et al., "RoFormer", 2021), with linear interpolation and Llama 3's frequency scaling.
+
+frequency_i = base^(-2 i / d),  i < d / 2          angle = position * frequency_i
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.fusions.rope import Rotation
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Stretch slow frequencies by `factor`, keep fast ones, blend in between (Llama 3.1 report, section 3.4.2)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def apply(self, inv_freq: Tensor) -> Tensor:
+        """Scaled frequencies."""
+        wavelength = 2 * math.pi / inv_freq
+        longest_kept = self.original_max_position_embeddings / self.high_freq_factor
+        shortest_stretched = self.original_max_position_embeddings / self.low_freq_factor
+        smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
+        scaled = torch.where(wavelength > shortest_stretched, inv_freq / self.factor, blended)
+        return torch.where(wavelength < longest_kept, inv_freq, scaled)
+
+
+class RotaryEmbedding(nn.Module):
+    """The angles of any stretch of positions; the table grows as longer sequences come."""
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+    ) -> None:
+        """kv_channels: width of a head; rotary_percent: share of it that is rotated. seq_len_interpolation_factor:
+        divides positions (Chen et al., 2023)."""
+        super().__init__()
+        channels = int(kv_channels * rotary_percent)
+        self.rotary_interleaved = rotary_interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.inv_freq = 1.0 / (rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
+        if rope_scaling:
+            self.inv_freq = Llama3Scaling(factor=rope_scaling_factor).apply(self.inv_freq)
+        self._table: tuple[Tensor, Tensor] | None = None  # cos, sin [positions, channels / 2]
+
+    def angles(self, length: int, offset: int = 0) -> Tensor:
+        """Position * frequency of positions [offset, offset + length), [length, channels / 2] float32."""
+        positions = torch.arange(length, dtype=torch.float32, device=self.inv_freq.device) + offset
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions * (1 / self.seq_len_interpolation_factor)
+        return torch.outer(positions, self.inv_freq)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles in upstream's form: one for every channel, [s, 1, 1, channels]."""
+        angles = self.angles(max_seq_len, offset)
+        pairs = (angles, angles)
+        every = torch.stack(pairs, dim=-1).flatten(-2) if self.rotary_interleaved else torch.cat(pairs, dim=-1)
+        return every[:, None, None, :]
+
+    def rotation(self, length: int, offset: int = 0, device: torch.device | None = None) -> Rotation:
+        """Cosines and sines of positions [offset, offset + length) on `device`."""
+        end = offset + length
+        device = self.inv_freq.device if device is None else device
+        if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:
+            known = 0 if self._table is None else self._table[0].shape[0]
+            angles = self.angles(max(end, 2 * known if known < end and offset else end))
+            self._table = (angles.cos().to(device), angles.sin().to(device))
+        cos, sin = self._table
+        return Rotation(cos[offset:end], sin[offset:end], self.rotary_interleaved)

@@ -1,0 +1,62 @@
+"""What every language model ends with: an output layer, possibly tied to the embedding, and the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from megatron.core.placement import place, placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
+from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+class LanguageModule(MegatronModule):
+    """Output layer and loss."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+
+    def build_output_layer(
+        self, vocab_size: int, *, is_tied: bool, has_embedding: bool, parallel_output: bool
+    ) -> ColumnParallelLinear:
+        """Hidden states to logits.
+
+        is_tied: the weight is the embedding's; on a stage that has no embedding it is a copy of it, which the engine
+        keeps equal by summing both gradients. parallel_output: each rank keeps its slice of the vocabulary.
+        """
+        assert self.config.hidden_size is not None
+        layer = ColumnParallelLinear(
+            self.config.hidden_size,
+            vocab_size,
+            config=self.config,
+            init_method=by_blocks_of_rows(input_initialiser(self.config)),
+            bias=False,
+            gather_output=not parallel_output,
+            skip_weight_param_allocation=is_tied and has_embedding,
+            tp_group=self.pg_collection.tp,
+        )
+        if is_tied and layer.weight is not None:
+            copy = dataclasses.replace(
+                placement_of(layer.weight), name=WORD_EMBEDDINGS, is_copy=True, partial_grad_axes=("embd",)
+            )
+            place(layer.weight, copy)
+        return layer
+
+    @staticmethod
+    def share_gradient_with_last_stage(word_embeddings: nn.Parameter) -> None:
+        """Mark the first stage's embedding: the last stage holds a copy, and both gradients are to be summed."""
+        place(word_embeddings, dataclasses.replace(placement_of(word_embeddings), partial_grad_axes=("embd",)))
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32."""
+        loss = vocab_parallel_cross_entropy(logits.float(), labels.t(), tp_group=self.pg_collection.tp)  # [s, b]
+        return loss.t().contiguous()  # [s, b] -> [b, s]

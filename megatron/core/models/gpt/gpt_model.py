@@ -1,0 +1,204 @@
+"""GPTModel: embedding, transformer layers, output layer, loss; or those of them that lie on one pipeline stage."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.sharding import rotation_of_rank
+from megatron.core.device import current_device
+from megatron.core.errors import ConfigError
+from megatron.core.inference_context import InferenceContext
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module import LanguageModule
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import initialise_parameters
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+class GPTModel(LanguageModule):
+    """Decoder-only transformer (Radford et al., 2018), GPT-2 or Llama style as its config says."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        """Upstream's signature.
+
+        vocab_size: with padding. max_sequence_length: of learned positions. pre_process, post_process: this stage has
+        the embedding, the output layer. parallel_output: logits stay split over the vocabulary.
+        """
+        super().__init__(config, pg_collection)
+        if fp16_lm_cross_entropy:
+            raise ConfigError("fp16_lm_cross_entropy is not supported: the loss is computed in float32; leave it False")
+        if position_embedding_type not in ("learned_absolute", "rope", "none"):
+            raise ConfigError(
+                f"--position-embedding-type {position_embedding_type} is not supported; "
+                "use learned_absolute, rope or none"
+            )
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self._input_tensor: Tensor | None = None
+        self._embedding_elsewhere: tuple[Tensor, ...] = ()
+        is_folded = config.pipeline_schedule == "zb-v" and self.pg_collection.pp.size() > 1
+        self.needs_embedding_of_first_chunk = (
+            share_embeddings_and_output_weights and post_process and not pre_process and is_folded
+        )
+        with torch.device(current_device()):
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    add_position_embedding=position_embedding_type == "learned_absolute",
+                    tp_group=self.pg_collection.tp,
+                )
+                if share_embeddings_and_output_weights and not post_process and not is_folded:
+                    self.share_gradient_with_last_stage(self.embedding.word_embeddings.weight)
+            self.rotary_pos_emb: RotaryEmbedding | None = None
+            if position_embedding_type == "rope":
+                assert config.kv_channels is not None
+                self.rotary_pos_emb = RotaryEmbedding(
+                    config.kv_channels,
+                    rotary_percent,
+                    config.rotary_interleaved,
+                    seq_len_interpolation_factor,
+                    rotary_base,
+                    rope_scaling,
+                    rope_scaling_factor,
+                )
+            self.decoder = TransformerBlock(
+                config,
+                transformer_layer_spec,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            if post_process:
+                self.output_layer = self.build_output_layer(
+                    vocab_size,
+                    is_tied=share_embeddings_and_output_weights,
+                    has_embedding=pre_process or self.needs_embedding_of_first_chunk,
+                    parallel_output=parallel_output,
+                )
+        initialise_parameters(
+            self, seed=config.seed, global_name=self.global_name, draw_on_cpu=config.use_cpu_initialization
+        )
+
+    def global_name(self, local_name: str) -> str:
+        """Name in the whole model of a parameter of this stage: layers by their global number."""
+        first = self.decoder.first_layer
+        return _LOCAL_LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first}.", local_name)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Hidden states [s, b, h] from the previous stage, for the next forward call."""
+        self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight that embedding and output layer share, or on the last stage its copy; None where it is neither."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        if self._embedding_elsewhere:
+            return self._embedding_elsewhere[0]
+        return self.output_layer.weight if self.post_process else None
+
+    def use_embedding_of(self, first_chunk: GPTModel) -> None:
+        """Share the embedding of another chunk on this process, which stays its owner."""
+        # In a tuple, so that this module does not register it as a parameter of its own.
+        self._embedding_elsewhere = (first_chunk.embedding.word_embeddings.weight,)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: InferenceContext | None = None,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Loss of every token [b, s] float32 when there are labels, else logits [b, s, v].
+
+        input_ids, position_ids, labels: [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True where a position may
+        not be seen; causal when None. With context parallelism s is this rank's tokens (context_parallel/sharding.py),
+        and a mask has all keys: [b or 1, 1, s, s * cp]. decoder_input: hidden states [s, b, h] in place of the
+        embedding. loss_mask: part of upstream's signature; the caller weights the loss. packed_seq_params: the
+        documents that are packed into one sequence (b = 1), in place of a mask; with context parallelism bounds in the
+        whole sequence. On a stage without output layer: hidden states [s, b, h].
+        """
+        if inference_context is not None and self.pg_collection.cp.size() > 1:
+            raise ConfigError(
+                f"text cannot be generated with --context-parallel-size {self.pg_collection.cp.size()}: the cache "
+                "holds whole sequences; use 1"
+            )
+        if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
+            self._check_length(input_ids.shape[1] * self.pg_collection.cp.size())
+        hidden_states = self._hidden_states_in(input_ids, position_ids, decoder_input)
+        offset = 0 if inference_context is None else inference_context.sequence_len_offset
+        rotation = None
+        if self.rotary_pos_emb is not None:
+            whole = self.rotary_pos_emb.rotation(self._sequence_length(hidden_states), offset, hidden_states.device)
+            rotation = rotation_of_rank(whole, self.pg_collection.cp)
+        visible: Tensor | Documents | None = attention_mask
+        if packed_seq_params is not None:
+            assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
+            assert attention_mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
+            visible = packed_seq_params.documents(self._sequence_length(hidden_states))
+        hidden_states = self.decoder(hidden_states, visible, rotation, inference_context)
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v / tp]
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
+        return self.compute_language_model_loss(labels, logits)
+
+    def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None) -> Tensor:
+        if decoder_input is not None:
+            return decoder_input
+        if not self.pre_process:
+            assert self._input_tensor is not None, "this stage has no embedding; call set_input_tensor() first"
+            return self._input_tensor
+        hidden_states: Tensor = self.embedding(input_ids, position_ids)
+        return hidden_states
+
+    def _check_length(self, length: int) -> None:
+        has_positions = self.pre_process and self.position_embedding_type == "learned_absolute"
+        if has_positions and length > self.max_sequence_length:
+            raise ConfigError(
+                f"a sequence of {length} tokens is longer than --max-position-embeddings "
+                f"{self.max_sequence_length}; raise it, or shorten the sequence"
+            )
+
+    def _sequence_length(self, hidden_states: Tensor) -> int:
+        """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
+        parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        return int(hidden_states.shape[0]) * parts * self.pg_collection.cp.size()

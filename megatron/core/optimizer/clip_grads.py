@@ -1,0 +1,93 @@
+"""The global norm: over all processes, every element of the model exactly once.
+
+What a process counts follows from each parameter's Placement:
+
+| the parameter is                         | counted                                        |
+|------------------------------------------|------------------------------------------------|
+| cut over tensor-parallel processes       | every shard                                    |
+| held whole by them                       | by the first of them                           |
+| cut, with parts that several shards hold | those parts by the first that holds them       |
+| a copy of one on another stage           | not at all                                     |
+
+Data-parallel replicas hold equal values after synchronisation, so each replica computes the norm for itself; where
+they divide the optimizer's state, each counts the slices that it updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.flat_ranges import Range, common, merged, ranges_of_box
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+
+# One float32 accumulator over millions of elements loses the fourth digit on CPU (measured: 6e-4 over 15 million).
+# Rows of this length summed in float32, and the rows' norms in float64, cost the same and agree to 1e-9.
+_ROW = 512
+
+
+def counted_ranges(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -> list[Range]:
+    """The flat ranges of a buffer that together are what this process counts, in ascending order.
+
+    Neighbouring parameters that are counted whole come as one range, with the zeros between them.
+    """
+    found: list[Range] = []
+    for name, param, slot in zip(buffer.names, buffer.params, buffer.layout.slots, strict=True):
+        placement = placement_of(param, name)
+        if placement.is_copy or ("tp" not in placement.axes and groups.tp.rank() != 0):
+            continue
+        blocks = placement.pieces()
+        if all(block.owned for block in blocks):
+            found.append((slot.start, slot.padded_end))
+        else:
+            inside = (ranges_of_box(param.shape, block.local_box) for block in blocks if block.owned)
+            found += [(slot.start + start, slot.start + stop) for ranges in inside for start, stop in ranges]
+    return common(merged(found), buffer.owned)
+
+
+def counted(buffer: ParamAndGradBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:
+    """Views of a flat tensor laid out like `buffer` that together hold what this process counts."""
+    return [flat[start:stop] for start, stop in counted_ranges(buffer, groups)]
+
+
+def global_norm(
+    tensors: Sequence[Tensor], groups: ProcessGroupCollection, device: torch.device, shards: Group | None = None
+) -> Tensor:
+    """L2 norm of everything that the processes of one model replica count; a float32 scalar on `device`.
+
+    shards: the replicas that count together, where they divide the optimizer's state.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        total += _sum_of_squares(tensor)
+    all_reduce(total, groups.mp)
+    if shards is not None:
+        all_reduce(total, shards)
+    return total.sqrt().float()
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
+    """What gradients are divided by to bring their norm down to `max_norm`; None where they stay as they are.
+
+    Same formula as torch.nn.utils.clip_grad_norm_, upside down. On an accelerator the answer is always a tensor, so
+    that asking does not wait for the device.
+    """
+    if max_norm == 0:
+        return None
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    if divisor.device.type == "cpu" and divisor.item() == 1.0:
+        return None
+    return divisor
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    flat = tensor.flatten()
+    body = flat.numel() // _ROW * _ROW
+    norms = torch.linalg.vector_norm(flat[:body].view(-1, _ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[body:], dtype=torch.float32)
+    return torch.cat([norms, rest[None]]).double().square().sum()

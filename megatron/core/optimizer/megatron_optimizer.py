@@ -1,0 +1,194 @@
+"""MegatronOptimizer: clip, update, and refuse to update with gradients that are not numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_object
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import ConfigError, NonFiniteError
+from megatron.core.optimizer.clip_grads import clip_divisor, counted, counted_ranges, global_norm
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import BufferState, ParamGroup, StateSlice, make_param_groups
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class UpdateResult(NamedTuple):
+    """What one step did; unpacks like upstream's tuple."""
+
+    update_successful: bool
+    """False: gradients were not finite, so neither parameters nor optimizer state changed."""
+    grad_norm: Tensor
+    """Global L2 norm of the gradients before clipping; a float32 scalar."""
+    num_zeros_in_grad: int | None = None
+    """Not counted."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out."""
+        return not self.update_successful
+
+
+class MegatronOptimizer:
+    """AdamW (Loshchilov and Hutter, 2019) over the flat buffers of this process's model chunks.
+
+    Parameters in bfloat16 are updated through float32 main parameters. With use_distributed_optimizer the replicas
+    divide the state: each updates its slice of every bucket, then the parameters are gathered. `param_groups` is what
+    OptimizerParamScheduler sets. A non-finite gradient makes the fused kernel leave everything as it is, so the update
+    need not wait for the host to look.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.model_chunks = list(model_chunks)
+        self.check_for_nan_in_grad = any(chunk.ddp_config.check_for_nan_in_grad for chunk in model_chunks)
+        buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
+        if not buffers:
+            raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
+        self._states = [BufferState(buffer) for buffer in buffers]
+        self._groups = make_param_groups(self._states, config)
+        self._counted = [counted_ranges(buffer, groups) for buffer in buffers]
+        self._counted_grads = [view for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)]
+        self._shards = buffers[0].reduction.shards
+        self._device = buffers[0].param_data.device
+        self._step = torch.zeros((), device=self._device)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Options of each group: lr, weight_decay, lr_mult, wd_mult, betas, eps, params."""
+        return [group.options for group in self._groups]
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far, over all runs; the bias correction depends on it."""
+        return int(self._step.item())
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._step.fill_(count)
+
+    @torch.no_grad()
+    def step(self) -> UpdateResult:
+        """Update the parameters from the synchronised gradients.
+
+        Raises NonFiniteError, with nothing changed, when a gradient is not finite and check_for_nan_in_grad is on;
+        without the check such an update is skipped.
+        """
+        grad_norm = global_norm(self._counted_grads, self.groups, self._device, self._shards)
+        found_inf = (~grad_norm.isfinite()).float()
+        divisor = clip_divisor(grad_norm, self.config.clip_grad)
+        self._step += 1.0 - found_inf
+        for group in self._groups:
+            self._update(group, divisor, found_inf)
+        self._write_back()
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+        succeeded = not found_inf.item()
+        if not succeeded and self.check_for_nan_in_grad:
+            raise NonFiniteError(self._describe_non_finite())
+        return UpdateResult(succeeded, grad_norm)
+
+    def _update(self, group: ParamGroup, divisor: Tensor | None, found_inf: Tensor) -> None:
+        """One fused pass over each shard: divide the gradient, update moments, decay, update."""
+        options = group.options
+        beta1, beta2 = options["betas"]
+        for shard in group.shards():
+            torch._fused_adamw_(
+                [shard.param],
+                [shard.grad],
+                [shard.exp_avg],
+                [shard.exp_avg_sq],
+                [],
+                [self._step],
+                lr=options["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=found_inf,
+            )
+
+    def params_norm(self) -> Tensor:
+        """Global L2 norm of the parameters (main parameters where there are any); a float32 scalar."""
+        views = [
+            state.values(piece, place)
+            for state, ranges in zip(self._states, self._counted, strict=True)
+            for piece, place in state.pieces(ranges)
+        ]
+        return global_norm(views, self.groups, self._device, self._shards)
+
+    def named_slices(self) -> dict[str, StateSlice]:
+        """State of every parameter by its name in the whole model, as far as this process keeps it."""
+        return dict(entry for state in self._states for entry in state.named_slices())
+
+    def named_state(self) -> dict[str, dict[str, Tensor]]:
+        """State of every parameter by its name in the whole model: exp_avg, exp_avg_sq and, where it is other memory
+        than the parameter, main_param. Views in the shard's shape, so that a loader copies into them; where the
+        replicas divide the state, those of this process's slices, flat (`named_slices` tells their place)."""
+        return {name: found.tensors for name, found in self.named_slices().items()}
+
+    def after_load(self) -> None:
+        """Refresh the model's parameters after a loader has written main parameters; every process calls this."""
+        self._write_back()
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+            chunk.finish_param_sync()
+
+    def reload_model_params(self) -> None:
+        """Refresh the main parameters from the model's, after a loader has written only those."""
+        for state in self._states:
+            state.copy_model_to_main()
+
+    def _write_back(self) -> None:
+        for state in self._states:
+            state.copy_main_to_model()
+
+    def _describe_non_finite(self) -> str:
+        """One sentence with the first parameter, in the model's order, whose gradient is not finite."""
+        found = next((text for text in all_gather_object(self._first_non_finite(), self.groups.mp) if text), None)
+        found = next((text for text in all_gather_object(found, self._shards) if text), None)
+        what = found or "the gradients are finite but their norm is beyond the range of float32"
+        return (
+            f"{what} after {self.step_count} updates; nothing was updated: lower --lr, look at the data of this step, "
+            "or pass --no-check-for-nan-in-loss-and-grad to skip such updates"
+        )
+
+    def _first_non_finite(self) -> str | None:
+        for chunk in self.model_chunks:
+            for name, param in chunk.module.named_parameters():
+                bad = ~param.main_grad.isfinite() if param.requires_grad else None  # type: ignore[attr-defined]
+                if bad is not None and bad.any():
+                    found = f"{int(bad.sum())} of {bad.numel()} elements"
+                    return f"the gradient of {placement_of(param, name).name} is not finite in {found}"
+        return None
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[DistributedDataParallel],
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> MegatronOptimizer:
+    """The optimizer of this process's model chunks.
+
+    pg_collection: the process groups; the current ones when None. Raises ConfigError for an update rule that does not
+    exist yet and TypeError for a model that is not wrapped in DistributedDataParallel.
+    """
+    if config.optimizer != "adam":
+        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam")
+    for chunk in model_chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            found = type(chunk).__name__
+            raise TypeError(f"get_megatron_optimizer needs chunks wrapped in DistributedDataParallel; found {found}")
+    return MegatronOptimizer(config, model_chunks, pg_collection or ProcessGroupCollection.current())

@@ -1,0 +1,107 @@
+"""Documents packed one after another into a single sequence (THD: tokens, heads, channels; no padding between them).
+
+    tokens       [1, t]                      d0 d0 d0 d1 d1 d2 d2 d2 d2
+    cu_seqlens   int32 [documents + 1]       0        3     5           9
+
+Each token sees earlier tokens of its own document only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import DataError
+
+
+@dataclass
+class PackedSeqParams:
+    """Where the documents of a packed sequence begin and end; upstream's names.
+
+    cu_seqlens_*: int32 [documents + 1], starts and the end of the last one; entries may repeat (empty documents). The
+    `_padded` ones are where the documents lie in memory, when each is followed by padding. Queries and keys have the
+    same documents. Bounds are read on the host: where they lie on a device, it is waited for once per microbatch.
+    """
+
+    qkv_format: str = "thd"
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
+    max_seqlen_q: int | Tensor | None = None
+    max_seqlen_kv: int | Tensor | None = None
+
+    def documents(self, length: int) -> Documents:
+        """The documents of a sequence of `length` tokens; tokens after the last one are one more.
+
+        Raises DataError for bounds that do not describe `length` tokens.
+        """
+        # Padding comes after a document's tokens, so that under a causal mask none of them sees it.
+        given = self.cu_seqlens_q_padded if self.cu_seqlens_q_padded is not None else self.cu_seqlens_q
+        if given is None or self.qkv_format != "thd":
+            raise DataError(f"PackedSeqParams needs qkv_format thd and cu_seqlens_q; found {self.qkv_format}, {given}")
+        bounds = given.flatten().tolist()
+        if bounds[:1] != [0] or bounds != sorted(bounds) or bounds[-1] > length:
+            raise DataError(
+                f"cu_seqlens must rise from 0 to at most the {length} tokens of the sequence; found {bounds[:8]}"
+                + (f" ... {bounds[-1]}" if len(bounds) > 8 else "")
+            )
+        return Documents(tuple(sorted({*bounds, length})))
+
+
+class Stretch(NamedTuple):
+    """Queries [first, end) of one document, which begins at `start`."""
+
+    start: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length."""
+
+    bounds: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.bounds[-1]
+
+    def stretches(self, first: int, end: int) -> Iterator[Stretch]:
+        """The tokens [first, end), divided where documents end."""
+        index = bisect_right(self.bounds, first) - 1
+        while first < end:
+            start, stop = self.bounds[index], min(end, self.bounds[index + 1])
+            yield Stretch(start, first, stop)
+            first, index = stop, index + 1
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """For every token where its document begins, int64 [length], on the host."""
+        bounds = torch.tensor(self.bounds)
+        return bounds[:-1].repeat_interleave(bounds.diff())
+
+
+def pack_batch(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], PackedSeqParams | None]:
+    """A batch whose samples carry cu_seqlens [b, m] as one packed sequence: [b, s] -> [1, b * s]; others as they are.
+
+    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen.
+    """
+    if "cu_seqlens" not in batch:
+        return dict(batch), None
+    samples, length = batch["tokens"].shape
+    offsets = torch.arange(samples, device=batch["cu_seqlens"].device).unsqueeze(1) * length
+    bounds = torch.cat([(batch["cu_seqlens"] + offsets).flatten(), offsets.new_tensor([samples * length])])
+    description: dict[str, Any] = {"cu_seqlens_q": bounds.int(), "cu_seqlens_kv": bounds.int()}
+    if "max_seqlen" in batch:
+        description |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), batch["max_seqlen"].max())
+    left_out = ("cu_seqlens", "cu_seqlens_argmin", "max_seqlen", "attention_mask")
+    packed = {name: x.reshape(1, samples * length, *x.shape[2:]) for name, x in batch.items() if name not in left_out}
+    return packed, PackedSeqParams(**description)

@@ -1,0 +1,196 @@
+"""What stages send each other, planned for all ranks together.
+
+NCCL matches the sends and receives of two processes by their order, so both sides must list them alike, and a transfer
+that waits for one listed behind it never ends. Therefore the schedule is played on a clock; each transfer gets its
+place on that one time line, at the moment its tensor exists; and each rank's program is its cut of the line:
+
+    rank 0   F0  F0>1  F1  F1>1     B0<1  B0           F0>1: send the result of F0 to rank 1
+    rank 1       F0<0  F0  F1<0 B0  B0>0  F1           F0<0: receive it from rank 0
+
+One line for all means that every rank could even stop at each transfer until its partner is there (that is what
+`--no-overlap-p2p-communication` does). With overlap a receive is posted one action earlier, but never before another
+transfer with the same partner, so that both sides still list them alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from megatron.core.pipeline_parallel.schedules import Action
+from megatron.core.pipeline_parallel.simulate import EQUAL_PARTS, UNDIVIDED, Deadlock, Timeline, simulate
+from megatron.core.virtual_stages import VirtualStages
+
+SENDS_UNDER_WAY = 4
+"""A rank waits for its oldest send before it has more than this many; their tensors stay in memory meanwhile."""
+
+
+class Transfer(NamedTuple):
+    """One tensor that leaves or reaches this rank."""
+
+    kind: Literal["send", "receive"]
+    what: Literal["F", "B"]
+    """Hidden states on their way forward; their gradient on its way back."""
+    microbatch: int
+    chunk: int
+    """Of this rank: the one that made the tensor, or that will use it."""
+    peer: int
+    """Rank of the partner in the pipeline."""
+    tag: int
+    """The same number on both sides, and for no other transfer of the step."""
+
+
+Program: TypeAlias = "list[Action | Transfer]"
+"""Everything one rank does in a step, in order."""
+
+
+def programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overlap: bool) -> list[Program]:
+    """The tables of all ranks with their transfers. overlap: receives are posted early."""
+    deferred = any(action.kind == "W" for table in tables for action in table)
+    timeline = simulate(tables, shape, EQUAL_PARTS if deferred else UNDIVIDED)
+    found: list[Program] = [[] for _ in range(shape.stages)]
+    for rank, step in _on_one_line(timeline, shape):
+        found[rank].append(step)
+    return [list(_receive_early(program)) for program in found] if overlap else found
+
+
+def adjacent_transfers(program: Sequence[Action | Transfer], first: int) -> int:
+    """End of the run of transfers that begins at position `first`: they are under way together."""
+    end = first
+    while end < len(program) and isinstance(program[end], Transfer):
+        end += 1
+    return end
+
+
+def _on_one_line(timeline: Timeline, shape: VirtualStages) -> Iterator[tuple[int, Action | Transfer]]:
+    """(rank, step) in the order of time; at one moment transfers come before the actions that begin then."""
+    line: list[tuple[tuple[float, int, int], list[tuple[int, Action | Transfer]]]] = []
+    for number, (rank, action, start, end) in enumerate(timeline.events):
+        line.append(((start, 1, number), [(rank, action)]))
+        pair = _transfer(rank, action, shape)
+        if pair:
+            line.append(((end, 0, number), pair))
+    for _, steps in sorted(line, key=lambda entry: entry[0]):
+        yield from steps
+
+
+def _transfer(rank: int, action: Action, shape: VirtualStages) -> list[tuple[int, Action | Transfer]]:
+    """Both ends of what an action gives to another rank; nothing where its result stays."""
+    stage = shape.index(rank, action.chunk)
+    target = {"F": stage + 1, "B": stage - 1, "W": -1}[action.kind]
+    if not 0 <= target < shape.count:
+        return []
+    peer, chunk = shape.holder(target)
+    if peer == rank:
+        return []
+    what: Literal["F", "B"] = "F" if action.kind == "F" else "B"
+    tag = (action.microbatch * shape.count + min(stage, target)) * 2 + (what == "B")
+    return [
+        (rank, Transfer("send", what, action.microbatch, action.chunk, peer, tag)),
+        (peer, Transfer("receive", what, action.microbatch, chunk, rank, tag)),
+    ]
+
+
+def _receive_early(program: Program) -> Program:
+    """Post each receive one action earlier, unless a transfer with the same partner stands between."""
+    early: Program = []
+    for step in program:
+        place = len(early)
+        if isinstance(step, Transfer) and step.kind == "receive":
+            place = _earlier_place(early, step.peer)
+        early.insert(place, step)
+    return early
+
+
+def _earlier_place(program: Program, peer: int) -> int:
+    for place in range(len(program), 0, -1):
+        before = program[place - 1]
+        if isinstance(before, Action):
+            return place - 1
+        if before.peer == peer:
+            return place
+    return 0
+
+
+# ---- proof
+
+
+def play(plan: Sequence[Program], *, blocking: bool) -> None:
+    """Carry the programs out as strictly as NCCL may: a transfer ends when both ends are posted and all earlier ones
+    between the two ranks are over. blocking: a rank goes on only when the transfers it just posted are over.
+
+    Raises Deadlock when ranks wait for each other, when two partners list their transfers differently, or when a
+    transfer is left over.
+    """
+    players = [_Player(program, blocking) for program in plan]
+    moved = True
+    while moved:
+        moved = any(player.step() for player in players)
+        moved |= any(_exchange(players, rank, peer) for rank in range(len(plan)) for peer in range(rank))
+    stuck = [f"rank {rank} at {player.waits_at()}" for rank, player in enumerate(players) if not player.is_done]
+    if stuck:
+        raise Deadlock(f"ranks wait for each other: {', '.join(stuck)}")
+
+
+class _Player:
+    """One rank: how far its program is, and which of its transfers are posted and over."""
+
+    def __init__(self, program: Program, blocking: bool) -> None:
+        self.program, self.blocking = program, blocking
+        self.position = 0
+        self.posted: dict[int, deque[Transfer]] = {}
+        self.over: set[Transfer] = set()
+        self.sends: deque[Transfer] = deque()
+        self.awaited: list[Transfer] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self.position == len(self.program) and not any(self.posted.values())
+
+    def waits_at(self) -> str:
+        return str(self.program[self.position] if self.position < len(self.program) else dict(self.posted))
+
+    def step(self) -> bool:
+        """Go on as far as possible; whether that was at all."""
+        begin = self.position
+        while self.position < len(self.program) and self.over.issuperset(self.awaited):
+            if isinstance(self.program[self.position], Transfer):
+                end = adjacent_transfers(self.program, self.position)
+                self.awaited = list(self._post(self.program[self.position : end]))
+                self.position = end
+            elif self.over.issuperset(self._inputs(self.position)):
+                self.position += 1
+            else:
+                break
+        return self.position > begin
+
+    def _post(self, steps: Iterable[Action | Transfer]) -> Iterator[Transfer]:
+        """Post the transfers; which of them, or of earlier ones, must be over before the next step."""
+        for step in steps:
+            assert isinstance(step, Transfer)
+            self.posted.setdefault(step.peer, deque()).append(step)
+            if self.blocking:
+                yield step
+            elif step.kind == "send":
+                self.sends.append(step)
+                if len(self.sends) > SENDS_UNDER_WAY:
+                    yield self.sends.popleft()
+
+    def _inputs(self, position: int) -> list[Transfer]:
+        action = self.program[position]
+        received = [step for step in self.program[:position] if isinstance(step, Transfer) and step.kind == "receive"]
+        return [step for step in received if (step.what, step.microbatch, step.chunk) == tuple(action)]
+
+
+def _exchange(players: list[_Player], rank: int, peer: int) -> bool:
+    """End the transfers that stand first in both ranks' queues."""
+    ours, theirs = players[rank].posted.get(peer), players[peer].posted.get(rank)
+    moved = False
+    while ours and theirs:
+        if ours[0].tag != theirs[0].tag or ours[0].kind == theirs[0].kind:
+            raise Deadlock(f"rank {rank} lists {ours[0]} where rank {peer} lists {theirs[0]}")
+        players[rank].over.add(ours.popleft())
+        players[peer].over.add(theirs.popleft())
+        moved = True
+    return moved

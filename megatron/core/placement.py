@@ -1,0 +1,375 @@
+"""How one parameter is cut over processes: stated once, and everything else is derived from it.
+
+Initialisation, checkpoints and resharding, weight conversion, gradient synchronisation, the gradient norm and the
+memory planner all read the `Placement` that a parameter carries; there is no second list of what is column parallel.
+
+    full tensor --take()--> shard of one process          shards of all processes --join()--> full tensor
+
+| case                                  | how it is said                                                             |
+|---------------------------------------|----------------------------------------------------------------------------|
+| column or row parallel                | one Split of dim 0 or dim 1                                                |
+| gate and up in one matrix             | Split with parts (gate, up): each part is cut, a shard holds a half of each|
+| fewer key-value heads than shards     | parts that a range of shards cuts (queries) or holds whole (key, value)    |
+| experts                               | two Splits: dim 0 over "ep", another dim over "etp"                        |
+| padded vocabulary                     | valid_rows: rows after it are padding, of any number                       |
+| tied embedding on the last stage      | is_copy: not saved, not counted; gradients are summed over "embd"          |
+| scales of a block-quantised weight    | block_scaled(): the same cut on the grid of blocks                         |
+| per-head updates (Muon)               | local_parts(): names and ranges of the parts inside the shard              |
+
+Pure arithmetic on shapes: needs neither torch.distributed nor, to be imported, torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.core.errors import TopologyError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+"""(start, length) for every dimension of a tensor."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sub-block along the split dimension, `size` long."""
+
+    size: int
+    shards: tuple[int, int] | None = None
+    """The shards [first, last) that share this part; all of them when None."""
+    replicated: bool = False
+    """True: each of these shards holds the part whole. False: they cut it evenly."""
+    name: str = ""
+
+
+class Run(NamedTuple):
+    """A stretch of one dimension that a shard holds."""
+
+    start: int
+    """Where it starts in the full tensor."""
+    local_start: int
+    """Where it starts in the shard."""
+    length: int
+    owned: bool
+    """False where an earlier shard holds the same elements: they are saved and counted there."""
+
+
+class Piece(NamedTuple):
+    """A rectangular block of the full tensor and where it lies in the shard."""
+
+    box: Box
+    local_box: Box
+    owned: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """Dimension `dim` is cut into `num_shards` over the processes of `axis`; this process holds shard `index`."""
+
+    dim: int
+    axis: str
+    """Name of the process group: "tp", "ep", "etp"."""
+    num_shards: int
+    index: int
+    parts: tuple[Part, ...] | None = None
+    """Sub-blocks that are cut one by one, in order; the whole dimension is one part when None."""
+
+    def runs(self, size: int) -> list[Run]:
+        """What this shard holds of a dimension that is `size` long, in the shard's order; neighbours are merged."""
+        runs: list[Run] = []
+        for _, run in self._part_runs(size):
+            last = runs[-1] if runs else None
+            if last and last.owned == run.owned and last.start + last.length == run.start:
+                runs[-1] = last._replace(length=last.length + run.length)
+            else:
+                runs.append(run)
+        return runs
+
+    def boxes(self, size: int) -> list[tuple[int, int]]:
+        """(start, length) in the full dimension of everything this shard holds."""
+        return [(run.start, run.length) for run in self.runs(size)]
+
+    def local_parts(self, size: int) -> list[tuple[str, int, int]]:
+        """(name, start, length) inside the shard of each part it holds something of."""
+        return [(part.name, run.local_start, run.length) for part, run in self._part_runs(size)]
+
+    def replicated_parts(self, size: int) -> list[tuple[int, int | None]]:
+        """(length, start in this shard) of every part that several shards hold whole; start None where it is not held.
+
+        The same list on all shards but for the starts. Each holder's gradient of such a part is a partial sum.
+        """
+        held = {run.start: run.local_start for part, run in self._part_runs(size) if part.replicated}
+        parts = self.parts_of(size)
+        starts = itertools.accumulate((part.size for part in parts), initial=0)
+        return [(part.size, held.get(start)) for part, start in zip(parts, starts, strict=False) if part.replicated]
+
+    def local_size(self, size: int) -> int:
+        """Length of this shard along the dimension."""
+        return sum(run.length for _, run in self._part_runs(size))
+
+    def parts_of(self, size: int) -> tuple[Part, ...]:
+        """The parts, or the whole dimension as one."""
+        return self.parts if self.parts is not None else (Part(size),)
+
+    def check(self, name: str, size: int) -> None:
+        """Raise TopologyError when a dimension of this size cannot be cut this way."""
+        where = f"{name or 'a parameter'}: dimension {self.dim} of size {size}"
+        if not 0 <= self.index < self.num_shards:
+            raise TopologyError(
+                f"{where} is cut into {self.num_shards} shards over {self.axis}; found shard {self.index}"
+            )
+        parts = self.parts_of(size)
+        if sum(part.size for part in parts) != size:
+            raise TopologyError(f"{where} has parts of {[part.size for part in parts]}, which add up to another size")
+        for part in parts:
+            first, last = part.shards or (0, self.num_shards)
+            if not 0 <= first < last <= self.num_shards:
+                raise TopologyError(f"{where} has a part on shards [{first}, {last}) of {self.num_shards}")
+            if not part.replicated and part.size % (last - first):
+                what = f"part {part.name!r} of size {part.size}" if self.parts else f"size {size}"
+                raise TopologyError(
+                    f"{where} cannot be split over {self.axis}: {what} does not divide by {last - first}"
+                )
+
+    def _part_runs(self, size: int) -> Iterator[tuple[Part, Run]]:
+        start = local_start = 0
+        for part in self.parts_of(size):
+            first, last = part.shards or (0, self.num_shards)
+            if first <= self.index < last:
+                length = part.size if part.replicated else part.size // (last - first)
+                offset = 0 if part.replicated else (self.index - first) * length
+                owned = not part.replicated or self.index == first
+                yield part, Run(start + offset, local_start, length, owned)
+                local_start += length
+            start += part.size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter: its name and shape in the whole model, and which part of it this process holds.
+
+    Raises TopologyError when the shape cannot be cut as the splits say.
+    """
+
+    name: str
+    """Name in the whole model, layers by global number: decoder.layers.7.mlp.linear_fc1.weight."""
+    full_shape: tuple[int, ...]
+    splits: tuple[Split, ...] = ()
+    """At most one for each dimension; none: every process of the model-parallel groups holds it whole."""
+    valid_rows: int | None = None
+    """Rows of dimension 0 that mean something (the vocabulary); the rest is padding. All when None."""
+    is_copy: bool = False
+    """True for a copy of a parameter that another stage owns (tied embeddings): it is neither saved nor counted."""
+    partial_grad_axes: tuple[str, ...] = ()
+    """Axes over which each process computes a partial sum of the gradient, to be summed before the update."""
+
+    def __post_init__(self) -> None:
+        dims = [split.dim for split in self.splits]
+        if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.full_shape) for dim in dims):
+            raise TopologyError(f"{self.name}: splits of dimensions {dims} do not fit the shape {self.full_shape}")
+        for split in self.splits:
+            split.check(self.name, self.full_shape[split.dim])
+        if self.valid_rows is not None and not 0 < self.valid_rows <= self.full_shape[0]:
+            raise TopologyError(f"{self.name}: {self.valid_rows} valid rows do not fit the shape {self.full_shape}")
+
+    # ---- shapes and blocks
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this process's shard."""
+        shape = list(self.full_shape)
+        for split in self.splits:
+            shape[split.dim] = split.local_size(shape[split.dim])
+        return tuple(shape)
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The full shape without padding rows."""
+        rows = self.full_shape[:1] if self.valid_rows is None else (self.valid_rows,)
+        return (*rows, *self.full_shape[1:])
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The shard's coordinate: one index for each split."""
+        return tuple(split.index for split in self.splits)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes the parameter is cut over."""
+        return tuple(split.axis for split in self.splits)
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """The coordinates of all shards, the last split running fastest."""
+        return list(itertools.product(*(range(split.num_shards) for split in self.splits)))
+
+    def pieces(self) -> list[Piece]:
+        """Every rectangular block this process holds: in the full tensor, in the shard, and whether it is the owner."""
+        by_dim = {split.dim: split.runs(self.full_shape[split.dim]) for split in self.splits}
+        whole = [[Run(0, 0, size, True)] for size in self.full_shape]
+        runs = [by_dim.get(dim, whole[dim]) for dim in range(len(self.full_shape))]
+        return [
+            Piece(
+                tuple((run.start, run.length) for run in block),
+                tuple((run.local_start, run.length) for run in block),
+                all(run.owned for run in block),
+            )
+            for block in itertools.product(*runs)
+        ]
+
+    def boxes(self) -> list[Box]:
+        """For every block this process holds: (start, length) per dimension of the full tensor, for checkpoints."""
+        return [piece.box for piece in self.pieces()]
+
+    def local_parts(self, dim: int = 0) -> list[tuple[str, int, int]]:
+        """(name, start, length) of the parts along `dim` of the shard, such as heads that Muon updates one by one."""
+        for split in self.splits:
+            if split.dim == dim:
+                return split.local_parts(self.full_shape[dim])
+        return [("", 0, self.full_shape[dim])]
+
+    # ---- values
+
+    def take(self, full: Tensor) -> Tensor:
+        """This process's shard of the full tensor; it may be a view of it.
+
+        Where rows are padded, `full` may have any padding: valid rows are kept, other padding becomes zeros.
+        """
+        full = self._with_our_padding(full)
+        pieces = self.pieces()
+        if len(pieces) == 1:
+            return full[_slices(pieces[0].box)]
+        shard = full.new_empty(self.local_shape)
+        for piece in pieces:
+            shard[_slices(piece.local_box)] = full[_slices(piece.box)]
+        return shard
+
+    def join(self, shards: Mapping[tuple[int, ...], Tensor] | Sequence[Tensor]) -> Tensor:
+        """The full tensor from all shards: the inverse of `take`.
+
+        shards: by coordinate (one index for each split), or a list in the order of `coordinates()`. Elements that
+        several shards hold are taken from the first of them.
+        """
+        coordinates = self.coordinates()
+        if not isinstance(shards, Mapping):
+            if len(shards) != len(coordinates):
+                raise ValueError(f"{self.name}: {len(coordinates)} shards make the full tensor; found {len(shards)}")
+            shards = dict(zip(coordinates, shards, strict=True))
+        full = shards[coordinates[0]].new_empty(self.full_shape)
+        for coordinate in coordinates:
+            shard = self.at(coordinate)
+            if tuple(shards[coordinate].shape) != shard.local_shape:
+                found = tuple(shards[coordinate].shape)
+                raise ValueError(f"{self.name}: shard {coordinate} has shape {found}; expected {shard.local_shape}")
+            for piece in shard.pieces():
+                if piece.owned:
+                    full[_slices(piece.box)] = shards[coordinate][_slices(piece.local_box)]
+        return full
+
+    def _with_our_padding(self, full: Tensor) -> Tensor:
+        shape = tuple(full.shape)
+        if shape == self.full_shape:
+            return full
+        if self.valid_rows is None or shape[1:] != self.full_shape[1:] or shape[0] < self.valid_rows:
+            raise ValueError(f"{self.name}: the full tensor has shape {shape}; expected {self.full_shape}")
+        padded = full.new_zeros(self.full_shape)
+        padded[: self.valid_rows] = full[: self.valid_rows]
+        return padded
+
+    # ---- relatives
+
+    def at(self, coordinate: Sequence[int]) -> Placement:
+        """The same parameter on the process that holds the shard at this coordinate."""
+        splits = zip(self.splits, coordinate, strict=True)
+        return dataclasses.replace(self, splits=tuple(dataclasses.replace(s, index=i) for s, i in splits))
+
+    def renamed(self, name: str) -> Placement:
+        """The same cut under another name."""
+        return dataclasses.replace(self, name=name)
+
+    def block_scaled(self, block: Sequence[int], suffix: str = "_scale") -> Placement:
+        """Placement of a tensor with one scale for each block of the weight (block-wise FP8).
+
+        block: length of a block in each dimension. Raises TopologyError when a shard would hold part of a block.
+        """
+        if len(block) != len(self.full_shape) or any(length < 1 for length in block):
+            raise TopologyError(f"{self.name}: blocks of {tuple(block)} do not fit the shape {self.full_shape}")
+        splits = tuple(self._block_split(split, block[split.dim]) for split in self.splits)
+        return Placement(
+            name=self.name + suffix,
+            full_shape=tuple(math.ceil(size / length) for size, length in zip(self.full_shape, block, strict=True)),
+            splits=splits,
+            valid_rows=None if self.valid_rows is None else math.ceil(self.valid_rows / block[0]),
+            is_copy=self.is_copy,
+        )
+
+    def _block_split(self, split: Split, block: int) -> Split:
+        size = self.full_shape[split.dim]
+        for index in range(split.num_shards):
+            for start, length in dataclasses.replace(split, index=index).boxes(size):
+                if start % block or ((start + length) % block and start + length != size):
+                    raise TopologyError(
+                        f"{self.name}: shard {index} of {split.num_shards} over {split.axis} holds [{start}, "
+                        f"{start + length}) of dimension {split.dim}, which is not a whole number of blocks of {block}"
+                    )
+        if split.parts is None:
+            return split
+        ends = list(itertools.accumulate(part.size for part in split.parts))
+        blocks = [math.ceil(end / block) for end in ends]
+        sizes = [end - start for start, end in zip([0, *blocks], blocks, strict=False)]
+        parts = zip(split.parts, sizes, strict=True)
+        return dataclasses.replace(split, parts=tuple(dataclasses.replace(part, size=n) for part, n in parts))
+
+
+def grouped_parts(num_groups: int, blocks: Sequence[Part], num_shards: int) -> tuple[Part, ...]:
+    """The parts of a matrix made of equal groups of blocks, such as (queries, key, value) for every query group.
+
+    With at least as many groups as shards a shard holds whole groups. With fewer, several shards share a group: they
+    cut its blocks, and each holds a copy of those marked `replicated`. Raises TopologyError when neither works.
+
+        >>> [p.shards for p in grouped_parts(2, [Part(4, name="q"), Part(2, replicated=True, name="k")], 4)]
+        [(0, 2), (0, 2), (2, 4), (2, 4)]
+    """
+    if num_groups % num_shards and num_shards % num_groups:
+        raise TopologyError(f"{num_groups} groups cannot be shared by {num_shards} shards; one must divide the other")
+    shards_per_group = max(1, num_shards // num_groups)
+    groups_per_shard = max(1, num_groups // num_shards)
+    parts = []
+    for group in range(num_groups):
+        first = group // groups_per_shard * shards_per_group
+        for block in blocks:
+            shards = (first, first + shards_per_group)
+            parts.append(Part(block.size, shards, block.replicated and shards_per_group > 1, block.name))
+    return tuple(parts)
+
+
+def place(param: Tensor, placement: Placement) -> None:
+    """Attach the placement to the parameter. Raises ValueError when the parameter has another shape."""
+    if tuple(param.shape) != placement.local_shape:
+        raise ValueError(f"{placement.name}: shape {tuple(param.shape)}; its placement says {placement.local_shape}")
+    param.placement = placement  # type: ignore[attr-defined]
+
+
+def placement_of(param: Tensor, name: str | None = None) -> Placement:
+    """The parameter's placement.
+
+    A parameter that was never placed (of a plain torch module) counts as held whole by every process, when the caller
+    gives its name; without a name it is a mistake and raises ValueError.
+    """
+    placement = getattr(param, "placement", None)
+    if placement is not None:
+        assert isinstance(placement, Placement)
+        return placement
+    if name is None:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} carries no Placement; give it one with place()")
+    return Placement(name, tuple(param.shape))
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in box)

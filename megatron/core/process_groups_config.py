@@ -1,0 +1,218 @@
+"""Every process group by name, in one object that is handed to whoever needs a group.
+
+| field     | the processes that ...                                  | upstream's name                        |
+|-----------|---------------------------------------------------------|----------------------------------------|
+| tp        | share each dense layer                                  | TENSOR_MODEL_PARALLEL                  |
+| pp        | hold the stages of one pipeline                         | PIPELINE_MODEL_PARALLEL                |
+| cp        | share each sequence                                     | CONTEXT_PARALLEL                       |
+| hcp       | ... at each level of a hierarchical exchange            | HIERARCHICAL_CONTEXT_PARALLEL_GROUPS   |
+| dp        | hold the same shard and see other samples               | DATA_PARALLEL                          |
+| dp_cp     | hold the same shard: gradients are averaged here        | DATA_PARALLEL_WITH_CP                  |
+| tp_cp     | work on the same samples in one stage                   | TENSOR_AND_CONTEXT_PARALLEL            |
+| tp_dp     | ... of one stage and one sequence shard                 | TENSOR_AND_DATA_PARALLEL               |
+| tp_dp_cp  | hold the same stage                                     | TENSOR_AND_DATA_PARALLEL_WITH_CP       |
+| mp        | hold one replica of the model                           | MODEL_PARALLEL                         |
+| embd      | hold a copy of tied embeddings (first and last stage)   | EMBEDDING                              |
+| pos_embd  | hold position embeddings                                | POSITION_EMBEDDING                     |
+| ep        | share the experts of a layer                            | EXPERT_MODEL_PARALLEL                  |
+| expt_tp   | share each expert                                       | EXPERT_TENSOR_PARALLEL                 |
+| expt_dp   | hold the same expert shard                              | EXPERT_DATA_PARALLEL                   |
+| tp_ep     | hold one copy of a layer's experts                      | EXPERT_TENSOR_AND_MODEL_PARALLEL       |
+| tp_ep_pp  | hold one replica of all experts                         | EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL  |
+| world     | all                                                     | INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE   |
+| optimizer_shards | divide one copy of the optimizer's state         | INTRA_PARTIAL_DATA_PARALLEL_WITH_CP    |
+| optimizer_copies | hold the same slice of it                        | INTER_PARTIAL_DATA_PARALLEL_WITH_CP    |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, TypeAlias
+
+import torch.distributed as dist
+
+from megatron.core.mesh import RankGrid
+
+
+@dataclass(frozen=True)
+class SingleRankGroup:
+    """A group of one process: collectives over it do nothing, so it needs no torch.distributed."""
+
+    global_rank: int = 0
+
+    def size(self) -> int:
+        """Always 1."""
+        return 1
+
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+
+Group: TypeAlias = "dist.ProcessGroup | SingleRankGroup"
+"""What a collective runs over: has size() and rank()."""
+
+GROUP_AXES: dict[str, str] = {
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "dp": "dp",
+    "dp_cp": "dp-cp",
+    "tp_cp": "tp-cp",
+    "tp_dp": "tp-dp",
+    "tp_dp_cp": "tp-dp-cp",
+    "mp": "tp-pp",
+    "embd": "embd",
+    "pos_embd": "pos_embd",
+    "ep": "ep",
+    "expt_tp": "etp",
+    "expt_dp": "edp",
+    "tp_ep": "etp-ep",
+    "tp_ep_pp": "etp-ep-pp",
+    "world": "world",
+}
+"""Field -> the axes of RankGrid.groups() it runs along."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroupCollection:
+    """This process's groups. Each has .size() and .rank(); `embd` and `pos_embd` are None where it is no member."""
+
+    tp: Group
+    pp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    tp_cp: Group
+    tp_dp: Group
+    tp_dp_cp: Group
+    mp: Group
+    embd: Group | None
+    pos_embd: Group | None
+    ep: Group
+    expt_tp: Group
+    expt_dp: Group
+    tp_ep: Group
+    tp_ep_pp: Group
+    world: Group
+    hcp: tuple[Group, ...] = ()
+    """Neighbours first; empty without --hierarchical-context-parallel-sizes."""
+    optimizer_shards: Group = SingleRankGroup()
+    """As dp_cp, unless the grid has several optimizer_instances."""
+    optimizer_copies: Group = SingleRankGroup()
+    grid: RankGrid = dataclasses.field(default_factory=lambda: RankGrid(1))
+    """The arithmetic the groups were built from."""
+
+    _current: ClassVar[ProcessGroupCollection | None] = None
+
+    @classmethod
+    def single(cls) -> ProcessGroupCollection:
+        """The groups of a process that trains alone; torch.distributed is not needed."""
+        alone: dict[str, Any] = dict.fromkeys(GROUP_AXES, SingleRankGroup())
+        return cls(**alone, grid=RankGrid(1))
+
+    @classmethod
+    def build(cls, grid: RankGrid, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
+        """Create all groups of the grid; every process must call this at the same moment.
+
+        rank: this process's global rank. A group of one is a SingleRankGroup; groups with the same members are one
+        group. With more than one process, torch.distributed must have been initialised with the grid's world size.
+        """
+        if grid.world_size == 1:
+            return dataclasses.replace(cls.single(), grid=grid)
+        if not dist.is_initialized() or dist.get_world_size() != grid.world_size:
+            found = dist.get_world_size() if dist.is_initialized() else "none"
+            raise RuntimeError(f"the grid has {grid.world_size} processes; torch.distributed has {found}")
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        fields: dict[str, Any] = dict.fromkeys(GROUP_AXES)
+        for field, axes in GROUP_AXES.items():
+            for ranks in grid.groups(axes):
+                group = _create(ranks, made, f"{field}:{ranks[0]}", grid.world_size, timeout)
+                if rank in ranks:
+                    fields[field] = group or SingleRankGroup(rank)
+        levels: list[Group] = []
+        for level in range(len(grid.cp_levels)):
+            for ranks in grid.cp_level_groups(level):
+                group = _create(ranks, made, f"hcp{level}:{ranks[0]}", grid.world_size, timeout)
+                if rank in ranks:
+                    levels.append(group or SingleRankGroup(rank))
+        instances = zip(("optimizer_shards", "optimizer_copies"), grid.optimizer_groups(), strict=True)
+        for field, lists in instances:
+            for ranks in lists:
+                group = _create(ranks, made, f"{field}:{ranks[0]}", grid.world_size, timeout)
+                if rank in ranks:
+                    fields[field] = group or SingleRankGroup(rank)
+        return cls(**fields, hcp=tuple(levels), grid=grid)
+
+    @classmethod
+    def current(cls) -> ProcessGroupCollection:
+        """The collection that initialisation made, for user code that hands over none; a single process needs no
+        initialisation. Inside the library only the outermost public constructors may ask."""
+        if ProcessGroupCollection._current is not None:
+            return ProcessGroupCollection._current
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{dist.get_world_size()} processes run, but no process groups were made; "
+                "call parallel_state.initialize_model_parallel() first, or hand over pg_collection"
+            )
+        return cls.single()
+
+    def set_current(self) -> None:
+        """Make this the collection that `current()` returns."""
+        ProcessGroupCollection._current = self
+
+    @staticmethod
+    def clear_current() -> None:
+        """Forget the current collection."""
+        ProcessGroupCollection._current = None
+
+    @staticmethod
+    def has_current() -> bool:
+        """Whether a collection was set."""
+        return ProcessGroupCollection._current is not None
+
+    # ---- questions that many ask
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process holds the first layers of its pipeline."""
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the last layers of its pipeline."""
+        return self.pp.rank() == self.last_stage
+
+    @property
+    def last_stage(self) -> int:
+        """Rank in `pp` of the process that holds the last layers, and with them the loss."""
+        return 0 if self.grid.folded else self.pp.size() - 1
+
+
+def group_ranks(group: Group) -> list[int]:
+    """Global ranks of the group's members, in group order."""
+    if isinstance(group, SingleRankGroup):
+        return [group.global_rank]
+    return list(dist.get_process_group_ranks(group))
+
+
+def _create(
+    ranks: list[int],
+    made: dict[tuple[int, ...], dist.ProcessGroup],
+    description: str,
+    world_size: int,
+    timeout: timedelta | None,
+) -> dist.ProcessGroup | None:
+    """The torch group of these ranks, made once; None for a single rank."""
+    key = tuple(sorted(ranks))
+    if len(key) == 1:
+        return None
+    if key not in made:
+        everyone = len(key) == world_size
+        # Every process must take part in making every group, also of those it is no member of.
+        group = dist.group.WORLD if everyone else dist.new_group(list(key), timeout=timeout, group_desc=description)
+        assert group is not None
+        made[key] = group
+    return made[key]

@@ -1,0 +1,33 @@
+"""Layers and losses whose tensors are split over the tensor-parallel group.
+
+Names of upstream, imported when they are asked for; inside megatron/ import the defining module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_DEFINED_IN = {
+    "ColumnParallelLinear": "layers",
+    "RowParallelLinear": "layers",
+    "VocabParallelEmbedding": "layers",
+    "copy_to_tensor_model_parallel_region": "mappings",
+    "gather_from_sequence_parallel_region": "mappings",
+    "gather_from_tensor_model_parallel_region": "mappings",
+    "reduce_from_tensor_model_parallel_region": "mappings",
+    "reduce_scatter_to_sequence_parallel_region": "mappings",
+    "scatter_to_sequence_parallel_region": "mappings",
+    "scatter_to_tensor_model_parallel_region": "mappings",
+    "vocab_parallel_cross_entropy": "cross_entropy",
+    "CudaRNGStatesTracker": "random",
+    "get_cuda_rng_tracker": "random",
+    "model_parallel_cuda_manual_seed": "random",
+}
+__all__ = list(_DEFINED_IN)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

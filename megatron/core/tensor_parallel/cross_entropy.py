@@ -1,0 +1,80 @@
+"""Cross entropy over a vocabulary that is split over the tensor-parallel (TP) group, without gathering the logits.
+
+    loss = log(sum_v exp(x_v)) - x_target        gradient = softmax(x) - onehot(target)
+
+Every rank takes the maximum, the sum and the target's logit over its own slice; three small all-reduces join them. The
+gradient is formed in the logits' own memory during forward and only scaled in backward: nothing else of their size
+exists. Source: Shoeybi et al., 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Group | None = None
+) -> Tensor:
+    """Loss of every token.
+
+    vocab_parallel_logits: [s, b, v / tp] float32; overwritten. target: [s, b] token numbers in the whole vocabulary.
+    label_smoothing: probability mass that is spread evenly over the other entries. Returns [s, b] float32.
+    """
+    group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+    loss: Tensor = _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)
+    return loss
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, label_smoothing: float, group: Group) -> Tensor:
+        logits = logits.detach()
+        local_vocab = logits.shape[-1]
+        local_target = (target - group.rank() * local_vocab).unsqueeze(-1)  # [s, b, 1]
+        is_local = (local_target >= 0) & (local_target < local_vocab)
+        local_target = local_target.clamp(0, local_vocab - 1)
+
+        # Everything that needs the logits themselves comes before they are overwritten.
+        target_logit = logits.gather(-1, local_target).masked_fill(~is_local, 0.0)  # [s, b, 1]
+        all_reduce(target_logit, group)
+        vocab = local_vocab * group.size()
+        mean_logit = logits.sum(-1, keepdim=True).div_(vocab) if label_smoothing else None
+        if mean_logit is not None:
+            all_reduce(mean_logit, group)
+        log_sum = _softmax_(logits, group)  # logits now hold probabilities
+        loss = (log_sum - target_logit).squeeze(-1)
+
+        smoothing = label_smoothing * vocab / (vocab - 1) if label_smoothing else 0.0
+        if mean_logit is not None:
+            # (1 - smoothing) * loss of the target + smoothing * mean loss of all entries.
+            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - mean_logit).squeeze(-1)
+            logits.sub_(smoothing / vocab)
+        logits.scatter_add_(-1, local_target, is_local.to(logits.dtype).mul_(smoothing - 1.0))
+        ctx.save_for_backward(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(grad_loss.unsqueeze(-1)), None, None, None
+
+
+def _softmax_(logits: Tensor, group: Group) -> Tensor:
+    """Overwrite logits [s, b, v / tp] with their softmax over the whole vocabulary; return log sum exp, [s, b, 1]."""
+    largest = logits.amax(-1, keepdim=True)
+    if group.size() == 1:
+        torch.softmax(logits, -1, out=logits)
+        # The largest probability is 1 / sum(exp(x - max)), at least 1 / v: its logarithm is safe.
+        return largest.sub_(logits.amax(-1, keepdim=True).log_())
+    all_reduce(largest, group, op="max")
+    logits.sub_(largest).exp_()
+    total = logits.sum(-1, keepdim=True)
+    all_reduce(total, group)
+    logits.div_(total)
+    return largest.add_(total.log_())

@@ -1,0 +1,128 @@
+"""Collectives over the tensor-parallel (TP) group that know their own gradient.
+
+| function                                    | forward                     | backward                    |
+|---------------------------------------------|-----------------------------|-----------------------------|
+| copy_to_tensor_model_parallel_region        | identity                    | all-reduce                  |
+| reduce_from_tensor_model_parallel_region    | all-reduce                  | identity                    |
+| scatter_to_tensor_model_parallel_region     | own slice of the last dim   | gather the last dim         |
+| gather_from_tensor_model_parallel_region    | gather the last dim         | own slice of the last dim   |
+| scatter_to_sequence_parallel_region         | own slice of the first dim  | gather the first dim        |
+| gather_from_sequence_parallel_region        | gather the first dim        | reduce-scatter (or slice)   |
+| reduce_scatter_to_sequence_parallel_region  | reduce-scatter, first dim   | gather the first dim        |
+
+A group of one costs nothing: the function returns its argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from megatron.core.process_groups_config import Group
+
+_Step = Callable[[Tensor, Group], Tensor]
+
+
+def _identity(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(x, group)
+    return x
+
+
+def _gather_first(x: Tensor, group: Group) -> Tensor:
+    full = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    all_gather_into_tensor(full, x.contiguous(), group)
+    return full
+
+
+def _reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
+    own = x.new_empty(_share(x.shape[0], group), *x.shape[1:])
+    reduce_scatter_tensor(own, x.contiguous(), group)
+    return own
+
+
+def _slice_first(x: Tensor, group: Group) -> Tensor:
+    length = _share(x.shape[0], group)
+    return x.narrow(0, group.rank() * length, length).contiguous()
+
+
+def _gather_last(x: Tensor, group: Group) -> Tensor:
+    stacked = _gather_first(x.unsqueeze(0), group)  # [tp, ..., n / tp]
+    return stacked.movedim(0, -2).flatten(-2)  # [..., tp, n / tp] -> [..., n]
+
+
+def _slice_last(x: Tensor, group: Group) -> Tensor:
+    length = _share(x.shape[-1], group)
+    return x.narrow(-1, group.rank() * length, length).contiguous()
+
+
+def _share(size: int, group: Group) -> int:
+    assert size % group.size() == 0, f"a dimension of {size} cannot be divided over {group.size()} ranks"
+    return size // group.size()
+
+
+class _Mapping(torch.autograd.Function):
+    """A collective and its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
+        ctx.group, ctx.transpose = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.transpose(grad, ctx.group), None, None, None
+
+
+def _apply(x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
+    if group.size() == 1:
+        return x
+    result: Tensor = _Mapping.apply(x, group, forward, backward)
+    return result
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """The same tensor on every rank; gradients are summed."""
+    return _apply(x, group, _identity, _all_reduce)
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Sum of every rank's part."""
+    return _apply(x, group, _all_reduce, _identity)
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """[..., n] -> [..., n / tp]."""
+    return _apply(x, group, _slice_last, _gather_last)
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """[..., n / tp] -> [..., n]."""
+    return _apply(x, group, _gather_last, _slice_last)
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """[s, ...] -> [s / tp, ...]."""
+    return _apply(x, group, _slice_first, _gather_first)
+
+
+def gather_from_sequence_parallel_region(x: Tensor, group: Group, tensor_parallel_output_grad: bool = True) -> Tensor:
+    """[s / tp, ...] -> [s, ...].
+
+    tensor_parallel_output_grad: each rank goes on with its own part of the work, so gradients are summed while they are
+    scattered; False where every rank does the same with the result.
+    """
+    return _apply(x, group, _gather_first, _reduce_scatter_first if tensor_parallel_output_grad else _slice_first)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Partial sums [s, ...] -> summed [s / tp, ...]."""
+    return _apply(x, group, _reduce_scatter_first, _gather_first)

@@ -1,0 +1,134 @@
+"""How a parameter is declared, named and filled: once, and the same for every layout.
+
+A layer declares what its parameter is (full shape, how it is split, which distribution it starts from) and allocates
+only this rank's shard. The outermost constructor then calls `initialise_parameters`, which knows the global names:
+
+    seed(name)  = hash(seed of the run, global name)
+    full tensor = init(full shape) with a generator of that seed
+    parameter   = placement.take(full tensor)
+
+A weight is thus a function of (seed, global name, index), whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.placement import Placement, Split, place, placement_of
+
+Initialiser = Callable[[Tensor, torch.Generator], object]
+"""Fills a full-size tensor in place, taking random numbers from the generator only."""
+
+
+def normal(std: float) -> Initialiser:
+    """Normal distribution around zero."""
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        tensor.normal_(0.0, std, generator=generator)
+
+    return fill
+
+
+def ones(tensor: Tensor, generator: torch.Generator) -> None:
+    """Every element one."""
+    tensor.fill_(1.0)
+
+
+def zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    """Every element zero."""
+    tensor.zero_()
+
+
+def by_blocks_of_rows(init: Initialiser, rows: int = 256) -> Initialiser:
+    """The same distribution for a table whose padding depends on the layout: rows added at its end leave the others
+    what they are. A generator's numbers depend on how many are asked for at once, so always whole blocks are drawn."""
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        for block in tensor.split(rows):
+            drawn = tensor.new_empty(rows, *tensor.shape[1:])
+            init(drawn, generator)
+            block.copy_(drawn[: block.shape[0]])
+
+    return fill
+
+
+def parameter_dtype(config: ModelParallelConfig) -> torch.dtype:
+    """Number format of the parameters: config.params_dtype, or what bf16 / fp16 ask for."""
+    dtype: torch.dtype = config.params_dtype or getattr(torch, config.compute_dtype_name)
+    return dtype
+
+
+def declare_parameter(
+    full_shape: Sequence[int],
+    *,
+    init: Initialiser = zeros,
+    dtype: torch.dtype = torch.float32,
+    splits: Sequence[Split] = (),
+    is_copy: bool = False,
+    partial_grad_axes: Sequence[str] = (),
+    device: torch.device | None = None,
+) -> nn.Parameter:
+    """An unnamed parameter holding this rank's shard of `full_shape`, filled later by `initialise_parameters`.
+
+    is_copy: another stage owns this parameter (tied embeddings). partial_grad_axes: axes over whose ranks the gradient
+    is a partial sum. device: torch's default device when None.
+    """
+    placement = Placement(
+        name="",
+        full_shape=tuple(full_shape),
+        splits=tuple(splits),
+        is_copy=is_copy,
+        partial_grad_axes=tuple(partial_grad_axes),
+    )
+    parameter = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
+    place(parameter, placement)
+    parameter.initialiser = init  # type: ignore[attr-defined]
+    return parameter
+
+
+def initialise_parameters(
+    module: nn.Module,
+    *,
+    seed: int,
+    global_name: Callable[[str], str] = lambda name: name,
+    draw_on_cpu: bool = False,
+) -> None:
+    """Name every declared parameter of `module` and fill it.
+
+    global_name: from the name inside this module (layers by local number) to the name in the whole model.
+    draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
+    different numbers, so runs that must start alike on both draw on the CPU.
+    """
+    for local_name, parameter in module.named_parameters():
+        init = getattr(parameter, "initialiser", None)
+        if init is None:
+            continue
+        name = global_name(local_name)
+        placement = placement_of(parameter)
+        # A tied copy already knows its owner's name.
+        placement = placement if placement.name else placement.renamed(name)
+        place(parameter, placement)
+        device = torch.device("cpu") if draw_on_cpu else parameter.device
+        if device.type == "meta":
+            continue
+        _fill(parameter, placement, init, seed, device)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """Seed of one parameter's generator; the same on every machine and in every Python process."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch takes a signed number
+
+
+def _fill(parameter: nn.Parameter, placement: Placement, init: Initialiser, seed: int, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(parameter_seed(seed, placement.name))
+    # Float32 whatever the parameter's format, so that bf16 weights are the rounded float32 ones.
+    full = torch.empty(placement.full_shape, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        init(full, generator)
+        parameter.copy_(placement.take(full))

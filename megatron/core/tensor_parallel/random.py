@@ -1,0 +1,102 @@
+"""Named random streams: dropout differs between tensor-parallel ranks where it must and agrees where it has to.
+
+    default stream          the same on all ranks of a tensor-parallel group: dropout on whole hidden states
+    model-parallel stream   another one on each rank: dropout inside a parallel layer, on a rank's own heads
+
+torch has one generator per device that dropout draws from; a tracker swaps its state. Like that generator, the tracker
+is one object per process: it is the second half of the same global fact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
+DATA_PARALLEL_STREAM = "data-parallel-rng"
+_MODEL_PARALLEL_OFFSET = 2718  # so that the streams of neighbouring seeds do not meet
+
+
+class CudaRNGStatesTracker:
+    """Named states of the generator that dropout draws from, on whichever device this process computes."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream. Raises ValueError when the name is taken."""
+        if name in self._states:
+            raise ValueError(f"the random stream {name!r} exists already; call reset() before seeding anew")
+        before = get_rng_state()
+        torch.manual_seed(seed)
+        self._states[name] = get_device_rng_state()
+        set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from the named stream inside the block. Raises KeyError when it was never added."""
+        if name not in self._states:
+            raise KeyError(f"no random stream {name!r}; call model_parallel_cuda_manual_seed() first")
+        outside = get_device_rng_state()
+        set_device_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = get_device_rng_state()
+            set_device_rng_state(outside)
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of every stream's state: what a checkpoint keeps."""
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Continue from what get_states returned."""
+        self._states = {name: state.clone() for name, state in states.items()}
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self._states = {}
+
+    def is_initialized(self) -> bool:
+        """Whether any stream was added."""
+        return bool(self._states)
+
+
+_TRACKER = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker of this process."""
+    return _TRACKER
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int, *, pg_collection: ProcessGroupCollection | None = None, tracker: CudaRNGStatesTracker | None = None
+) -> None:
+    """Seed the default stream with `seed`, and the named ones so that they differ between ranks that must differ."""
+    groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+    tracker = tracker if tracker is not None else get_cuda_rng_tracker()
+    torch.manual_seed(seed)
+    tracker.reset()
+    tracker.add(DATA_PARALLEL_STREAM, seed)
+    tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + groups.tp.rank())
+    expert_seed = seed + 1024 + 100 * groups.ep.rank() + groups.expt_tp.rank()
+    tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
+
+
+@contextlib.contextmanager
+def model_parallel_stream(group_size: int) -> Iterator[None]:
+    """Draw this rank's own random numbers inside the block; a group of one has no need of a second stream."""
+    tracker = get_cuda_rng_tracker()
+    if group_size == 1 or not tracker.is_initialized():
+        yield
+        return
+    with tracker.fork():
+        yield

@@ -1,0 +1,88 @@
+"""What every tokenizer offers to preprocessing, datasets, training and generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.core.tokenizers.chat import Message, render_template
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Ids are Python ints in `[0, max_id]`. A special token that the tokenizer does not have is None.
+    """
+
+    chat_template: str | None = None
+    """Jinja template that turns a conversation into text."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of tokens, added and special ones included, before padding."""
+
+    @property
+    @abstractmethod
+    def eod(self) -> int | None:
+        """Id that ends a document (`--append-eod`)."""
+
+    @property
+    @abstractmethod
+    def pad(self) -> int | None:
+        """Id that fills up short samples; -1 or None where the tokenizer has none."""
+
+    @property
+    def bos(self) -> int | None:
+        """Id that begins a text."""
+        return None
+
+    @property
+    def max_id(self) -> int:
+        """Largest id that `tokenize` can return; it decides whether 16 bits are enough in a .bin file."""
+        return self.vocab_size - 1
+
+    @property
+    @abstractmethod
+    def unique_identifiers(self) -> dict[str, str]:
+        """What tells this tokenizer from every other one, for names of cached indices."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text. Raises DataError for a text that the tokenizer cannot take."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several texts, the same as `tokenize` of each."""
+        return [self.tokenize(text) for text in texts]
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens shown as text."""
+
+    @property
+    def special_token_texts(self) -> dict[str, str]:
+        """Text of each special token by role (bos_token, eos_token, ...), for chat templates."""
+        return {}
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
+        """The text of a conversation, as the chat template writes it.
+
+        Raises ConfigError without a template, DataError for one that fails.
+        """
+        if self.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template; give one with --chat-template")
+        names = self.special_token_texts | variables
+        return render_template(self.chat_template, messages, add_generation_prompt=add_generation_prompt, **names)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation; special tokens are those that the template writes, no others."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.tokenize_as_is(text)
+
+    def tokenize_as_is(self, text: str) -> list[int]:
+        """Token ids of a text, without the special tokens that `tokenize` puts around it."""
+        return self.tokenize(text)

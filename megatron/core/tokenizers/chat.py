@@ -1,0 +1,60 @@
+"""Conversations to text through a tokenizer's Jinja chat template, in jinja2's sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.core import optional_deps
+from megatron.core.errors import DataError
+
+Message = Mapping[str, Any]
+"""`{"role": "user", "content": "..."}`, and what else a template reads."""
+
+
+def is_file_name(value: str) -> bool:
+    """Whether a --chat-template names a file: without template marks it does."""
+    return "{%" not in value and "{{" not in value
+
+
+def render_template(
+    template: str, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any
+) -> str:
+    """The text of a conversation. Templates see what transformers offers them: messages, bos_token, raise_exception...
+
+    variables   further names: special tokens, tools, documents
+    Raises DataError for a template that is broken or refuses the messages, ConfigError without jinja2.
+    """
+    jinja2 = optional_deps.require("jinja2", needed_by="a chat template")
+    try:
+        return str(
+            _compiled(template).render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+        )
+    except jinja2.exceptions.TemplateError as error:
+        raise DataError(f"the chat template cannot be used: {type(error).__name__}: {str(error)[:300]}") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise DataError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    sandbox = optional_deps.require("jinja2.sandbox", needed_by="a chat template")
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    """jinja2's own filter writes HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)

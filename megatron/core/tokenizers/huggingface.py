@@ -1,0 +1,263 @@
+"""Tokenizers of the Hugging Face `tokenizers` library, read from local files without `transformers`.
+
+HuggingFaceTokenizer reads `tokenizer.json`, and the names of the special tokens from `tokenizer_config.json` beside it.
+GPT2BPETokenizer is the same byte-level BPE from `vocab.json` and `merges.txt`. No code from a tokenizer directory is
+ever run, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.tokenizers.base import Tokenizer
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that a tokenizer_config.json can name, in the order in which new ones get their ids."""
+
+_CLASS_DEFAULTS = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+}
+"""Special tokens that come with a `tokenizer_class` where the configuration does not name them."""
+
+_GPT2_TOKENS = _CLASS_DEFAULTS["GPT2Tokenizer"]
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` with roles for its special tokens.
+
+    backend                  what does the work
+    special_tokens           role (see ROLES) to token text; tokens the vocabulary lacks must have been added to it
+    include_special_tokens   let the post-processor add its tokens, such as Llama 3's <|begin_of_text|>, to every text
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        *,
+        source: str = "",
+        digest: str = "",
+        include_special_tokens: bool = True,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.include_special_tokens = include_special_tokens
+        self.source = source
+        self._digest = digest
+        self._special_tokens = dict(special_tokens)
+        self._special_ids = {role: backend.token_to_id(token) for role, token in special_tokens.items()}
+        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._max_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_id(self) -> int:
+        return self._max_id
+
+    @property
+    def eod(self) -> int | None:
+        """The end-of-sequence token; a tokenizer without one ends documents with its separator."""
+        return self._first_of("eos_token", "sep_token")
+
+    @property
+    def bos(self) -> int | None:
+        return self._first_of("bos_token", "cls_token")
+
+    @property
+    def pad(self) -> int | None:
+        return self._first_of("pad_token")
+
+    @property
+    def special_token_texts(self) -> dict[str, str]:
+        return self._special_tokens
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        return {
+            "class": type(self).__name__,
+            "content": self._digest,
+            "include_special_tokens": str(self.include_special_tokens),
+        }
+
+    def tokenize(self, text: str) -> list[int]:
+        return cast("list[int]", self._encode(text, self.include_special_tokens).ids)
+
+    def tokenize_as_is(self, text: str) -> list[int]:
+        return cast("list[int]", self._encode(text, False).ids)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=self.include_special_tokens)
+        except Exception:
+            # One text is at fault: tokenize() says what is wrong with it.
+            return [self.tokenize(text) for text in texts]
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def _encode(self, text: str, include_special_tokens: bool) -> Any:
+        try:
+            return self.backend.encode(text, add_special_tokens=include_special_tokens)
+        except Exception as error:
+            raise DataError(f"the tokenizer {self.source} cannot encode the text {text[:40]!r}: {error}") from error
+
+    def _first_of(self, *roles: str) -> int | None:
+        return next((self._special_ids[role] for role in roles if self._special_ids.get(role) is not None), None)
+
+
+def huggingface_tokenizer(
+    model: str, *, include_special_tokens: bool = True, more_special_tokens: Sequence[str] = ()
+) -> HuggingFaceTokenizer:
+    """Read a tokenizer.json, or the directory that holds it, and its chat template if it has one.
+
+    more_special_tokens   added behind the vocabulary where it lacks them
+
+    Raises ConfigError when there is no such file, DataError for a file that cannot be used.
+    """
+    path = Path(model)
+    json_path = path / "tokenizer.json" if path.is_dir() else path
+    if not json_path.is_file():
+        raise ConfigError(_missing(model, json_path))
+    backend = read(json_path, lambda: tokenizers.Tokenizer.from_file(str(json_path)))
+    config = {
+        **_read_json_object(json_path.with_name("special_tokens_map.json")),
+        **_read_json_object(json_path.with_name("tokenizer_config.json")),
+    }
+    special_tokens = _name_special_tokens(backend, config, json_path)
+    add_special(backend, more_special_tokens)
+    tokenizer = HuggingFaceTokenizer(
+        backend,
+        special_tokens,
+        source=str(json_path),
+        digest=digest_of(json_path) + json.dumps([special_tokens, *more_special_tokens], sort_keys=True),
+        include_special_tokens=include_special_tokens,
+    )
+    tokenizer.chat_template = _own_chat_template(json_path, config)
+    return tokenizer
+
+
+def gpt2_bpe_tokenizer(
+    vocab_file: str,
+    merge_file: str,
+    *,
+    include_special_tokens: bool = True,
+    more_special_tokens: Sequence[str] = (),
+) -> HuggingFaceTokenizer:
+    """GPT-2's byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` begins and ends documents.
+
+    Raises ConfigError when a file is missing, DataError for one that cannot be used.
+    """
+    for flag, name in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if not Path(name).is_file():
+            raise ConfigError(f"{flag} {name}: no such file; GPT2BPETokenizer reads vocab.json and merges.txt")
+    model = read(Path(vocab_file), lambda: tokenizers.models.BPE.from_file(vocab_file, merge_file), f" or {merge_file}")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    add_special(backend, [*_GPT2_TOKENS.values(), *more_special_tokens])
+    return HuggingFaceTokenizer(
+        backend,
+        _GPT2_TOKENS,
+        source=vocab_file,
+        digest=f"{digest_of(Path(vocab_file), Path(merge_file))} {list(more_special_tokens)}",
+        include_special_tokens=include_special_tokens,
+    )
+
+
+def _missing(model: str, json_path: Path) -> str:
+    if Path(model).exists():
+        return f"--tokenizer-model {model}: the directory holds no tokenizer.json; HuggingFaceTokenizer reads that file"
+    hint = ""
+    if model.count("/") == 1 and not model.startswith((".", "/")):
+        hint = f"; fetch it from the Hugging Face hub first: hf download {model} --include 'tokenizer*' --local-dir DIR"
+    return f"--tokenizer-model {model}: no such file or directory ({json_path.name} or its directory is expected){hint}"
+
+
+def read(path: Path, reader: Callable[[], Any], or_path: str = "") -> Any:
+    """What `reader` returns; whatever the library says about a broken file becomes a DataError."""
+    try:
+        return reader()
+    except Exception as error:
+        raise DataError(
+            f"{path}{or_path}: not a usable tokenizer file ({str(error)[:200]}); fetch or train it again"
+        ) from error
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that may be missing."""
+    if not path.is_file():
+        return {}
+    content = read(path, lambda: json.loads(path.read_text(encoding="utf-8")))
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}; fetch or write it again")
+    return content
+
+
+def _name_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], json_path: Path) -> dict[str, str]:
+    """Role to token text, after adding the tokens that the vocabulary lacks."""
+    tokenizer_class = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    special_tokens = dict(_CLASS_DEFAULTS.get(tokenizer_class, {}))
+    for role in ROLES:
+        token = _token_text(config.get(role), role, json_path)
+        if token is not None:
+            special_tokens[role] = token
+    ordered = {role: special_tokens[role] for role in ROLES if role in special_tokens}
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra
+    if not isinstance(extra, list):
+        raise DataError(f"{json_path.parent}: additional_special_tokens must be a list of tokens, found {extra!r}")
+    extra_tokens = [_token_text(token, "additional_special_tokens", json_path) for token in extra]
+    add_special(backend, [*ordered.values(), *(token for token in extra_tokens if token)])
+    return ordered
+
+
+def _own_chat_template(json_path: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja beside the tokenizer, else the configuration's; of several, the one named default."""
+    path = json_path.with_name("chat_template.jinja")
+    if path.is_file():
+        return str(read(path, lambda: path.read_text(encoding="utf-8")))
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(value: Any, role: str, json_path: Path) -> str | None:
+    """The text of a token given as such or as {"content": text}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{json_path.parent}: {role} in tokenizer_config.json must be a token's text, found {value!r}")
+    return value
+
+
+def add_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
+    """Register special tokens that are not registered yet, so that their text becomes one id."""
+    registered = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in dict.fromkeys(tokens):
+        if token not in registered:
+            backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+
+
+def digest_of(*paths: Path) -> str:
+    """What tells the content of these files from any other."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

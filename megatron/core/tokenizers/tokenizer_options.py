@@ -1,0 +1,66 @@
+"""What describes a tokenizer: the fields are flags of training and of the data tools alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import flag
+
+WORKING_TYPES = (
+    "HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer", "TikTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "NullTokenizer",
+)  # fmt: skip
+PLANNED_TYPES = ("SFTTokenizer",)
+UNSUPPORTED_TYPES = ("MultimodalTokenizer", "NullMultimodalTokenizer")
+DEFAULT_TYPE = "GPT2BPETokenizer"
+
+
+@dataclass(kw_only=True)
+class TokenizerOptions:
+    """Tokenizer."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        choices=(*WORKING_TYPES, *PLANNED_TYPES, *UNSUPPORTED_TYPES),
+        planned_choices=PLANNED_TYPES,
+        coming="instruction tuning",
+        unsupported_choices=UNSUPPORTED_TYPES,
+    )
+    """Kind of tokenizer; GPT2BPETokenizer when not given. The three SentencePiece types are one and the same."""
+    tokenizer_model: str | None = None
+    """File or directory of the tokenizer: tokenizer.json (HuggingFaceTokenizer), tokenizer.model (SentencePiece), or
+    the directory that holds it; the vocabulary in JSON (TikTokenizer)."""
+    vocab_file: str | None = None
+    """vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPieceLowerCase and BertWordPieceCase."""
+    merge_file: str | None = None
+    """merges.txt of GPT2BPETokenizer."""
+    vocab_size: int | None = flag(None, minimum=1, unit="tokens")
+    """Vocabulary size before padding. NullTokenizer needs it; TikTokenizer keeps as many tokens of its file, special
+    ones included; otherwise it is the tokenizer's."""
+    vocab_extra_ids: int = flag(0, minimum=0, maximum=1_000_000, unit="tokens")
+    """Tokens <extra_id_0>, <extra_id_1>, ... to add behind the vocabulary."""
+    metadata_path: str | None = flag(None, names=("--tokenizer-metadata",), metavar="FILE")
+    """tokenizer_metadata.json: the library says which tokenizer it is where --tokenizer-type is not given, and the chat
+    template is used where --chat-template is not given."""
+    special_tokens: list[str] | None = flag(None, names=("--tokenizer-special-tokens",), metavar="TOKEN")
+    """Special tokens to add. TikTokenizer: all named special tokens in the order of their ids, <unk> <s> </s> <mask>
+    <pad> <cls> <sep> among them."""
+    tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
+    """How TikTokenizer cuts text into words; v2 when not given."""
+    tiktoken_num_special_tokens: int = flag(1000, minimum=7, maximum=1_000_000, unit="tokens")
+    """Ids that TikTokenizer keeps for special tokens, before all others."""
+    tokenizer_sentencepiece_legacy: bool = False
+    """SentencePiece: look for --tokenizer-special-tokens in the text and encode what lies between them on its own."""
+    tokenizer_sentencepiece_ignore_extra_whitespaces: bool = True
+    """SentencePiece: let a model that was trained so drop leading, trailing and repeated spaces."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Do not let the tokenizer add its own special tokens, such as a beginning of text, to every text."""
+    trust_remote_code: bool = False
+    """Run the Python code in a Hugging Face tokenizer's directory if its tokenizer_config.json names some (auto_map).
+    Without this flag no code is ever run."""
+    null_tokenizer_eod_id: int | None = flag(None, minimum=0)
+    """End of document of NullTokenizer; its last id when not given."""
+    null_tokenizer_pad_id: int = flag(-1, minimum=-1)
+    """Padding of NullTokenizer."""
+    chat_template: str | None = None
+    """Jinja template for conversations, or the file that holds it, instead of the tokenizer's own."""

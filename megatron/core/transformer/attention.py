@@ -1,0 +1,148 @@
+"""Self-attention: one projection to queries, keys and values, positions, the core, one projection back.
+
+The packed projection is group-interleaved, as upstream stores it: each query group's query heads, its key, its value.
+
+    linear_qkv.weight rows:  | q0 q1 .. k v | q q .. k v | ...      g groups of (n / g + 2) heads of d channels
+
+Tensor-parallel ranks share the groups; where they are more than the groups, several of them share a group's queries and
+each holds its key and value (Placement.replicated_parts), whose gradients are summed over them before the update.
+
+b: batch, s: sequence, n: query heads, g: query groups (key-value heads), d: channels of a head; n and g per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.rope import Rotation, apply_rotary, split_and_rotate, split_qkv
+from megatron.core.inference_context import InferenceContext
+from megatron.core.packed_seq_params import Documents
+from megatron.core.placement import Part, grouped_parts
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """The parts of self-attention: specs or classes. The norms of queries and keys may be None."""
+
+    linear_qkv: Any
+    core_attention: Any
+    linear_proj: Any
+    q_layernorm: Any = None
+    k_layernorm: Any = None
+
+
+def uses_fused_rope(config: TransformerConfig) -> bool:
+    """Whether split and rotation run as one operation; norms of queries and keys come in between, and a compiler fuses
+    the elementary ones itself."""
+    return config.apply_rope_fusion and not config.qk_layernorm and not config.compile
+
+
+class SelfAttention(MegatronModule):
+    """[s, b, h] -> [s, b, h] and the bias that is still to be added."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        heads, query_groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        assert config.hidden_size is not None and heads is not None and query_groups is not None and width is not None
+        self.layer_number = layer_number
+        _check_tensor_parallel_size(heads, query_groups, groups.tp.size())
+        # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
+        self.heads_per_group = heads // max(query_groups, groups.tp.size())
+        self.head_width = width
+        self.is_rope_fused = uses_fused_rope(config)
+        group_blocks = (
+            Part(heads // query_groups * width, name="query"),
+            Part(width, replicated=True, name="key"),
+            Part(width, replicated=True, name="value"),
+        )
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            (heads + 2 * query_groups) * width,
+            config=config,
+            init_method=input_initialiser(config),
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            parts=grouped_parts(query_groups, group_blocks, groups.tp.size()),
+            tp_group=groups.tp,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention, config=config, layer_number=layer_number, pg_collection=groups
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * width,
+            config.hidden_size,
+            config=config,
+            init_method=output_initialiser(config),
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=groups.tp,
+        )
+        norms = (submodules.q_layernorm, submodules.k_layernorm)
+        self.q_layernorm, self.k_layernorm = (
+            build_module(norm, config, width, partial_grad_axes=("tp",))  # each rank normalises its own heads
+            if config.qk_layernorm and norm is not None
+            else None
+            for norm in norms
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | Documents | None = None,
+        rotation: Rotation | None = None,
+        inference_context: InferenceContext | None = None,
+    ) -> LayerOutput:
+        """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask as in DotProductAttention, causal when
+        None."""
+        query, key, value = self.query_key_value(hidden_states, rotation)
+        if inference_context is not None:
+            key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, d]
+        context = self.core_attention(query, key, value, attention_mask)  # [s, b, n * d]
+        output: LayerOutput = self.linear_proj(context)
+        return output
+
+    def query_key_value(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> query [s, b, n, d], key and value [s, b, g, d], normalised and rotated as configured."""
+        packed, _ = self.linear_qkv(hidden_states)
+        packed = packed.unflatten(-1, (-1, self.heads_per_group + 2, self.head_width))  # [s, b, g, n/g + 2, d]
+        if self.is_rope_fused:
+            return split_and_rotate(packed, self.heads_per_group, rotation)
+        query, key, value = split_qkv(packed, self.heads_per_group)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        if rotation is not None:
+            query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
+        return query, key, value
+
+
+def _check_tensor_parallel_size(heads: int, query_groups: int, tp_size: int) -> None:
+    if heads % tp_size:
+        raise ConfigError(
+            f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size {tp_size}; "
+            f"use a multiple of {tp_size} heads"
+        )
+    if query_groups % tp_size and tp_size % query_groups:
+        raise ConfigError(
+            f"--num-query-groups {query_groups} cannot be shared by --tensor-model-parallel-size {tp_size}; "
+            "use a multiple or a divisor of it"
+        )

@@ -1,0 +1,1 @@
+"""The field groups of TransformerConfig, one concern per file."""

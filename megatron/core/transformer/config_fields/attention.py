@@ -1,0 +1,42 @@
+"""Attention and position options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import derived, flag
+
+
+@dataclass(kw_only=True)
+class AttentionFields:
+    """Heads, positions, and which attention kernel."""
+
+    num_attention_heads: int = flag(None, minimum=1, maximum=65536)
+    """Query heads."""
+    num_query_groups: int = flag(None, minimum=0, maximum=65536)
+    """Key-value heads (grouped-query attention); as many as query heads when not given or 0."""
+    kv_channels: int = flag(None, minimum=1, maximum=65536)
+    """Width of one head; hidden size / heads when not given."""
+    attention_dropout: float = flag(0.1, minimum=0, maximum=1)
+    """Dropout on attention probabilities."""
+    qk_layernorm: bool = False
+    """Normalise each head's queries and keys."""
+    attention_softmax_in_fp32: bool = False
+    """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
+    apply_query_key_layer_scaling: bool = False
+    """Divide attention scores by the layer number and multiply them back inside the float32 softmax."""
+    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"))
+    """auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash kernel; fused: only its
+    cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax written out."""
+    masked_softmax_fusion: bool = flag(True)
+    """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
+    apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",))
+    """Rotary positions as one differentiable operation on queries and keys."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
+    cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE")
+    """How ranks that share a sequence (--context-parallel-size) exchange what attention needs, for all layers or one
+    word for each: p2p passes keys and values round a ring; all_gather gathers them; a2a exchanges tokens for heads;
+    a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
+    position_embedding_type: str = derived("learned_absolute")
+    """learned_absolute, rope or none."""

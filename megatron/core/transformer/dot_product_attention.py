@@ -1,0 +1,52 @@
+"""The core of attention as a module: no parameters, a backend, and the random stream for its dropout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.select import build_sequence_attention
+from megatron.core.packed_seq_params import Documents
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_stream
+from megatron.core.transformer.attention_backends.base import AttentionBackend, SequenceAttention
+from megatron.core.transformer.attention_backends.documents import ByDocument
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class DotProductAttention(MegatronModule):
+    """softmax(Q K^T / sqrt(d)) V over this rank's heads, and with context parallelism for this rank's tokens."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        self.tp_size = groups.tp.size()
+        # The device modules are being built on: GPTModel sets it before it builds.
+        self.attention = build_sequence_attention(config, layer_number, groups, torch.get_default_device())
+
+    @property
+    def backend(self) -> AttentionBackend | SequenceAttention:
+        """The implementation."""
+        return self.attention.backend if isinstance(self.attention, ByDocument) else self.attention
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None = None
+    ) -> Tensor:
+        """query [s, b, n, d], key and value [t, b, g, d] -> [s, b, n * d]; attention_mask as in AttentionBackend, or
+        the documents of a packed sequence (b = 1).
+
+        With context parallelism s and t are this rank's tokens, and a mask has all keys: [b or 1, 1, s, s * cp].
+        """
+        # With sequence parallelism the whole block draws from the rank's own stream already.
+        is_drawn_alike = self.tp_size > 1 and not self.config.sequence_parallel
+        if not self.training or self.config.attention_dropout == 0.0 or not is_drawn_alike:
+            return self.attention(query, key, value, attention_mask, self.training)
+        with model_parallel_stream(self.tp_size):  # each rank's heads drop other elements
+            return self.attention(query, key, value, attention_mask, self.training)
+
+    def extra_repr(self) -> str:
+        """The implementation, for print(model)."""
+        return self.attention.name

@@ -1,0 +1,90 @@
+"""The MLP of a transformer layer: widen, activate, narrow.
+
+plain    y = act(x W1^T + b1) W2^T + b2
+gated    y = (act(x Wg^T) * (x Wu^T)) W2^T        Wg and Wu are one matrix: fc1 = (gate | up)     Shazeer, 2020
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.activations import find_activation
+from megatron.core.fusions.activation import (
+    activation_reference,
+    bias_activation,
+    bias_gated_activation,
+    gated_activation_reference,
+)
+from megatron.core.placement import Part
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """The parts of an MLP: specs or classes."""
+
+    linear_fc1: Any
+    linear_fc2: Any
+
+
+def uses_fused_activation(config: TransformerConfig) -> bool:
+    """Whether the activation runs as one operation; we need its derivative, and a compiler makes its own."""
+    known = find_activation(config.activation_func).backward_ is not None
+    return config.bias_activation_fusion and known and not config.compile
+
+
+class MLP(MegatronModule):
+    """[s, b, h] -> [s, b, h] and the bias that is still to be added."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        width = config.ffn_hidden_size
+        assert width is not None and config.hidden_size is not None
+        self.activation = find_activation(config.activation_func)
+        self.activate = self._choose_activation()
+        gated = config.gated_linear_unit
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            config.hidden_size,
+            2 * width if gated else width,
+            config=config,
+            init_method=input_initialiser(config),
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            parts=(Part(width, name="gate"), Part(width, name="up")) if gated else None,
+            tp_group=groups.tp,
+        )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            width,
+            config.hidden_size,
+            config=config,
+            init_method=output_initialiser(config),
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=groups.tp,
+        )
+
+    def _choose_activation(self) -> Any:
+        fused = uses_fused_activation(self.config)
+        if self.config.gated_linear_unit:
+            return bias_gated_activation if fused else gated_activation_reference
+        return bias_activation if fused else activation_reference
+
+    def forward(self, hidden_states: Tensor) -> LayerOutput:
+        """[s, b, h] -> ([s, b, h], bias [h] or None)."""
+        intermediate, bias = self.linear_fc1(hidden_states)  # [s, b, f / tp], gated [s, b, 2 f / tp]
+        intermediate = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]
+        output: LayerOutput = self.linear_fc2(intermediate)
+        return output

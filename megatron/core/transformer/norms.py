@@ -1,0 +1,96 @@
+"""LayerNorm and RMSNorm as modules, in the form the config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from megatron.core.tensor_parallel.parameters import declare_parameter, ones, parameter_dtype, zeros
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def uses_fused_norm(config: TransformerConfig) -> bool:
+    """Whether norms run as one operation; a compiler makes its own from the elementary ones."""
+    return config.persist_layer_norm and not config.compile
+
+
+class _Norm(MegatronModule):
+    """A weight of ones; stored as zeros, and one added in use, with layernorm_zero_centered_gamma.
+
+    partial_grad_axes: axes whose ranks each normalise a part of the input; those of sequence parallelism when None.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
+        partial_grad_axes: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.hidden_size = hidden_size
+        self.eps = config.layernorm_epsilon if eps is None else eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.is_fused = uses_fused_norm(config)
+        # With sequence parallelism each rank normalises its own tokens only.
+        by_sequence = ("tp",) if config.sequence_parallel else ()
+        self.partial = by_sequence if partial_grad_axes is None else tuple(partial_grad_axes)
+        self.weight = declare_parameter(
+            (hidden_size,),
+            init=zeros if self.zero_centered else ones,
+            dtype=parameter_dtype(config),
+            partial_grad_axes=self.partial,
+        )
+
+    def scale(self) -> Tensor:
+        """The factor applied to the normalised input, [h]."""
+        return self.weight + 1 if self.zero_centered else self.weight
+
+    def extra_repr(self) -> str:
+        """Size and form, for print(model)."""
+        return f"{self.hidden_size}, eps={self.eps}, zero_centered={self.zero_centered}, fused={self.is_fused}"
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        return (rms_norm if self.is_fused else rms_norm_reference)(x, self.scale(), self.eps)
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
+        partial_grad_axes: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(config, hidden_size, eps, partial_grad_axes)
+        self.bias = declare_parameter(
+            (hidden_size,), init=zeros, dtype=parameter_dtype(config), partial_grad_axes=self.partial
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        return (layer_norm if self.is_fused else layer_norm_reference)(x, self.scale(), self.bias, self.eps)
+
+
+def build_norm(
+    config: TransformerConfig,
+    hidden_size: int,
+    eps: float | None = None,
+    partial_grad_axes: Sequence[str] | None = None,
+) -> LayerNorm | RMSNorm:
+    """The norm that config.normalization names. Raises ConfigError for a name we do not know."""
+    norms: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if config.normalization not in norms:
+        raise ConfigError(f"--normalization {config.normalization} is not known; use LayerNorm or RMSNorm")
+    return norms[config.normalization](config, hidden_size, eps, partial_grad_axes)

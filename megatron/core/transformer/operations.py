@@ -1,0 +1,42 @@
+"""Which implementation each operation of the model got, in words, for the log."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.activations import find_activation
+from megatron.core.device import current_device
+from megatron.core.tensor_parallel.linear_ops import choose_linear
+from megatron.core.transformer.attention import uses_fused_rope
+from megatron.core.transformer.attention_backends.select import build_attention_backend
+from megatron.core.transformer.mlp import uses_fused_activation
+from megatron.core.transformer.norms import uses_fused_norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
+
+
+def describe_operations(config: TransformerConfig, device: torch.device | None = None) -> dict[str, str]:
+    """Operation -> implementation on `device` (this process's when None).
+
+    Raises ConfigError when the configured attention backend cannot do what the config asks on this device.
+    """
+    device = current_device() if device is None else device
+    plain = "elementary operations, fused by torch.compile" if config.compile else "elementary operations"
+
+    def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
+        return fused if is_fused else plain
+
+    into_main_grad = choose_linear(config) is not F.linear
+    gate = "gated " if config.gated_linear_unit else ""
+    return {
+        "linear": "torch matmul, weight gradient " + ("added into main_grad" if into_main_grad else "by autograd"),
+        "attention": build_attention_backend(config, 1, device).name,
+        "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
+        "activation": f"{gate}{find_activation(config.activation_func).name}, "
+        + fused_or_plain(uses_fused_activation(config), "fused, keeps only its input"),
+        "rotary positions": fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place"),
+        "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
+        "cross entropy": "vocabulary-parallel, gradient formed in the logits' memory",
+        "layers": "torch.compile, one graph for each layer" if config.compile else "eager",
+    }

@@ -1,0 +1,164 @@
+"""What lies on which pipeline stage: arithmetic only.
+
+| the settings say                      | layers of a stage                                                           |
+|---------------------------------------|-----------------------------------------------------------------------------|
+| nothing                               | all the same                                                                |
+| layers of the first or last process   | as said, divided evenly over its chunks; the other processes share the rest |
+| embedding, loss count as layers       | all the same with these counted, then they are taken off first and last     |
+| a layout                              | as written                                                                  |
+
+With several chunks per process, virtual stages are laid on processes by VirtualStages; layers keep their global order.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.core.errors import ConfigError
+from megatron.core.virtual_stages import VirtualStages
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import Group
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_LONGEST = 65536
+
+
+class StageContent(NamedTuple):
+    """One virtual stage."""
+
+    layers: range
+    """Global layer indices, from 0."""
+    has_embedding: bool
+    has_loss: bool
+    """Final norm, output layer and loss."""
+
+
+def virtual_stages(config: TransformerConfig) -> VirtualStages:
+    """The pipeline that the settings describe."""
+    return VirtualStages(
+        config.pipeline_model_parallel_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+        folded=config.pipeline_schedule == "zb-v",
+    )
+
+
+def pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
+    """What lies on each virtual stage. Raises ConfigError where the layers cannot be dealt out so."""
+    assert config.num_layers is not None
+    if config.pipeline_model_parallel_layout is not None:
+        counts = _written_counts(config.pipeline_model_parallel_layout, config.num_layers, shape)
+    elif config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None:
+        counts = _even_counts(config, config.num_layers, shape)
+    else:
+        counts = _uneven_counts(config, config.num_layers, shape)
+    ends = list(accumulate(counts))
+    return [
+        StageContent(range(end - count, end), has_embedding=stage == 0, has_loss=stage == shape.count - 1)
+        for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+def layers_of_stage(config: TransformerConfig, pp_group: Group, vp_stage: int | None = None) -> range:
+    """Global layer indices, from 0, of this process; with several chunks, of its chunk `vp_stage`."""
+    shape = virtual_stages(config)
+    if shape.stages != pp_group.size():  # a model on its own process groups, whatever its config says
+        shape = VirtualStages(pp_group.size(), shape.chunks, shape.folded)
+    return pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)].layers
+
+
+def layout_stages(text: str) -> list[str]:
+    """`Et*3|(tt|)*2,tL` -> ["Ettt", "tt", "tt", "tL"]: the stages of a written layout, repetitions written out.
+
+    Empty where the text is no layout or has more than 65536 letters.
+    """
+    expanded = _expand(text.replace(",", "").replace(" ", ""))
+    return expanded.split("|") if expanded is not None and set(expanded) <= set("EtmL|") else []
+
+
+def _even_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
+    embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
+    counted = layers + embedding + loss
+    if counted % shape.count:
+        extra = f" (with embedding and loss counted: {counted})" if counted != layers else ""
+        raise ConfigError(
+            f"--num-layers {layers}{extra} cannot be divided over {shape.stages} pipeline stages x {shape.chunks} "
+            f"chunks; use a multiple of {shape.count} layers"
+        )
+    counts = [counted // shape.count] * shape.count
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return counts
+
+
+def _uneven_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
+    given = {0: config.decoder_first_pipeline_num_layers, shape.stages - 1: config.decoder_last_pipeline_num_layers}
+    fixed = {rank: count for rank, count in given.items() if count is not None}
+    rest, others = layers - sum(fixed.values()), shape.stages - len(fixed)
+    if rest < 0 or (rest % others if others else rest):
+        raise ConfigError(
+            f"--num-layers {layers} less those of first and last stage ({', '.join(map(str, fixed.values()))}) leaves "
+            f"{rest}, which cannot be divided over the {others} other stages"
+        )
+    per_rank = [fixed.get(rank, rest // others if others else 0) for rank in range(shape.stages)]
+    for count in per_rank:
+        if count % shape.chunks:
+            raise ConfigError(f"a stage of {count} layers cannot be divided into {shape.chunks} chunks")
+    return [per_rank[shape.holder(stage)[0]] // shape.chunks for stage in range(shape.count)]
+
+
+def _written_counts(text: str, layers: int, shape: VirtualStages) -> list[int]:
+    stages = layout_stages(text)
+    problem = layout_problem(stages)
+    if problem is None and len(stages) != shape.count:
+        problem = f"has {len(stages)} stages, not {shape.stages} x {shape.chunks} chunks"
+    counts = [stage.count("t") for stage in stages]
+    if problem is None and sum(counts) != layers:
+        problem = f"has {sum(counts)} layers (t), but --num-layers {layers}"
+    if problem is not None:
+        raise ConfigError(f"--pipeline-model-parallel-layout {text} {problem}")
+    return counts
+
+
+def layout_problem(stages: list[str]) -> str | None:
+    """What is wrong with the stages of a written layout, to be read after its name; None where nothing is."""
+    whole = "".join(stages)
+    if not stages:
+        return "is not a layout; write stages as E, t and L between |, such as Ett|ttL"
+    if "m" in whole:
+        return "has multi-token prediction (m), which is not available yet; leave it out"
+    if whole.count("E") != 1 or whole.count("L") != 1 or not whole.startswith("E") or not whole.endswith("L"):
+        return "must begin with the one embedding (E) and end with the one loss (L), such as Ett|ttL"
+    if not stages[0] or not stages[-1]:
+        return "leaves the first or the last stage empty; begin with E and end with L"
+    return None
+
+
+def _expand(text: str) -> str | None:
+    """Write out `x*3` and `(xy)*3`."""
+    parts: list[list[str]] = [[]]
+    position = 0
+    while position < len(text):
+        letter = text[position]
+        position += 1
+        if letter == "(":
+            parts.append([])
+        elif letter == ")":
+            if len(parts) == 1:
+                return None
+            inner = "".join(parts.pop())
+            parts[-1].append(inner)
+        elif letter == "*":
+            digits = ""
+            while position < len(text) and text[position] in "0123456789" and len(digits) < 6:
+                digits += text[position]
+                position += 1
+            if not digits or not parts[-1] or len(parts[-1][-1]) * int(digits) > _LONGEST:
+                return None
+            parts[-1][-1] *= int(digits)
+        else:
+            parts[-1].append(letter)
+        if sum(map(len, parts[-1])) > _LONGEST:
+            return None
+    return "".join(parts[0]) if len(parts) == 1 else None

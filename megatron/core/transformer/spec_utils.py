@@ -1,0 +1,31 @@
+"""A module to be built later: its class, its keyword arguments and the specs of its parts.
+
+Specs let a user exchange one part of a layer (a norm, the core attention) without copying the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ModuleSpec:
+    """How to build a module."""
+
+    module: Callable[..., Any]
+    """A class, or a function that returns a module."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments on top of those the builder gives."""
+    submodules: Any = None
+    """Specs of the module's parts, handed over as `submodules`."""
+
+
+def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a module from a spec, or from a bare class."""
+    if not isinstance(spec, ModuleSpec):
+        return spec(*args, **kwargs)
+    if spec.submodules is not None:
+        kwargs["submodules"] = spec.submodules
+    return spec.module(*args, **spec.params, **kwargs)

@@ -1,0 +1,66 @@
+"""The layers of one pipeline stage, and after the last of them the final norm."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.fusions.rope import Rotation
+from megatron.core.inference_context import InferenceContext
+from megatron.core.packed_seq_params import Documents
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_stream
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.pipeline_layout import layers_of_stage
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TransformerBlock(MegatronModule):
+    """[s, b, h] -> [s, b, h] through this stage's layers."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: ModuleSpec,
+        *,
+        post_layer_norm: bool = True,
+        post_process: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        """spec: of one layer. post_process: the last stage, which holds the final norm."""
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        layers = layers_of_stage(config, groups.pp, vp_stage)
+        self.first_layer = layers.start
+        self.tp_size = groups.tp.size()
+        self.layers = nn.ModuleList(
+            build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
+        )
+        assert config.hidden_size is not None
+        self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and post_process else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | Documents | None = None,
+        rotation: Rotation | None = None,
+        inference_context: InferenceContext | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None."""
+        with self._random_stream():
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, attention_mask, rotation, inference_context)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return hidden_states
+
+    def _random_stream(self) -> AbstractContextManager[None]:
+        """With sequence parallelism ranks hold different tokens, so that all dropout in the layers is a rank's own."""
+        config = self.config
+        draws = self.training and max(config.hidden_dropout, config.attention_dropout) > 0.0
+        return model_parallel_stream(self.tp_size) if draws and config.sequence_parallel else nullcontext()

@@ -1,0 +1,70 @@
+"""TransformerConfig: everything the layers of a transformer need to know, flat for users, grouped by concern inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import derived, divisors_near
+from megatron.core.errors import ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.initialization import InitializationFields
+from megatron.core.transformer.config_fields.pipeline import PipelineFields
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(ArchitectureFields, AttentionFields, InitializationFields, PipelineFields, ModelParallelConfig):
+    """Shape, number formats and kernels of a transformer.
+
+    Fields left None that have a derived value (ffn_hidden_size, kv_channels, num_query_groups) are filled in on
+    construction. Raises ConfigError with every problem when the fields contradict each other.
+    """
+
+    compile: bool = derived(False)
+    """The training program compiles each transformer layer with torch.compile."""
+
+    def __post_init__(self) -> None:
+        problems = self._missing()
+        if not problems:
+            self._derive()
+            problems = self._contradictions()
+        if problems:
+            raise ConfigError(problems)
+
+    def _missing(self) -> list[str]:
+        needed = ("num_layers", "hidden_size", "num_attention_heads")
+        return [
+            f"--{name.replace('_', '-')} is missing; give the number, for example --{name.replace('_', '-')} {example}"
+            for name, example in zip(needed, (12, 768, 12), strict=True)
+            if getattr(self, name) is None
+        ]
+
+    def _derive(self) -> None:
+        if self.ffn_hidden_size is None:
+            width = self.hidden_size
+            # Gated: two thirds, so that three matrices hold what two did; a multiple of 64 for the hardware.
+            self.ffn_hidden_size = int(4 * width * 2 / 3 / 64) * 64 if self.gated_linear_unit else 4 * width
+        if self.num_query_groups in (None, 0):
+            self.num_query_groups = self.num_attention_heads
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads == 0:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        heads, groups, width = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if self.kv_channels is None:
+            problems.append(
+                f"--hidden-size {width} is not divisible by --num-attention-heads {heads}; "
+                f"use a multiple of {heads}, or give --kv-channels"
+            )
+        if heads % groups:
+            problems.append(
+                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; "
+                f"use {divisors_near(heads, groups)}"
+            )
+        if self.ffn_hidden_size < 1:
+            problems.append(f"--hidden-size {width} is too small for a default MLP width; give --ffn-hidden-size")
+        if self.fp16 and self.bf16:
+            problems.append("--fp16 and --bf16 contradict each other; keep one")
+        return problems

@@ -1,0 +1,58 @@
+"""Weight gradients that wait: zero-bubble schedules compute them later than the gradients of inputs.
+
+The executor gives a queue to every parameter (`parameter.weight_grad_queue`) and opens it during a backward pass; a
+linear layer then leaves the product that makes its weight gradient there instead of computing it. The executor runs the
+work of one microbatch and chunk when the schedule says so. Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+
+class WeightGradQueue:
+    """Work by key: (microbatch, chunk)."""
+
+    def __init__(self) -> None:
+        self._work: dict[Hashable, list[Callable[[], object]]] = defaultdict(list)
+        self._open_for: Hashable | None = None
+
+    def __len__(self) -> int:
+        """Keys whose work still waits."""
+        return len(self._work)
+
+    @contextlib.contextmanager
+    def collect(self, key: Hashable) -> Iterator[None]:
+        """While open, `defer` takes work and files it under the key."""
+        self._open_for = key
+        self._work[key] = []
+        try:
+            yield
+        finally:
+            self._open_for = None
+
+    def defer(self, compute: Callable[[], object]) -> bool:
+        """Take the work; False where no backward pass is being collected, so that the caller does it at once."""
+        if self._open_for is None:
+            return False
+        self._work[self._open_for].append(compute)
+        return True
+
+    def run(self, key: Hashable) -> None:
+        """Do the work of a backward pass, in its order. Raises KeyError when that pass has not been."""
+        for compute in self._work.pop(key):
+            compute()
+
+
+def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
+    """Give the queue to the operations that use these parameters."""
+    for parameter in parameters:
+        parameter.weight_grad_queue = queue
+
+
+def queue_of(parameter: Any) -> WeightGradQueue | None:
+    """The queue that this parameter's weight gradients may be left in."""
+    return getattr(parameter, "weight_grad_queue", None)

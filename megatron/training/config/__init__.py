@@ -1,0 +1,1 @@
+"""Settings of a training run, one subject per file; `container.RunConfig` holds them all."""

@@ -1,0 +1,48 @@
+"""Where and when to save, what to load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import flag
+
+CHECKPOINT_FORMATS = "the remaining checkpoint options"
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = None
+    """Directory to save checkpoints in."""
+    save_interval: int | None = flag(None, minimum=1, unit="iterations", aliases=("--persistent-save-interval",))
+    """Iterations between checkpoints."""
+    load: str | None = None
+    """Directory to continue from. The same as --save and empty: a fresh start."""
+    ckpt_format: str = flag(
+        "torch_dist",
+        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
+        planned_choices=("torch", "torch_dcp", "fsdp_dtensor"),
+        coming=CHECKPOINT_FORMATS,
+    )
+    """Format to save in. torch_dist: one directory for all ranks that any layout can load."""
+    save_tokenizer_assets: bool = flag(
+        True, off_names=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets")
+    )
+    """Copy the tokenizer's files into each checkpoint (`iter_*/tokenizer`)."""
+    no_save_optim: bool = False
+    """Save without optimizer state."""
+    no_save_rng: bool = False
+    """Save without random-number state."""
+    no_load_optim: bool = False
+    """Load without optimizer state."""
+    no_load_rng: bool = False
+    """Load without random-number state."""
+    finetune: bool = False
+    """Load weights only: iteration, optimizer and random numbers start afresh."""
+    pretrained_checkpoint: str | None = None
+    """Checkpoint whose weights to start from when --load has nothing yet; also upstream's `torch` format."""
+    ckpt_step: int | None = flag(None, minimum=0, unit="iterations")
+    """Load this iteration instead of the latest."""
+    exit_on_missing_checkpoint: bool = False
+    """Stop when --load holds no checkpoint, even where --load is --save."""

@@ -1,0 +1,28 @@
+"""All checks in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.checks import (
+    batch,
+    checkpoint,
+    data,
+    experts,
+    layout,
+    memory,
+    model,
+    pipeline,
+    precision,
+    schedule,
+)
+from megatron.training.config.settings import Settings
+
+_SUBJECTS = (layout, pipeline, batch, schedule, model, precision, memory, experts, data, checkpoint)
+
+
+def violations(s: Settings) -> Iterator[str]:
+    """Every violated rule as a sentence."""
+    for subject in _SUBJECTS:
+        for check in subject.CHECKS:
+            yield from check(s)

@@ -1,0 +1,77 @@
+"""Shape of the model. TransformerConfig itself checks widths, heads and number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.settings import Settings
+
+
+def sequence_is_given(s: Settings) -> Iterator[str]:
+    if s.seq_length is None:
+        yield "--seq-length is missing; give the tokens per sequence, for example --seq-length 1024"
+
+
+def positions_reach_the_sequence(s: Settings) -> Iterator[str]:
+    positions, length = s.max_position_embeddings, s.seq_length
+    if positions is None and s.position_embedding_type == "learned_absolute":
+        example = length or 1024
+        yield (
+            f"--max-position-embeddings is missing; give at least the sequence length, --max-position-embeddings "
+            f"{example}"
+        )
+    if positions is not None and length is not None and positions < length:
+        yield f"{s.say('max_position_embeddings')} is less than {s.say('seq_length')}; use {length} or more"
+
+
+def one_activation(s: Settings) -> Iterator[str]:
+    chosen = [s.say(dest) for dest in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(s, dest)]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} contradict each other; keep one activation"
+
+
+def latent_attention_stands_alone(s: Settings) -> Iterator[str]:
+    if s.multi_latent_attention and s.group_query_attention:
+        yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
+
+
+def further_tokens_have_positions(s: Settings) -> Iterator[str]:
+    if s.mtp_num_layers and s.position_embedding_type not in ("rope", "yarn", "none"):
+        yield (
+            f"{s.say('mtp_num_layers')} works with --position-embedding-type rope or none, not "
+            f"{s.position_embedding_type}"
+        )
+
+
+def cross_entropy_is_ours(s: Settings) -> Iterator[str]:
+    if s.cross_entropy_loss_fusion and s.cross_entropy_fusion_impl == "te":
+        yield f"{s.say('cross_entropy_fusion_impl')} cannot be used with --cross-entropy-loss-fusion; use native"
+
+
+def determinism_is_possible(s: Settings) -> Iterator[str]:
+    if not s.deterministic_mode:
+        return
+    for dest in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
+        if getattr(s, dest):
+            yield f"{s.say(dest)} is not deterministic; leave it out with --deterministic-mode"
+    if s.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") != "0":
+        yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO in the environment contradicts --deterministic-mode; set it to 0"
+
+
+def rotation_takes_pairs(s: Settings) -> Iterator[str]:
+    if s.position_embedding_type != "rope" or not (s.num_attention_heads and s.hidden_size):
+        return
+    width = s.kv_channels or s.hidden_size // s.num_attention_heads
+    rotated = int(width * s.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"{s.say('position_embedding_type')} rotates pairs of channels, but {s.say('rotary_percent')} of {width} "
+            "channels "
+            f"per head is {rotated}; use an even number, through --kv-channels or --rotary-percent"
+        )
+
+
+CHECKS = (
+    sequence_is_given, positions_reach_the_sequence, one_activation, latent_attention_stands_alone,
+    further_tokens_have_positions, rotation_takes_pairs, cross_entropy_is_ours, determinism_is_possible,
+)  # fmt: skip

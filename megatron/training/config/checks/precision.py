@@ -1,0 +1,32 @@
+"""Number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.settings import Settings
+
+
+def residual_has_a_lower_format(s: Settings) -> Iterator[str]:
+    if s.fp32_residual_connection and not (s.fp16 or s.bf16):
+        yield "--fp32-residual-connection says nothing in a float32 run; add --bf16 or --fp16, or leave it out"
+
+
+def one_low_precision_format(s: Settings) -> Iterator[str]:
+    if s.fp8 and s.fp4:
+        yield f"{s.say('fp8')} and {s.say('fp4')} contradict each other; keep one"
+    for gather, number_format in (("fp8_param_gather", "fp8"), ("fp4_param_gather", "fp4")):
+        if not getattr(s, gather):
+            continue
+        if not getattr(s, number_format):
+            yield f"{s.say(gather)} needs {s.name(number_format)}"
+        if not (s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2):
+            yield f"{s.say(gather)} needs --use-distributed-optimizer, or fully sharded data parallelism"
+
+
+def ends_in_bf16_fit_the_recipe(s: Settings) -> Iterator[str]:
+    if s.first_last_layers_bf16 and s.fp8 and s.fp8_recipe == "delayed":
+        yield "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
+
+
+CHECKS = (residual_has_a_lower_format, one_low_precision_format, ends_in_bf16_fit_the_recipe)

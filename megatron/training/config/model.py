@@ -1,0 +1,61 @@
+"""GPT options around the transformer: positions, vocabulary, output layer, and switches that imply layer settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import flag
+from megatron.training.config.flag_values import whole_or_decimal
+
+
+@dataclass(kw_only=True)
+class GPTModelFlags:
+    """Positions, vocabulary, output layer, activation.
+
+    What the GPT model needs beside TransformerConfig, and the switches from which TransformerConfig is derived.
+    """
+
+    max_position_embeddings: int | None = flag(None, minimum=1, unit="tokens")
+    """Longest sequence the model has positions for."""
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+        planned_choices=("yarn",),
+        coming="the remaining position embeddings",
+        unsupported_choices=("mrope", "relative"),
+    )
+    """How tokens know their position: a learned table, rotary (Su et al., 2021), or not at all."""
+    use_rotary_position_embeddings: bool = False
+    """Earlier spelling of --position-embedding-type rope."""
+    add_position_embedding: bool = flag(True, names=("--position-embedding",), off_names=("--no-position-embedding",))
+    """Learned positions; switched off, the model has none, or rotary ones when those are asked for."""
+    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = flag(1.0, above=0, maximum=1)
+    """Share of each head's channels that is rotated."""
+    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1)
+    """Divide positions by this before rotating (Chen et al., 2023)."""
+    untie_embeddings_and_output_weights: bool = False
+    """Separate weights for the token embedding and the output layer."""
+    make_vocab_size_divisible_by: int = flag(128, minimum=1)
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
+    transformer_impl: str = flag(
+        "local",
+        choices=("local", "transformer_engine", "inference_optimized"),
+        unsupported_choices=("inference_optimized",),
+    )
+    """Where layers come from. Both choices run on plain torch; a note says so when Transformer Engine was asked for."""
+    group_query_attention: bool = False
+    """Share key-value heads between query heads; --num-query-groups says how many there are."""
+    swiglu: bool = False
+    """MLP with silu(gate) * up (Shazeer, 2020)."""
+    openai_gelu: bool = False
+    """MLP with the tanh form of GELU."""
+    squared_relu: bool = False
+    """MLP with relu(x)^2 (So et al., 2021)."""
+    quick_geglu: bool = False
+    """MLP with quick_gelu(gate) * up, quick_gelu(x) = x * sigmoid(1.702 x)."""
+    bias_gelu_fusion: bool = flag(True, off_names=("--no-bias-gelu-fusion",))
+    """GELU with its bias as one differentiable operation that keeps only its inputs."""
+    bias_swiglu_fusion: bool = flag(True, off_names=("--no-bias-swiglu-fusion",))
+    """Gated activations as one differentiable operation that keeps only its inputs."""

@@ -1,0 +1,21 @@
+"""Flags of the program itself: what to do with the settings, rather than a setting of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import flag
+
+
+@dataclass(kw_only=True)
+class ProgramFlags:
+    """The program."""
+
+    config: str | None = flag(None, metavar="FILE.yaml")
+    """Read flags from a YAML file: flag names as keys, with - or _. The command line wins."""
+    print_config: bool = False
+    """Check all flags for WORLD_SIZE processes, print every value with its source, and stop before touching data."""
+    traceback: bool = False
+    """Show where in the code an error was raised."""
+    version: bool = False
+    """Print the version and stop."""

@@ -1,0 +1,359 @@
+"""From datasets to batches on the device: which samples come next, and how they are loaded.
+
+Both samplers are functions of the number of samples consumed, so a run continues exactly where it stopped whatever it
+trained on before:
+
+    single    0 1 2 3 …           the dataset's own order (which is shuffled already), once
+    cyclic    a new random order in every epoch, drawn from a generator seeded with the epoch's number
+    external  whole batches, as what the script provides yields them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from megatron.core.errors import DataError, MegatronError, TemporaryError
+from megatron.training.config.container import RunConfig
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+"""One microbatch of one data-parallel rank: tokens, labels, position_ids int64 [b, s]; loss_mask float32 [b, s];
+attention_mask bool [b, 1, s, s], True = masked, only where the loader makes masks. The trainer adds nothing to it, so a
+dataset may hand further tensors to its script's forward_step."""
+
+_SIGNAL_SECONDS = 0.2
+
+SPLITS = ("train", "validation", "test")
+
+PADDING = -1
+"""In place of a sample's number: a sample whose tokens do not count, where a last batch is not full."""
+
+
+# ---- which samples
+
+
+@dataclass(frozen=True)
+class SingleSampler:
+    """Microbatches of indices in the dataset's order; a last global microbatch that is not full is left out.
+
+    repeats: begin again at the end, as evaluation does when its intervals were changed in the middle of a run.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    repeats: bool = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch_size * self.dp_size
+        offset = self.dp_rank * self.micro_batch_size
+        first = self.consumed_samples
+        if self.repeats:
+            first %= self.total_samples // step * step
+        while True:
+            for start in range(first, self.total_samples - step + 1, step):
+                yield list(range(start + offset, start + offset + self.micro_batch_size))
+            if not self.repeats:
+                return
+            first = 0
+
+
+@dataclass(frozen=True)
+class CyclicSampler:
+    """Microbatches of indices in a fresh random order each epoch, for ever.
+
+    Each data-parallel rank permutes a bucket of its own; samples that do not fill a global microbatch are left out.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch_size * self.dp_size
+        microbatches = self.total_samples // step
+        first_epoch, consumed_of_epoch = divmod(self.consumed_samples, microbatches * step)
+        done = consumed_of_epoch // step
+        bucket = microbatches * self.micro_batch_size
+        for epoch in itertools.count(first_epoch):
+            generator = torch.Generator()
+            generator.manual_seed(epoch)
+            order = torch.randperm(bucket, generator=generator) + self.dp_rank * bucket
+            yield from order.view(microbatches, self.micro_batch_size)[done:].tolist()
+            done = 0
+
+
+@dataclass(frozen=True)
+class WholeSampler:
+    """Every sample exactly once, in order; the last of `num_microbatches` are filled up with PADDING."""
+
+    total_samples: int
+    num_microbatches: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch_size * self.dp_size
+        first = self.dp_rank * self.micro_batch_size
+        for start in range(first, first + self.num_microbatches * step, step):
+            numbers = range(start, start + self.micro_batch_size)
+            yield [number if number < self.total_samples else PADDING for number in numbers]
+
+
+# ---- loading them
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How batches are read on this process."""
+
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    dataloader_type: str = "single"
+    num_workers: int = 0
+    worker_timeout_seconds: float = 600.0
+    vocabulary_limit: int | None = None
+    """Token ids must be below this: the padded vocabulary size."""
+
+
+@dataclass
+class TrainingData:
+    """The datasets of the three splits and how to read them.
+
+    datasets: for each split a dataset, None where there is none, or a list of datasets that are evaluated apart. With
+    `external`, something that yields batches stands in place of a dataset.
+    """
+
+    datasets: dict[str, Any]
+    settings: LoaderSettings
+    _open: list[Generator[Batch, None, None]] = field(default_factory=list, init=False)
+
+    def has(self, split: str) -> bool:
+        """Whether the split has samples."""
+        return bool(self.parts(split))
+
+    def parts(self, split: str) -> list[Any]:
+        """The datasets of a split that are evaluated apart: none, one, or several."""
+        datasets = self.datasets.get(split)
+        if datasets is None:
+            return []
+        return datasets if isinstance(datasets, list) else [datasets]
+
+    def open(self, split: str, consumed_samples: int, part: int = 0) -> Iterator[Batch]:
+        """Microbatches of this rank on the device, from the sample after `consumed_samples` (over all ranks) on.
+
+        Nothing is read before the first one is taken. Raises, when it is taken, DataError if the split has no samples
+        or none left or a sample is unusable, TemporaryError if a loader process dies or hangs.
+        """
+        parts = self.parts(split)
+        dataset = parts[part] if parts else None
+        if self.settings.dataloader_type == "external" and dataset is not None:
+            return self._opened(external_batches(dataset, split, consumed_samples, self.settings))
+        return self._opened(microbatches(dataset, split, consumed_samples, self.settings))
+
+    def open_whole(self, split: str, part: int, num_microbatches: int) -> Generator[Batch, None, None]:
+        """The same for every sample of a dataset once; the rest of `num_microbatches` are samples without loss.
+
+        The caller closes it.
+        """
+        dataset = self.parts(split)[part]
+        settings = self.settings
+        sampler = WholeSampler(
+            len(dataset), num_microbatches, settings.micro_batch_size, settings.dp_rank, settings.dp_size
+        )
+        return _loaded(dataset, split, sampler, settings)
+
+    def close(self) -> None:
+        """End the loader processes."""
+        while self._open:
+            self._open.pop().close()
+
+    def _opened(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        self._open.append(batches)
+        return batches
+
+
+def microbatches(
+    dataset: Dataset[Any] | None, split: str, consumed_samples: int, settings: LoaderSettings
+) -> Generator[Batch, None, None]:
+    """See TrainingData.open."""
+    if dataset is None:
+        raise DataError(f"there is no {split} data; give --data-path with a --split that leaves some, or --mock-data")
+    total = len(dataset)  # type: ignore[arg-type]
+    step = settings.micro_batch_size * settings.dp_size
+    if total < step:
+        raise DataError(
+            f"the {split} data has {total} samples, fewer than one microbatch over all ranks needs ({step}); "
+            "use more data, a smaller --micro-batch-size or fewer ranks"
+        )
+    place = (total, consumed_samples, settings.micro_batch_size, settings.dp_rank, settings.dp_size)
+    cyclic = settings.dataloader_type == "cyclic"
+    sampler = CyclicSampler(*place) if cyclic else SingleSampler(*place, repeats=split != "train")
+    yield from _loaded(dataset, split, sampler, settings)
+    raise DataError(
+        f"the {split} data is used up: {total} samples, {consumed_samples} consumed before this start; "
+        "use more data, or --dataloader-type cyclic"
+    )
+
+
+def external_batches(
+    source: Iterable[Mapping[str, Any]], split: str, consumed_samples: int, settings: LoaderSettings
+) -> Generator[Batch, None, None]:
+    """The microbatches that a script's own source yields, on the device. In evaluation it is begun again at its end.
+
+    A source with a method `start_at(consumed_samples)` is told where to begin; another one decides by itself.
+    """
+    start_at = getattr(source, "start_at", None)
+    if start_at is not None:
+        start_at(consumed_samples)
+    repeats = True
+    while repeats:
+        repeats = False
+        for batch in source:
+            repeats = split != "train"
+            tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
+            if settings.vocabulary_limit is not None:
+                check_vocabulary(tensors, settings.vocabulary_limit, lambda: f"a batch of the {split} data")
+            yield {name: tensor.to(settings.device, non_blocking=True) for name, tensor in tensors.items()}
+    raise DataError(f"the {split} data is used up: the script's own source has no further batch; let it yield more")
+
+
+def _loaded(
+    dataset: Dataset[Any], split: str, sampler: Iterable[list[int]], settings: LoaderSettings
+) -> Generator[Batch, None, None]:
+    """The sampler's microbatches on the device."""
+    loader: DataLoader[Any] = DataLoader(
+        CheckedDataset(dataset, split, settings.vocabulary_limit),
+        batch_sampler=sampler,  # type: ignore[arg-type]
+        collate_fn=collate,
+        num_workers=settings.num_workers,
+        # fork: index arrays are shared, not copied, and nothing is imported again. Workers touch neither device nor
+        # groups.
+        multiprocessing_context="fork" if settings.num_workers else None,
+        timeout=settings.worker_timeout_seconds if settings.num_workers else 0,
+        pin_memory=settings.device.type != "cpu",
+        # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
+        generator=torch.Generator(),
+    )
+    for batch in _supervised(loader, settings):
+        if isinstance(batch, MegatronError):
+            raise batch
+        yield {name: tensor.to(settings.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _supervised(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[Any]:
+    """The loader's batches; what its processes do wrong becomes a TemporaryError."""
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            problem = lost_loader(error)
+            if problem is None:
+                raise
+            break
+        yield batch
+    with contextlib.suppress(RuntimeError):
+        time.sleep(_SIGNAL_SECONDS)  # torch reports a death by a signal as well: let it arrive here, not later
+    del batches
+    raise TemporaryError(f"data-parallel rank {settings.dp_rank}: {problem}")
+
+
+def lost_loader(error: Exception) -> str | None:
+    """The sentence for an error about a loader process that died or hangs; None for other errors.
+
+    A death shows as a closed pipe, or as torch's error from a signal, which can also come up in the middle of a step.
+    """
+    if isinstance(error, RuntimeError) and "DataLoader" not in str(error):
+        return None
+    reason = " ".join(str(error).split())[:200].rstrip(". ")
+    return (
+        f"a data loader process was lost or hangs ({reason}); "
+        "look for memory limits and storage trouble, then start again"
+    )
+
+
+class CheckedDataset(Dataset[Any]):
+    """A dataset whose unusable samples are values: an error crosses from a loader process without its traceback."""
+
+    def __init__(self, dataset: Dataset[Any], split: str, vocabulary_limit: int | None) -> None:
+        self.dataset, self.split, self.vocabulary_limit = dataset, split, vocabulary_limit
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            if index == PADDING:
+                sample = dict(self.dataset[0])
+                return sample | {"loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
+            sample = self.dataset[index]
+            if self.vocabulary_limit is not None:
+                check_vocabulary(sample, self.vocabulary_limit, lambda: self._place(index))
+            return sample
+        except MegatronError as error:
+            return error
+
+    def _place(self, index: int) -> str:
+        return f"sample {index} of the {self.split} data ({describe(self.dataset, index)})"
+
+
+def check_vocabulary(sample: Mapping[str, Any], limit: int, place: Callable[[], str]) -> None:
+    """Raise DataError for a token the embedding has no row for: it would read outside its table, on a device without
+    a word about where. place: where the sample comes from."""
+    for name in ("tokens", "labels"):
+        ids = torch.as_tensor(sample.get(name, ()))
+        wrong = ids.ge(limit) | ids.lt(0)
+        if wrong.any():
+            at = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"{place()} has token id {int(ids[tuple(at)])} at position {at[-1]} of its {name}; the model's padded "
+                f"vocabulary has {limit} tokens: the data was made with another tokenizer than "
+                "--tokenizer-type and --tokenizer-model name"
+            )
+
+
+def describe(dataset: Any, index: int) -> str:
+    """Where a sample comes from, in the dataset's own words if it has any."""
+    locate = getattr(dataset, "locate", None)
+    return str(locate(index)) if locate is not None else type(dataset).__name__
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stack samples to a batch; an error among them is passed on instead."""
+    for sample in samples:
+        if isinstance(sample, MegatronError):
+            return sample
+    return default_collate(list(samples))
+
+
+# ---- how many
+
+
+def sample_counts(config: RunConfig, target_iterations: int, largest_batch_size: int) -> tuple[int, int | None, int]:
+    """Samples that training, validation and test need over the whole run; None: all there are.
+
+    largest_batch_size: of the run's global batch sizes; evaluation uses it as well.
+    """
+    validation = config.validation
+    evaluation = validation.eval_iters * largest_batch_size
+    if validation.skip_train:
+        return 0, None if validation.full_validation else evaluation, evaluation
+    train = config.training.train_samples or target_iterations * largest_batch_size
+    if validation.eval_interval is None:
+        return train, 0, 0
+    evaluations = target_iterations // validation.eval_interval + 1
+    return train, None if validation.full_validation else evaluations * evaluation, evaluation

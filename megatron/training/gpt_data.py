@@ -1,0 +1,148 @@
+"""From the settings of a run to its GPT datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.datasets.blend import Blend, parse_blend
+from megatron.core.errors import ConfigError, DataError
+from megatron.training.config.container import RunConfig
+from megatron.training.config.data import DataConfig
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.datasets.megatron_dataset import MegatronDataset
+    from megatron.core.tokenizers.base import Tokenizer
+
+SampleCounts = tuple[int | None, int | None, int | None]
+"""Training, validation and test samples; None: all there are, once."""
+
+_SPLITS = ("train", "valid", "test")
+
+
+def build_gpt_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: SampleCounts) -> Sequence[Any]:
+    """Training, validation and test data with at least `num_samples` samples; None where there are none.
+
+    With --multiple-validation-sets the second entry is a list of datasets.
+    Raises ConfigError for a blend that cannot be read, DataError for unusable files.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    if config.data.dataloader_type == "external":
+        raise ConfigError(
+            "--dataloader-type external needs a script that provides the batches (see docs/data.md), which this one "
+            "does not; use single or cyclic"
+        )
+    dataset_class, dataset_config = gpt_dataset_of(config, tokenizer)
+    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: True, dataset_config).build()
+
+
+def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[MegatronDataset], GPTDatasetConfig]:
+    """The class of dataset that the settings ask for, and its settings."""
+    from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.datasets.sft_dataset import SFTDataset
+
+    data = config.data
+    blend, per_split = blends_of(data)
+    if blend is None and per_split is None and not data.mock_data:
+        # Upstream would silently train on made-up tokens.
+        raise ConfigError(
+            "there is no data to train on; give --data-path PREFIX, or --mock-data to try the settings out"
+        )
+    assert data.seq_length is not None, "checked by read_run_config"
+    settings: dict[str, Any] = {
+        "random_seed": config.rng.seed,
+        "sequence_length": data.seq_length,
+        "blend": blend,
+        "blend_per_split": per_split,
+        "split": None if per_split else data.split,
+        "path_to_cache": data.data_cache_path,
+        "mmap_bin_files": data.mmap_bin_files,
+        "num_dataset_builder_threads": data.num_dataset_builder_threads,
+        "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
+        "multiple_validation_sets": config.validation.multiple_validation_sets,
+        "tokenizer": tokenizer,
+        "reset_position_ids": data.reset_position_ids,
+        "reset_attention_mask": data.reset_attention_mask,
+        "eod_mask_loss": data.eod_mask_loss,
+        "create_attention_mask": (
+            data.create_attention_mask_in_dataloader and not data.dataloader_inter_document_masking
+        ),
+        "inter_document_masking": data.dataloader_inter_document_masking,
+        "drop_last_partial_validation_sequence": data.drop_last_partial_validation_sequence,
+    }
+    if data.sft:
+        return SFTDataset, GPTDatasetConfig(**settings)
+    if data.fim_data:
+        return GPTFIMDataset, GPTFIMDatasetConfig(**settings, **_fill_in_the_middle(data))
+    return MockGPTDataset if data.mock_data else GPTDataset, GPTDatasetConfig(**settings)
+
+
+def blends_of(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None]:
+    """(one blend to be split, or None; a blend for each split, or None). Reads the files that hold them, if any."""
+    if data.mock_data:
+        return None, None
+    if data.data_args_path is not None:
+        return parse_blend(_text_of(data.data_args_path, "--data-args-path").split(), "--data-args-path"), None
+    if data.data_path is not None:
+        return parse_blend(data.data_path), None
+    if data.per_split_data_args_path is not None:
+        return None, _blends_of_file(data.per_split_data_args_path)
+    per_split = [
+        None if paths is None else parse_blend(paths, flag)
+        for flag, paths in (
+            ("--train-data-path", data.train_data_path),
+            ("--valid-data-path", data.valid_data_path),
+            ("--test-data-path", data.test_data_path),
+        )
+    ]
+    return None, per_split if any(per_split) else None
+
+
+def _blends_of_file(path: str) -> list[Blend | None]:
+    flag = "--per-split-data-args-path"
+    try:
+        content = json.loads(_text_of(path, flag))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or set(content) - set(_SPLITS):
+        raise ConfigError(
+            f'{flag} {path}: expected an object {{"train": ..., "valid": ..., "test": ...}}, found '
+            f"{'the keys ' + ', '.join(content) if isinstance(content, dict) else type(content).__name__}"
+        )
+    blends: list[Blend | None] = []
+    for split in _SPLITS:
+        items = content.get(split) or []
+        if isinstance(items, str):
+            items = items.split()
+        if not isinstance(items, list) or not all(isinstance(item, str | int | float) for item in items):
+            raise ConfigError(f"{flag} {path}: {split} is not a list of prefixes, or of weights and prefixes in turn")
+        blends.append(parse_blend([str(item) for item in items], f"{flag} {path}: {split}") if items else None)
+    if not any(blends):
+        raise ConfigError(f"{flag} {path}: names no dataset; give prefixes under train, valid or test")
+    return blends
+
+
+def _text_of(path: str, flag: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        raise DataError(f"{flag} {path}: {reason}; give a file that can be read") from error
+
+
+def _fill_in_the_middle(data: DataConfig) -> dict[str, Any]:
+    """The settings of GPTFIMDatasetConfig beyond those of GPTDatasetConfig."""
+    roles = ("prefix", "middle", "suffix", "pad", "eod")
+    return {
+        "fim_rate": data.fim_rate,
+        "fim_spm_rate": data.fim_spm_rate,
+        "fim_split_sample": data.fim_split_sample,
+        "fim_fragment_rate": data.fim_fragment_rate,
+        "fim_no_prefix": data.fim_no_prefix,
+        "fim_extra_tokens": {role: getattr(data, f"fim_{role}_token") for role in roles},
+    }

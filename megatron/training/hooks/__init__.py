@@ -1,0 +1,1 @@
+"""Everything around the training step: logging, evaluation, checkpoints, reasons to stop. One file each."""

@@ -1,0 +1,109 @@
+"""Measures each step once, as plain numbers, for all hooks that report it: console, metrics file, TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import device
+from megatron.training.run import Hook, Run, StepResult
+from megatron.training.throughput import peak_flops, training_flops_per_token
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step in numbers. Times are wall-clock seconds of the step itself, without evaluation and saving."""
+
+    iteration: int
+    consumed_samples: int
+    losses: dict[str, float]
+    grad_norm: float | None
+    params_norm: float | None
+    learning_rate: float
+    global_batch_size: int
+    skipped: bool
+    elapsed_seconds: float
+    tokens_per_second: float
+    """Over all devices."""
+    tflops: float
+    """10^12 floating-point operations per second and device."""
+    mfu: float
+    """Model FLOPs utilisation: share of the device's peak, 0 to 1."""
+    memory_bytes: int
+    """In use by this process: allocated on the device, or resident on the host."""
+    peak_memory_bytes: int
+
+    @property
+    def has_nan(self) -> bool:
+        """True when a loss is not a finite number."""
+        return not all(map(math.isfinite, self.losses.values()))
+
+    def row(self) -> dict[str, Any]:
+        """As a row of metrics.jsonl."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            **self.losses,
+            "grad_norm": self.grad_norm,
+            **({} if self.params_norm is None else {"params_norm": self.params_norm}),
+            "lr": self.learning_rate,
+            "global_batch_size": self.global_batch_size,
+            "skipped": self.skipped,
+            "iteration_time_seconds": self.elapsed_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops": self.tflops,
+            "mfu": self.mfu,
+            "memory_bytes": self.memory_bytes,
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
+
+class MeterHook(Hook):
+    """First of the hooks: `step` holds the metrics of the step that has just ended."""
+
+    step: StepMetrics
+    peak_flops: float = math.nan
+    peak_source: str = "not measured"
+
+    def __init__(self) -> None:
+        self._started_at = 0.0
+
+    def on_train_start(self, run: Run) -> None:
+        """Measure the yardstick for MFU where the reports are written."""
+        if run.is_first_rank:
+            self.peak_flops, self.peak_source = peak_flops(run.device, next(run.model[0].parameters()).dtype)
+
+    def on_step_start(self, run: Run) -> None:
+        """Start the clock."""
+        self._started_at = time.perf_counter()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Read the step's tensors, which waits for the device, and stop the clock."""
+        losses = {name: float(value) for name, value in result.losses.items()}
+        grad_norm = None if result.grad_norm is None else float(result.grad_norm)
+        elapsed = time.perf_counter() - self._started_at
+        flops_per_token = training_flops_per_token(
+            run.config.model, seq_length=run.seq_length, padded_vocab_size=run.padded_vocab_size
+        )
+        tokens_per_second = result.samples * run.seq_length / elapsed
+        flops_per_device = flops_per_token * tokens_per_second / run.groups.world.size()
+        memory = device.memory_stats()
+        self.step = StepMetrics(
+            iteration=run.progress.iteration,
+            consumed_samples=run.progress.consumed_train_samples,
+            losses=losses,
+            grad_norm=grad_norm,
+            params_norm=float(run.optimizer.params_norm()) if run.config.logger.log_params_norm else None,
+            learning_rate=result.learning_rate,
+            global_batch_size=result.samples,
+            skipped=result.skipped,
+            elapsed_seconds=elapsed,
+            tokens_per_second=tokens_per_second,
+            tflops=flops_per_device / 1e12,
+            mfu=flops_per_device / self.peak_flops,
+            memory_bytes=memory["allocated_bytes"],
+            peak_memory_bytes=memory["peak_bytes"],
+        )
+        run.progress.nan_iterations += self.step.has_nan

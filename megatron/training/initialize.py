@@ -1,0 +1,161 @@
+"""The first things a process does: find its place, its device and its peers, and seed its random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import device as device_module
+from megatron.core.config_base import flag_spec
+from megatron.core.errors import ConfigError
+from megatron.core.host_memory import keep_freed_host_memory
+from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.config.container import RunConfig
+from megatron.training.flag_parser import ExtraFlags
+from megatron.training.flags import read_run_config
+from megatron.training.launch import Launch, read_launch, with_world_size
+from megatron.training.rendezvous import Muster, open_store
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process's place in the job, its device and its groups."""
+
+    launch: Launch
+    device: torch.device
+    groups: ProcessGroupCollection
+
+
+def initialize(config: RunConfig) -> Process:
+    """Join the job and seed. One process opens no port and needs no process group.
+
+    Raises ConfigError for an environment that cannot be used or ranks that were started differently, TopologyError for
+    a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
+    """
+    launch = read_launch(os.environ)
+    _prepare_environment(config, launch)
+    device = device_module.current_device()
+    device_module.activate(device)
+    if not device_module.is_cuda(device):
+        keep_freed_host_memory()
+    grid = rank_grid(config, launch.world_size)
+    timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    if launch.world_size > 1:
+        backend = _backend(config, device)
+        store = open_store(launch, timeout.total_seconds())
+        Muster(store, launch.rank, launch.world_size, timeout.total_seconds()).check(comparable_flags(config))
+        dist.init_process_group(
+            backend=backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    groups = ProcessGroupCollection.build(grid, launch.rank, timeout)
+    groups.set_current()
+    set_seeds(config.rng.seed, groups)
+    return Process(launch, device, groups)
+
+
+def settings_from_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
+    """The settings of this process's command line; `defaults` (setting -> value) stand before it and give way."""
+    leading: list[str] = []
+    for setting, value in defaults.items():
+        if value is not False and value is not None:
+            leading += [f"--{setting.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return read_run_config([*leading, *sys.argv[1:]], with_world_size(os.environ), extra_flags)
+
+
+def shut_down() -> None:
+    """Leave the process groups in order."""
+    ProcessGroupCollection.clear_current()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """The sentence for a collective that failed because another rank is gone; None for other errors."""
+    communication = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if not communication:
+        return None
+    reason = " ".join(str(error).split())[:200]
+    return (
+        f"another rank was lost or did not answer in time ({reason}); look at the other ranks' logs, then start again"
+    )
+
+
+def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
+    """Seed Python, numpy and torch. Weights have generators of their own; this is for dropout and user code.
+
+    Pipeline stages draw different numbers. Data-parallel replicas draw the same ones, as upstream; tensor-parallel
+    ranks have a common stream and one of their own each.
+    """
+    seed += 100 * groups.pp.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    model_parallel_cuda_manual_seed(seed, pg_collection=groups)
+
+
+def comparable_flags(config: RunConfig) -> dict[str, Any]:
+    """Flag -> value, for all flags of the run: what must be equal on all ranks."""
+    flags = {}
+    plain = config.to_dict()
+    for group in dataclasses.fields(config):
+        settings = getattr(config, group.name)
+        if dataclasses.is_dataclass(settings):
+            for setting in dataclasses.fields(settings):
+                if setting.name in plain[group.name]:
+                    flags[flag_name(setting)] = plain[group.name][setting.name]
+    return flags
+
+
+def flag_name(setting: dataclasses.Field[Any]) -> str:
+    """The spelling of a setting's flag that we print."""
+    names = flag_spec(setting).names
+    return names[0] if names else f"--{setting.name.replace('_', '-')}"
+
+
+def _backend(config: RunConfig, device: torch.device) -> str:
+    wanted = config.distributed.distributed_backend or device_module.backend_for(device)
+    if wanted == "nccl" and not device_module.is_cuda(device):
+        raise ConfigError("--distributed-backend nccl needs a CUDA device, and this process has none; use gloo")
+    return wanted
+
+
+def rank_grid(config: RunConfig, world_size: int) -> RankGrid:
+    """Who is who among `world_size` processes. Raises TopologyError for a layout that does not fit."""
+    model = config.model
+    instances = config.ddp.num_distributed_optimizer_instances if config.ddp.use_distributed_optimizer else 1
+    return RankGrid(
+        world_size,
+        tp=model.tensor_model_parallel_size,
+        cp=model.context_parallel_size,
+        cp_levels=tuple(model.hierarchical_context_parallel_sizes or ()),
+        ep=model.expert_model_parallel_size,
+        etp=model.expert_tensor_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        folded=model.pipeline_schedule == "zb-v",
+        order=PIPELINE_BEFORE_DATA_ORDER if config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        optimizer_instances=instances,
+    )
+
+
+def _prepare_environment(config: RunConfig, launch: Launch) -> None:
+    """Set what libraries read from the environment, the same under every launcher."""
+    os.environ["LOCAL_RANK"] = str(launch.local_rank)
+    shares_layers = config.model.tensor_model_parallel_size > 1 or config.model.context_parallel_size > 1
+    if shares_layers:
+        # One hardware queue: a collective starts before the matrix product that was launched after it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

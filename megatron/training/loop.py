@@ -1,0 +1,40 @@
+"""The training loop, ten lines around the step, and the evaluation loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.training.run import Run
+from megatron.training.step import mean_losses, train_step
+
+if TYPE_CHECKING:
+    from megatron.training.data import Batch
+
+
+def train(run: Run) -> None:
+    """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook."""
+    batches = run.data.open("train", run.progress.consumed_train_samples)
+    run.hooks.on_train_start(run)
+    while not run.progress.finished and run.stop_reason is None:
+        run.hooks.on_step_start(run)
+        result = train_step(run, batches)
+        run.hooks.on_step_end(run, result)
+    run.hooks.on_train_end(run)
+
+
+@torch.no_grad()
+def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
+    """Mean losses over `iterations` global batches of full size, without dropout and without gradients."""
+    num_microbatches = run.evaluation_batch_size // run.batch_size.samples_per_microbatch
+    actions = run.evaluation_schedule(num_microbatches)
+    loss_dicts = []
+    for chunk in run.model:
+        chunk.eval()
+    for _ in range(iterations):
+        loss_dicts += run.executor.run(actions, run.forward_step, batches, forward_only=True).loss_dicts
+    for chunk in run.model:
+        chunk.train()
+    return {name: float(loss) for name, loss in mean_losses(run, loss_dicts).items()}

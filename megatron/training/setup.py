@@ -1,0 +1,265 @@
+"""From settings to a run that is ready to step: data, model, optimizer, schedule, hooks, and a checkpoint's state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core import device as device_module
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import ConfigError
+from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
+from megatron.core.pipeline_parallel.executor import Executor, activation_shape
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.compilation import compile_layers
+from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.training.checkpointing import load_checkpoint, prepare_save
+from megatron.training.config.container import RunConfig
+from megatron.training.data import SPLITS, LoaderSettings, TrainingData, sample_counts
+from megatron.training.gpt import padded_vocab_size_of
+from megatron.training.hooks.checkpoint import CheckpointHook
+from megatron.training.hooks.combined import Hooks
+from megatron.training.hooks.console import ConsoleHook
+from megatron.training.hooks.evaluation import EvaluationHook
+from megatron.training.hooks.exit_conditions import ExitConditionsHook
+from megatron.training.hooks.garbage_collection import GarbageCollectionHook
+from megatron.training.hooks.meter import MeterHook
+from megatron.training.hooks.metrics import MetricsHook
+from megatron.training.hooks.sanity import SanityHook
+from megatron.training.hooks.tensorboard import TensorBoardHook
+from megatron.training.initialize import Process
+from megatron.training.run import Hook, Progress, Run
+
+PROGRAM_STARTED_AT = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a training script brings: its model, its data and its loss."""
+
+    build_model: Callable[..., nn.Module]
+    """(pre_process, post_process[, vp_stage][, pg_collection]) -> one pipeline chunk."""
+    build_datasets: Callable[[tuple[int, int | None, int]], Sequence[Any]]
+    """(training, validation, test) samples -> three datasets, None where there is none; the second may be a list. With
+    --full-validation the number of validation samples is None: all there are, once."""
+    forward_step: Callable[..., Any]
+    """(batches, model) -> (output, loss function)."""
+
+
+def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task) -> Run:
+    """Build everything and restore what --load holds. Raises MegatronError for whatever the user can mend."""
+    groups, device = process.groups, process.device
+    prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
+    batch_size = batch_size_calculator(config)
+    progress = Progress(target_iterations(config, batch_size))
+    padded_vocab_size = padded_vocab_size_of(config, tokenizer)
+    datasets = task.build_datasets(needed_samples(config))
+    if process.launch.rank == 0:
+        print_summaries(datasets)
+    settings = LoaderSettings(
+        micro_batch_size=batch_size.micro_batch_size,
+        dp_rank=groups.dp.rank(),
+        dp_size=groups.dp.size(),
+        device=device,
+        dataloader_type=config.data.dataloader_type or "single",
+        num_workers=config.data.num_workers,
+        worker_timeout_seconds=60.0 * config.distributed.distributed_timeout_minutes,
+        vocabulary_limit=padded_vocab_size,
+    )
+    model = build_model(config, process, task)
+    executor = build_executor(config, process, model, batch_size)
+    optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    run = Run(
+        config=config,
+        groups=groups,
+        device=device,
+        tokenizer=tokenizer,
+        padded_vocab_size=padded_vocab_size,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        executor=executor,
+        schedule=functools.partial(executor.pipeline.program, groups.pp.rank()),
+        evaluation_schedule=functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True),
+        forward_step=task.forward_step,
+        batch_size=batch_size,
+        data=TrainingData(dict(zip(SPLITS, datasets, strict=True)), settings),
+        progress=progress,
+        hooks=Hooks(build_hooks(config)),
+    )
+    load_checkpoint(run)
+    if config.validation.skip_train:
+        progress.target_iterations = progress.iteration
+    return run
+
+
+def batch_size_calculator(config: RunConfig) -> NumMicrobatchesCalculator:
+    """How many microbatches each step has. Raises ConfigError for sizes that the ranks cannot share."""
+    training = config.training
+    scheduled = training.step_batch_size_schedule is not None
+    return build_num_microbatches_calculator(
+        global_batch_size=None if scheduled else training.global_batch_size,
+        micro_batch_size=training.micro_batch_size or 1,
+        data_parallel_size=config.data_parallel_size,
+        rampup_batch_size=training.rampup_batch_size,
+        step_batch_size_schedule=training.step_batch_size_schedule,
+        seq_length=config.data.seq_length,
+    )
+
+
+def print_summaries(datasets: Sequence[Any]) -> None:
+    """What the datasets have to say about themselves: a line of each that has a method `summary`."""
+    for dataset in [part for entry in datasets for part in (entry if isinstance(entry, list) else [entry])]:
+        for part in getattr(dataset, "datasets", [dataset]):
+            summary = getattr(part, "summary", None)
+            if summary is not None:
+                print(summary(), flush=True)
+
+
+def needed_samples(config: RunConfig) -> tuple[int, int | None, int]:
+    """Training, validation and test samples of the whole run; None: all there are."""
+    batch_size = batch_size_calculator(config)
+    largest = max(step.global_batch_size for step in batch_size.steps)
+    return sample_counts(config, target_iterations(config, batch_size), largest)
+
+
+def target_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) -> int:
+    """--train-iters, or the steps that fit into --train-samples with the batch sizes of the run."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    samples = config.training.train_samples or 0
+    iterations = consumed = 0
+    last_growth = batch_size.steps[-1].first_sample
+    while consumed < last_growth and consumed + batch_size.running_global_batch_size(consumed) <= samples:
+        consumed += batch_size.running_global_batch_size(consumed)
+        iterations += 1
+    return iterations + max(0, samples - consumed) // batch_size.running_global_batch_size(consumed)
+
+
+def build_model(config: RunConfig, process: Process, task: Task) -> list[DistributedDataParallel]:
+    """This rank's pipeline chunks on its device, compiled if asked for, in flat buffers."""
+    groups = process.groups
+    shape = virtual_stages(config.model)
+    layout = pipeline_layout(config.model, shape)
+    modules: list[nn.Module] = []
+    for index in range(shape.chunks):
+        content = layout[shape.index(groups.pp.rank(), index)]
+        offered = {"vp_stage": index if shape.chunks > 1 else None, "pg_collection": groups}
+        with torch.device(process.device):
+            module = task.build_model(
+                pre_process=content.has_embedding, post_process=content.has_loss, **_accepted(task.build_model, offered)
+            )
+        if config.training.compile:
+            compile_layers(module)
+        modules.append(module)
+    tie_chunks(modules)
+    return [DistributedDataParallel(config.model, config.ddp, module, pg_collection=groups) for module in modules]
+
+
+def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that the function has a name for. Raises ConfigError where it must have one."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return offered
+    if offered["vp_stage"] is not None and "vp_stage" not in parameters:
+        raise ConfigError(
+            "several chunks of layers per pipeline stage need a model_provider with the parameter vp_stage; "
+            "add it, and hand it on to the model"
+        )
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def tie_chunks(modules: Sequence[nn.Module]) -> None:
+    """Where one process has the embedding and, in another chunk, the output layer that shares its weight: share it."""
+    for module in modules[1:]:
+        if getattr(module, "needs_embedding_of_first_chunk", False):
+            module.use_embedding_of(modules[0])  # type: ignore[operator]
+
+
+def build_executor(
+    config: RunConfig, process: Process, model: Sequence[nn.Module], batch_size: NumMicrobatchesCalculator
+) -> Executor:
+    """What runs the chunks. Raises ConfigError when a batch size of the run does not fill the pipeline."""
+    assert config.data.seq_length is not None, "checked by read_run_config"
+    shape = activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
+    executor = Executor(model, process.groups, config.model, activation_shape=shape)
+    sizes = {step.global_batch_size for step in batch_size.steps}
+    for size in sorted(sizes):
+        problem = executor.pipeline.problem(size // batch_size.samples_per_microbatch)
+        if problem is not None:
+            raise ConfigError(f"--global-batch-size {size}: {problem}")
+    return executor
+
+
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over the run."""
+    scheduler, training = config.scheduler, config.training
+    steps = scheduler_steps(
+        global_batch_size=training.global_batch_size or 1,
+        train_iters=training.train_iters,
+        train_samples=training.train_samples,
+        lr_decay_iters=scheduler.lr_decay_iters,
+        lr_decay_samples=scheduler.lr_decay_samples,
+        lr_warmup_iters=scheduler.lr_warmup_iters,
+        lr_warmup_samples=scheduler.lr_warmup_samples,
+        lr_warmup_fraction=scheduler.lr_warmup_fraction,
+        lr_wsd_decay_iters=scheduler.lr_wsd_decay_iters,
+        lr_wsd_decay_samples=scheduler.lr_wsd_decay_samples,
+    )
+    weight_decay = config.optimizer.weight_decay
+    start_wd, end_wd = scheduler.start_weight_decay, scheduler.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=config.optimizer.lr or 0.0,
+        min_lr=config.optimizer.min_lr,
+        lr_warmup_steps=steps.lr_warmup_steps,
+        lr_decay_steps=steps.lr_decay_steps,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=weight_decay if start_wd is None else start_wd,
+        end_wd=weight_decay if end_wd is None else end_wd,
+        wd_incr_steps=steps.wd_incr_steps,
+        wd_incr_style=scheduler.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
+        wsd_decay_steps=steps.wsd_decay_steps,
+        lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+    )
+
+
+def build_hooks(config: RunConfig) -> list[Hook]:
+    """Everything periodic, in the order of one iteration: measure, report, check, evaluate, decide, save."""
+    meter = MeterHook()
+    hooks: list[Hook] = [meter]
+    if config.logger.metrics_dir is not None:
+        hooks.append(MetricsHook(config.logger.metrics_dir, meter))
+    hooks.append(ConsoleHook(config.logger.log_interval, meter))
+    if config.logger.tensorboard_dir is not None:
+        hooks.append(TensorBoardHook(config.logger, meter))
+    if config.ddp.check_for_nan_in_grad:
+        hooks.append(SanityHook(meter))
+    if config.training.manual_gc:
+        hooks.append(GarbageCollectionHook(config.training))
+    evaluates = config.validation.eval_interval is not None or config.validation.skip_train
+    if evaluates and (config.validation.eval_iters > 0 or config.validation.full_validation):
+        hooks.append(EvaluationHook(config.validation))
+    if config.training.exit_interval is not None or config.training.exit_duration_in_mins is not None:
+        hooks.append(ExitConditionsHook(config.training, PROGRAM_STARTED_AT))
+    if config.checkpoint.save is not None:
+        hooks.append(CheckpointHook(config.checkpoint))
+    return hooks
+
+
+def describe_machine(process: Process) -> str:
+    """The first line of the log: software, device, processes."""
+    world = process.groups.world.size()
+    return f"torch {torch.__version__}, {device_module.device_name()}, {world} process{'es' if world > 1 else ''}"

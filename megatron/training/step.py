@@ -1,0 +1,87 @@
+"""One training step: the algorithm on one screen. Everything periodic is a hook (hooks/), the loop is loop.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.collectives import all_reduce, broadcast, broadcast_object
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.training.run import Run, StepResult
+
+if TYPE_CHECKING:
+    from megatron.training.data import Batch
+
+
+def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
+    """Forward, backward and one optimizer update on one global batch.
+
+    batches: this rank's microbatches. Results stay tensors on the device until a hook reads them.
+    """
+    num_microbatches = run.batch_size.num_microbatches(run.progress.consumed_train_samples)
+    samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
+
+    # 1. Clear. Gradients live in flat buffers, not in `param.grad`.
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+
+    # 2. Forward and backward. The schedule is the order, the executor runs it.
+    outputs = run.executor.run(run.schedule(num_microbatches), run.forward_step, batches)
+
+    # 3. Finish gradients: mean over the data-parallel ranks, sum of those that are partial.
+    num_tokens = outputs.num_tokens if run.config.model.calculate_per_token_loss else None
+    finalize_model_grads(run.model, num_tokens, pg_collection=run.groups)
+
+    # 4. Update: clip to the global norm, then AdamW.
+    update = run.optimizer.step()
+
+    # 5. Count. A skipped update (non-finite gradient) uses up its data but not its learning rate.
+    run.progress.advance(samples, skipped=update.skipped)
+    if not update.skipped:
+        run.scheduler.step(samples)
+
+    return StepResult(
+        losses=mean_losses(run, outputs.loss_dicts),
+        grad_norm=update.grad_norm,
+        skipped=update.skipped,
+        learning_rate=learning_rate(run),
+        samples=samples,
+    )
+
+
+def mean_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Sum of losses over sum of tokens, over all microbatches and data-parallel ranks; on every stage the last one's.
+
+    loss_dicts: for each microbatch, name -> [2] = (sum over its tokens, number of its tokens); empty before the last
+    stage.
+    """
+    means = {}
+    for name in loss_dicts[0] if loss_dicts else ():
+        total = torch.stack([losses[name].detach() for losses in loss_dicts]).sum(dim=0)
+        all_reduce(total, run.groups.dp_cp)
+        means[name] = total[0] / total[1].clamp(min=1)
+    return from_last_stage(run, means)
+
+
+def from_last_stage(run: Run, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The last pipeline stage's scalars on all stages, so that the rank that logs has them."""
+    stages = run.groups.pp
+    if stages.size() == 1:
+        return means
+    last = run.groups.last_stage
+    if run.loss_names is None:  # told once, as an object; the values then follow as one tensor without waiting
+        run.loss_names = tuple(broadcast_object(list(means), stages, last))
+    if run.groups.is_last_stage:
+        assert tuple(means) == run.loss_names, f"losses {tuple(means)} were {run.loss_names} before"
+        values = torch.stack([mean.float() for mean in means.values()])
+    else:
+        values = torch.empty(len(run.loss_names), device=run.device)
+    broadcast(values, stages, last)
+    return dict(zip(run.loss_names, values.unbind(), strict=True))
+
+
+def learning_rate(run: Run) -> float:
+    """The learning rate without multipliers, as the progress line shows it."""
+    return float(run.scheduler.get_lr({"lr_mult": 1.0}))

@@ -1,0 +1,61 @@
+"""How much arithmetic a step is, and how much of the machine it uses.
+
+Floating-point operations are counted as multiplications and additions of the matrix products that the model needs, once
+forward and twice backward (Narayanan et al., 2021, appendix; attention counted causally, so half of the full square).
+Recomputation does not count: it is work, but not progress.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from megatron.core import device as device_module
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_FORWARD_AND_BACKWARD = 3
+_MULTIPLY_AND_ADD = 2
+
+
+def training_flops_per_token(
+    model: TransformerConfig, *, seq_length: int, padded_vocab_size: int, mlps_per_token: int = 1
+) -> int:
+    """Floating-point operations of forward and backward for one token of a sequence of `seq_length` tokens.
+
+    mlps_per_token: MLPs a token passes in each layer; 1, or with experts the router's top-k.
+    """
+    hidden = model.hidden_size
+    query = model.num_attention_heads * model.kv_channels
+    key_and_value = 2 * model.num_query_groups * model.kv_channels
+    projections = hidden * (query + key_and_value) + query * hidden
+    scores_and_values = 2 * query * seq_length // 2
+    mlp = (3 if model.gated_linear_unit else 2) * hidden * model.ffn_hidden_size * mlps_per_token
+    products = model.num_layers * (projections + scores_and_values + mlp) + hidden * padded_vocab_size
+    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024, seconds: float = 0.1) -> float:
+    """FLOP/s of the fastest of a few square matrix products: the yardstick where no data sheet is known."""
+    import torch
+
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.mm(a, b)  # the first product also pays for threads and kernels
+    fastest, started_at = float("inf"), time.perf_counter()
+    while time.perf_counter() - started_at < seconds:
+        began_at = time.perf_counter()
+        torch.mm(a, b, out=out)
+        device_module.synchronize()
+        fastest = min(fastest, time.perf_counter() - began_at)
+    return _MULTIPLY_AND_ADD * size**3 / fastest if fastest < float("inf") else float("nan")
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Dense peak FLOP/s of the device for `dtype`, and where the number comes from: a data sheet or a measurement."""
+    named = device_module.dense_peak_flops(dtype)
+    if named is not None:
+        return named, f"dense peak of {device_module.device_name()}"
+    return measured_peak_flops(device, dtype), "matrix product measured at start"

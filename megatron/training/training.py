@@ -1,0 +1,68 @@
+"""pretrain(): the whole of a training script after its model, data and loss. The name and arguments are upstream's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.enums import ModelType
+from megatron.core.errors import ConfigError, TemporaryError
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.config.container import RunConfig
+from megatron.training.data import lost_loader
+from megatron.training.flag_parser import ExtraFlags
+from megatron.training.gpt import tokenizer_of
+from megatron.training.initialize import initialize, lost_peer, settings_from_command_line, shut_down
+from megatron.training.loop import train
+from megatron.training.run import Run
+from megatron.training.setup import Task, describe_machine, setup
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable[[tuple[int, int | None, int]], Sequence[Any]],
+    model_provider: Callable[..., Any],
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    extra_args_provider: ExtraFlags | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    run_config: RunConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Run:
+    """Join the job, set up, train, and leave in order; returns the finished run.
+
+    train_valid_test_dataset_provider: (training, validation, test) samples -> three datasets, or None for some; see
+    docs/data.md.
+    model_provider: (pre_process, post_process) and, where it accepts them, vp_stage and pg_collection -> one chunk.
+    forward_step_func: (batches, model) -> (output, loss function).
+    run_config: the settings; read from the command line when None, with the flags that `extra_args_provider` adds to
+    the parser it is given, and `args_defaults` (setting -> value) for what the command line leaves out.
+    tokenizer: built from the settings when None.
+
+    Raises MegatronError for whatever the user can mend.
+    """
+    if process_non_loss_data_func is not None:
+        raise ConfigError("pretrain() has no use for process_non_loss_data_func yet; leave it out")
+    if model_type is not ModelType.encoder_or_decoder:
+        raise ConfigError(f"pretrain() trains ModelType.encoder_or_decoder only; found {model_type}")
+    if run_config is None:
+        run_config = settings_from_command_line(extra_args_provider, args_defaults or {})
+
+    process = initialize(run_config)
+    if process.launch.rank == 0:
+        print(describe_machine(process), *(f"note: {note}" for note in run_config.notes), sep="\n", flush=True)
+    task = Task(model_provider, train_valid_test_dataset_provider, forward_step_func)
+    run = setup(run_config, process, tokenizer or tokenizer_of(run_config), task)
+    try:
+        train(run)
+    except RuntimeError as error:
+        problem = lost_loader(error) or lost_peer(error)
+        if problem is None:
+            raise
+        raise TemporaryError(problem) from error
+    finally:
+        run.hooks.on_close(run)
+        run.data.close()
+    shut_down()
+    return run

@@ -1,0 +1,70 @@
+"""Installs the megatron.* packages; no compiler is needed. `pip install -e .` for a checkout that one works in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+DEVELOPMENT = [
+    "hypothesis>=6.100",
+    "jinja2>=3.1",
+    "matplotlib>=3.7",
+    "mypy>=1.10",
+    "nltk>=3.9",
+    "psutil>=5.9",
+    "pytest>=8.2",
+    "pytest-timeout>=2.3",
+    "pytest-xdist>=3.5",
+    "ruff>=0.6",
+    "tiktoken>=0.9",
+    "transformers>=4.40",
+    "types-PyYAML",
+    "types-regex",
+    "zstandard>=0.22",
+]
+
+
+def version() -> str:
+    """The one place that says it is megatron/core/__init__.py."""
+    found = re.search(r'^__version__ = "([^"]+)"', (ROOT / "megatron/core/__init__.py").read_text(), re.MULTILINE)
+    assert found, 'megatron/core/__init__.py has no line __version__ = "..."'
+    return found[1]
+
+
+def long_description() -> str:
+    readme = ROOT / "README.md"
+    return readme.read_text() if readme.exists() else ""
+
+
+setup(
+    name="megatron-lm-torch",
+    version=version(),
+    description="Pretraining of large language models on PyTorch alone, with the flags and files of Megatron-LM",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_namespace_packages(include=["megatron", "megatron.*"]),
+    package_data={"": ["*.tsv", "*.json"]},
+    install_requires=[
+        "numpy>=1.26",
+        "pyyaml>=6.0",
+        "regex>=2023.0.0",
+        "sentencepiece>=0.2.0",
+        "tensorboard>=2.14",
+        "tokenizers>=0.19",
+        "torch>=2.6",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.0"],
+        "dev": DEVELOPMENT,
+        "inference": ["fastapi>=0.110", "uvicorn>=0.29"],
+        "wandb": ["wandb>=0.16"],
+        "plot": ["matplotlib>=3.7"],
+        "data": ["nltk>=3.9", "tiktoken>=0.9", "zstandard>=0.22"],
+        "fast-tokenizers": ["tiktoken>=0.9"],
+    },
+)

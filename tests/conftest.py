@@ -1,0 +1,58 @@
+"""What every test may use: where the reference data is, and skipping of GPU tests on machines without one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def golden_data() -> Path:
+    """The small reference files that belong to the repository: tests/golden/data."""
+    return ROOT / "tests" / "golden" / "data"
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """The large reference data that does not: $MEGATRON_GOLDEN, or shared/golden beside the checkout. Skips without."""
+    named = os.environ.get("MEGATRON_GOLDEN")
+    path = Path(named) if named else ROOT.parent / "shared" / "golden"
+    if not path.is_dir():
+        pytest.skip(f"no reference data at {path}; set MEGATRON_GOLDEN to the directory that holds it")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left_behind() -> Iterator[None]:
+    """Process groups that a test made current are not the next test's. Nothing is imported for this."""
+    yield
+    module = sys.modules.get("megatron.core.process_groups_config")
+    if module is not None:
+        module.ProcessGroupCollection.clear_current()
+
+
+STARTS_PROCESSES = {"faults", "functional", "parallel"}
+"""Directories whose tests start processes of their own: under pytest-xdist one worker runs them one after another, so
+that they do not compete for the processors."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is imported only when such a test was collected."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if STARTS_PROCESSES & set(item.path.relative_to(ROOT).parts):
+                item.add_marker(pytest.mark.xdist_group("starts-processes"))
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,138 @@
+"""A training job that is killed, loses a loader process, or meets data of another tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.functional.pretrain_runs import TINY, free_port, metrics, run, start
+
+DATA = Path(__file__).resolve().parents[1] / "golden" / "data" / "preprocess" / "hf_small_2keys" / "out_text_document"
+REAL_DATA = [flag for flag in TINY if flag != "--mock-data"]
+WITH_DROPOUT = (
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 12 --num-workers 2 --eval-interval 4 --eval-iters 1 "
+    f"--vocab-size 1000 --data-path {DATA} --split 90,8,2"
+).split()
+
+TENSOR_AND_SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def wait_for_rows(directory: Path, number: int, process: subprocess.Popen[str], seconds: float = 60) -> None:
+    """Until metrics.jsonl has `number` complete lines."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if (directory / "metrics.jsonl").read_bytes().count(b"\n") >= number:
+                return
+        time.sleep(0.002)
+    process.kill()
+    pytest.fail(f"no {number} rows after {seconds} s: {process.communicate()}")
+
+
+@pytest.mark.flags("--save", "--load", "--save-interval", "--metrics-dir", "--num-workers")
+def test_kill_9_and_resume_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    """With dropout, two loader processes and evaluation: every number of metrics.jsonl is equal bit for bit."""
+    flags = [*REAL_DATA, *WITH_DROPOUT, "--data-cache-path", str(tmp_path / "cache")]
+    whole = run([*flags, "--metrics-dir", tmp_path / "whole"])
+    assert whole.returncode == 0, whole.stderr
+
+    checkpoints = ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", "3"]
+    parts = [*flags, *checkpoints, "--metrics-dir", tmp_path / "parts"]
+    process = start(parts)
+    wait_for_rows(tmp_path / "parts", random.randint(4, 11), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    resumed = run(parts)
+    assert resumed.returncode == 0, resumed.stderr
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert len([row for row in metrics(tmp_path / "parts") if "eval" not in row]) == 12
+
+
+def children(parent: int) -> list[int]:
+    """Process ids of the children, from /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds child processes in /proc")
+def test_I15_killed_loader_process_ends_the_job_with_75(tmp_path: Path) -> None:
+    flags = ["--num-workers", "2", "--train-iters", "100000", "--metrics-dir", tmp_path]
+    process = start([*TINY, *flags])
+    wait_for_rows(tmp_path, 2, process)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    began_at = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began_at < 20
+    assert process.returncode == 75, errors
+    assert [
+        line for line in errors.splitlines() if line.startswith("error:") and "data loader process was lost" in line
+    ]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", TENSOR_AND_SEQUENCE])
+def test_R3_a_killed_rank_ends_the_others_with_75(layout: str, tmp_path: Path) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    flags = [*TINY, *layout.split(), "--train-iters", "100000", "--metrics-dir", tmp_path]
+    first, second = (start(flags, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2))
+    wait_for_rows(tmp_path, 2, first)
+    second.kill()
+    second.communicate()
+    _, errors = first.communicate(timeout=30)
+    assert first.returncode == 75, errors
+    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
+    assert "another rank was lost" in line
+    assert "Traceback" not in errors
+
+
+def test_I8_data_of_another_tokenizer(tmp_path: Path) -> None:
+    """Token 77 of document 3 is beyond the vocabulary of 60, padded to 64."""
+    with IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.uint16) as builder:
+        for document in range(20):
+            tokens = [5] * 100
+            if document == 3:
+                tokens[40] = 77
+            builder.add_document(tokens, [len(tokens)])
+        builder.finalize(str(tmp_path / "data.idx"))
+    flags = ["--data-path", tmp_path / "data", "--split", "100,0,0", "--train-iters", "20"]
+    done = run([*REAL_DATA, *flags, "--data-cache-path", tmp_path / "cache"])
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    for text in ("token id 77", str(tmp_path / "data"), "the model's padded vocabulary has 64 tokens"):
+        assert text in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_metrics_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run([*TINY, "--metrics-dir", tmp_path / "file"])
+    assert done.returncode == 2
+    assert done.stderr.count("error:") == 1
+    assert f"--metrics-dir {tmp_path / 'file'} cannot be written" in done.stderr
+
+
+def test_torn_metrics_line_after_a_kill(tmp_path: Path) -> None:
+    """The line being written at the kill is dropped; the file is JSON lines again."""
+    flags = [*TINY, "--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", "2"]
+    assert run([*flags, "--exit-interval", "2", "--metrics-dir", tmp_path]).returncode == 0
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "lm lo')
+    assert run([*flags, "--metrics-dir", tmp_path]).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]

@@ -1,0 +1,81 @@
+"""The documentation is true: its commands run, its paths exist, its diagram names real packages."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Commands that another test (or this very run) executes, with where.
+RUN_ELSEWHERE = {
+    "bash examples/quickstart.sh": "tests/functional/test_quickstart.py",
+    "bash tests/run.sh": "this run",
+}
+
+
+def shell_commands() -> list[tuple[str, str]]:
+    """(page, command) for every line of every ```bash block; a trailing backslash joins lines."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.split(" #")[0].strip()
+                if command and not command.startswith("#"):
+                    found.append((page.name, command))
+    return found
+
+
+def is_run_elsewhere(command: str) -> bool:
+    return any(command == known or command.startswith(f"{known} ") for known in RUN_ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [pair for pair in shell_commands() if not is_run_elsewhere(pair[1])],
+    ids=lambda text: text[:60],
+)
+def test_documented_command_runs(page: str, command: str) -> None:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    finished = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0, f"{page}: {command}\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}"
+
+
+def test_the_two_commands_of_the_first_screen_exist() -> None:
+    commands = [command for page, command in shell_commands() if page == "README.md"]
+    assert commands[:2] == list(RUN_ELSEWHERE)
+
+
+def test_readme_tree_matches_the_disk() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = text.split("## Where things are")[1].split("```")[1]
+    for line in block.strip().splitlines():
+        name, _, description = line.partition(" ")
+        assert (ROOT / name).exists(), f"README names {name}, which does not exist"
+        for file in re.findall(r"[\w/]+\.(?:py|sh|md)\b", description):
+            assert (ROOT / name / file).exists(), f"README names {name}{file}, which does not exist"
+
+
+def test_architecture_page_names_real_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:megatron|tests|tools|examples)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), f"docs/architecture.md names {path}, which does not exist"
+    corridor = text.split("## The way of a batch")[1].split("```")[1]
+    for line in corridor.strip().splitlines():
+        name = line.split()[0].rstrip("…")
+        places = [ROOT / "megatron" / "core" / name, ROOT / "megatron" / name, ROOT / name]
+        assert any(place.exists() for place in places), f"docs/architecture.md names {name}, which does not exist"
+
+
+def test_pictures_of_the_documentation_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} shows {target}, which does not exist"

@@ -1,0 +1,64 @@
+"""tools/generate.py as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tiny_training import train_tiny
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def generate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "generate.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("generate") / "checkpoints"
+    train_tiny("--save", root, "--save-interval", "3", "--bf16")
+    return root
+
+
+def test_greedy_with_and_without_cache(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("9 9 9\n\n10\n")
+    flags = ("--load", checkpoints, "--prompt", "3 4 5", "--prompts-file", tmp_path / "prompts.txt", "--greedy")
+    cached = generate(*flags, "--max-new-tokens", "7", "--batch-size", "2")
+    assert cached.returncode == 0, cached.stderr
+    texts = [text.split() for text in cached.stdout.split("-" * 60)]
+    assert [len(text) for text in texts] == [10, 10, 8]
+    assert [text[0] for text in texts] == ["3", "9", "10"]
+    assert "iter_0000006" in cached.stderr
+    recomputed = generate(*flags, "--max-new-tokens", "7", "--no-kv-cache")
+    assert recomputed.stdout == cached.stdout
+    assert "iter_0000003" in generate(*flags, "--ckpt-step", "3", "--max-new-tokens", "1").stderr
+
+
+def test_sampling_depends_on_the_seed(checkpoints: Path) -> None:
+    flags = ("--load", checkpoints / "iter_0000006", "--prompt", "3 4 5", "--max-new-tokens", "10", "--top-k", "20")
+    texts = [generate(*flags, "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2] and len(texts[0].split()) == 13
+
+
+def test_bad_input_is_one_sentence(checkpoints: Path, tmp_path: Path) -> None:
+    usual = ("--load", checkpoints, "--prompt", "1")
+    for arguments, words in (
+        (("--prompt", "1"), "--load"),
+        (("--load", checkpoints), "give --prompt TEXT or --prompts-file FILE"),
+        ((*usual, "--max-new-tokns", "3"), "--max-new-tokns"),
+        ((*usual, "--max-new-tokens", "0"), "--max-new-tokens 0 must be at least 1"),
+        ((*usual, "--temperature", "0"), "--temperature 0.0 must be above 0"),
+        ((*usual, "--prompts-file", tmp_path / "absent"), "--prompts-file"),
+        (("--load", tmp_path, "--prompt", "1"), "holds no checkpoint"),
+        (("--load", checkpoints, "--prompt", "1 " * 60), "16 positions"),
+    ):
+        result = generate(*arguments)
+        assert result.returncode == 2, (arguments, result.stderr)
+        errors = [line for line in result.stderr.splitlines() if not line.startswith("model: ")]
+        assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0], (arguments, errors)
+        assert result.stdout == ""

@@ -1,0 +1,54 @@
+"""The quickstart as a user runs it, shortened: it trains, resumes when run again, and leaves what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_quickstart(out: Path) -> str:
+    environment = os.environ | {
+        "QUICKSTART_DIR": str(out),
+        "ITERATIONS": "6",
+        "CORPUS_MEGABYTES": "1",
+        "VIRTUAL_ENV": sys.prefix,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    finished = subprocess.run(
+        ["bash", "examples/quickstart.sh"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:]
+    return finished.stdout
+
+
+def iterations(out: Path) -> list[int]:
+    rows = [json.loads(line) for line in (out / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    return [row["iteration"] for row in rows if "lm loss" in row]
+
+
+@pytest.mark.flags("--tensorboard-dir", "--metrics-dir", "--save", "--load")
+def test_quickstart_trains_and_then_resumes(tmp_path: Path) -> None:
+    out = tmp_path / "quickstart"
+    first = run_quickstart(out)
+    assert iterations(out) == list(range(1, 7))
+    assert "unigram entropy of corpus" in first
+    assert "+ torchrun" in first, "each step's command is echoed"
+    assert (out / "loss.png").stat().st_size > 5_000
+    assert list((out / "tensorboard").iterdir())
+
+    second = run_quickstart(out)
+    assert iterations(out) == list(range(1, 13)), "the second run goes on where the first stopped"
+    assert "preprocess_data.py" not in second, "finished steps are not done twice"

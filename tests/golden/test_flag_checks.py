@@ -1,0 +1,70 @@
+"""Small command lines, each about one rule between flags: upstream's verdict and derived values, and ours."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.golden.flag_cases import NOT_COMPARED, Outcome, our_value, rows, run, same
+
+CHECKS = {row["id"]: row for row in rows(Path(__file__).parent / "data" / "flags" / "checks.tsv")}
+# Refused upstream; here nothing stands against them (but a status, where that is said), and why.
+BETTER_HERE = {
+    "C023": "without --eval-interval there is no evaluation; upstream crashes",
+    "C033": "CUDA_DEVICE_MAX_CONNECTIONS is set where a layout needs it",
+    "C137": "--DDP-impl of earlier releases has no effect and is noted",
+    "C138": "--no-async-tensor-model-parallel-allreduce of earlier releases has no effect and is noted",
+}
+# Refused upstream by a rule, here because the flag is not supported or planned.
+STATUS_REFUSES = {
+    "C072": "--checkpoint-activations: not supported, the sentence names its successors",
+    "C134": "--model-parallel-size: not supported, the sentence names its successor",
+    "C135": "--warmup: not supported, the sentence names its successor",
+}
+# Values we derive otherwise, and why.
+OTHER_VALUES = {
+    ("C029", "group_query_attention"): "--num-query-groups implies --group-query-attention",
+}
+TALLY: Counter[str] = Counter()
+
+
+def environment(row: dict[str, str]) -> dict[str, str]:
+    """WORLD_SIZE and the variables of the case."""
+    pairs = dict(text.split("=", 1) for text in row["env"].split() if "=" in text)
+    return {name: value for name, value in pairs.items() if value != "(unset)"} | {"WORLD_SIZE": row["world_size"]}
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_check(name: str) -> None:
+    """Refused where upstream refuses, unless we do better; accepted where it accepts, unless by a flag's status."""
+    row = CHECKS[name]
+    outcome = run(shlex.split(row["argv"]), environment(row))
+    rules = outcome.of_kind("rule", "spelling")
+    if row["upstream_outcome"] == "accepts" or name in BETTER_HERE:
+        assert not rules
+        assert outcome.is_accepted or outcome.of_kind("planned", "not supported")
+    else:
+        assert not outcome.is_accepted, row["rule"]
+        assert bool(rules) != (name in STATUS_REFUSES), row["rule"]
+    assert_same_values(name, row, outcome)
+    TALLY[f"upstream {row['upstream_outcome']}, here {'accepted' if outcome.is_accepted else 'refused'}"] += 1
+
+
+def assert_same_values(name: str, row: dict[str, str], outcome: Outcome) -> None:
+    for pair in filter(None, row["post_validate_values"].split("; ")):
+        value, upstream = pair.split("=", 1)
+        if value not in NOT_COMPARED:
+            ours = our_value(outcome.examination, value)
+            assert same(ours, upstream) != ((name, value) in OTHER_VALUES), f"{value}: ours {ours}, upstream {upstream}"
+
+
+def test_tally(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how the checks ended; runs after them."""
+    if not TALLY:
+        pytest.skip("runs after the checks")
+    with capsys.disabled():
+        print("\nflag checks:", *(f"  {count:3d} {what}" for what, count in sorted(TALLY.items())), sep="\n")
+    assert sum(TALLY.values()) == len(CHECKS)

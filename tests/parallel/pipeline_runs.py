@@ -1,0 +1,65 @@
+"""Tiny training runs under a layout, for the tests of pipelines."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+import pretrain_gpt
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.config.container import RunConfig
+from megatron.training.flags import read_run_config
+from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.initialize import Process, rank_grid
+from megatron.training.launch import Launch
+from megatron.training.parity import Share, run_share
+from megatron.training.parity_layouts import parse_layout
+from megatron.training.run import Run
+from megatron.training.setup import Task, setup
+
+ITERATIONS = 3
+COMMON = """
+    --num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 3 --clip-grad 1.0 --adam-eps 1e-6
+    --hidden-dropout 0 --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 30
+    --make-vocab-size-divisible-by 32 --eval-iters 0 --num-workers 0
+"""
+STYLES = {
+    "tied": "",
+    "untied": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 24
+        --disable-bias-linear --untie-embeddings-and-output-weights""",
+}
+
+
+def share(style: str, text: str) -> Share:
+    """This process's part of three iterations; all of them where the layout is one process."""
+    config, tokenizer, task = _read(style, text)
+    return run_share(config, tokenizer, task, rank=_rank(), iterations=ITERATIONS)
+
+
+def prepared_run(style: str, text: str) -> Run:
+    """A run before its first step."""
+    config, tokenizer, task = _read(style, text)
+    groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), _rank())
+    launch = Launch(rank=_rank(), world_size=config.world_size, local_rank=_rank())
+    return setup(config, Process(launch, torch.device("cpu"), groups), tokenizer, task)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _read(style: str, text: str) -> tuple[RunConfig, Tokenizer, Task]:
+    layout = parse_layout(text)
+    argv = [*COMMON.split(), *STYLES[style].split(), *layout.flags]
+    config = read_run_config(argv, {"WORLD_SIZE": str(layout.world_size)})
+    tokenizer = tokenizer_of(config)
+    task = Task(
+        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
+        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
+        pretrain_gpt.forward_step,
+    )
+    return config, tokenizer, task

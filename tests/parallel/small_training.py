@@ -1,0 +1,51 @@
+"""A training run small enough for eight processes on two cores: real flags, real data pipeline, any layout."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.config.container import RunConfig
+from megatron.training.flags import read_run_config
+from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.parity_layouts import parse_layout
+from megatron.training.setup import Task
+
+COMMON = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 2 --global-batch-size 12 --lr 1e-3 --train-iters 10 --lr-warmup-iters 3 --weight-decay 0.1
+    --clip-grad 1.0 --adam-eps 1e-6 --hidden-dropout 0 --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 125 --make-vocab-size-divisible-by 128 --eval-iters 0 --num-workers 0
+"""
+STYLES = {
+    # Learned positions, LayerNorm, gelu, biases, embedding tied to the output layer.
+    "gpt2": "",
+    # RoPE, RMSNorm, SwiGLU, two key-value heads, norms of queries and keys, no biases, untied.
+    "llama": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48
+        --group-query-attention --num-query-groups 2 --qk-layernorm --disable-bias-linear
+        --untie-embeddings-and-output-weights""",
+}
+
+
+def training(flags: str, layout_text: str) -> tuple[RunConfig, Tokenizer, Task]:
+    """Settings, tokenizer and task of the run under a layout; flags given later win."""
+    layout = parse_layout(layout_text)
+    # 128 rows whatever the tensor-parallel size: rows of padding take part in the softmax.
+    padding = ["--make-vocab-size-divisible-by", str(128 // layout.sizes["tp"])]
+    argv = [*COMMON.split(), *padding, *flags.split(), *layout.flags]
+    config = read_run_config(argv, {"WORLD_SIZE": str(layout.world_size)})
+    tokenizer = tokenizer_of(config)
+    task = Task(
+        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
+        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
+        pretrain_gpt.forward_step,
+    )
+    return config, tokenizer, task
+
+
+def own_rank(config: RunConfig) -> int:
+    """This process's rank; 0 where it trains alone."""
+    return dist.get_rank() if config.world_size > 1 else 0

@@ -1,0 +1,81 @@
+"""A run saved under one layout goes on under another, with the same weights and optimizer state, bit for bit; under its
+own layout it is the uninterrupted run, dropout included."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.loop import train
+from megatron.training.parity import local_run
+from megatron.training.parity_layouts import parse_layout
+from tests.parallel.checkpoint_contents import assert_bit_equal, saved
+from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import STYLES, own_rank, training
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+MOVES = [
+    ("llama", "tp2", ["1", "dp2,dist-opt", "tp4"]),
+    ("gpt2", "pp2", ["1", "tp2,sp", "pp2,vpp2"]),
+]
+if os.environ.get("MEGATRON_ALL_LAYOUTS"):
+    MOVES += [
+        ("gpt2", "1", ["tp2", "pp4", "dp3,dist-opt"]),
+        ("llama", "tp4", ["tp2,sp,dp2", "dp3"]),
+        ("llama", "tp2,pp2,dp2,dist-opt", ["1", "tp4", "pp2,vpp2"]),
+        ("gpt2", "tp2,sp,pp2,vpp2,dp2,dist-opt", ["dp2", "pp2,--pipeline-schedule=zb-v"]),
+    ]
+
+
+def train_on(flags: str, layout: str) -> list[float]:
+    """Go on from where --load is, or start, to --train-iters, and save; the gradient norms on the way."""
+    config, tokenizer, task = training(flags, layout)
+    norms = []
+    with local_run(config, tokenizer, task, own_rank(config)) as run:
+        update = run.optimizer.step
+
+        def recorded() -> Any:
+            result = update()
+            norms.append(float(result.grad_norm))
+            return result
+
+        run.optimizer.step = recorded  # type: ignore[method-assign]
+        train(run)
+        if not norms:  # what was loaded is not saved again by itself
+            save_checkpoint(run)
+        assert run.optimizer.step_count == config.training.train_iters
+    return norms
+
+
+def run_on(layout: str, flags: str) -> list[float]:
+    """The same on all processes that the layout takes."""
+    processes = parse_layout(layout).world_size
+    return train_on(flags, layout) if processes == 1 else run_distributed(train_on, processes, flags, layout)[0]
+
+
+@pytest.mark.parametrize(("style", "saved_on", "loaded_on"), MOVES, ids=str)
+def test_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[str], tmp_path: Path) -> None:
+    flags = f"{STYLES[style]} --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+    assert len(run_on(saved_on, f"{flags} --save {tmp_path}/first")) == 2
+    for number, layout in enumerate(loaded_on):
+        norms = run_on(layout, f"{flags} --load {tmp_path}/first --save {tmp_path}/{number}")
+        assert norms == [], "nothing was left to train"
+        assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / str(number), 2))
+
+
+RESUMED = ["tp2,sp", "tp2,pp2"] + (["tp2,sp,pp2,vpp2,dp2,dist-opt"] if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_resume_is_the_uninterrupted_run(layout: str, tmp_path: Path) -> None:
+    flags = f"{STYLES['gpt2']} {DROPOUT} --lr-decay-iters 4 --lr-warmup-iters 1 --save-interval 100"
+    norms = run_on(layout, f"{flags} --save {tmp_path}/whole --train-iters 4")
+    checkpoints = f"--save {tmp_path}/parts --load {tmp_path}/parts"
+    first = run_on(layout, f"{flags} {checkpoints} --train-iters 2")
+    second = run_on(layout, f"{flags} {checkpoints} --train-iters 4")
+    assert first + second == norms and len(norms) == 4
+    assert_bit_equal(saved(tmp_path / "whole", 4), saved(tmp_path / "parts", 4))

@@ -1,0 +1,66 @@
+"""Every layout is the same run: one table of layouts, each compared with one process over ten steps.
+
+Losses agree to 1e-5 (relative), the first iteration's gradients and every updated weight to 1e-4 of the tensor's
+largest element after gathering, and processes that hold the same elements agree bit for bit. Everything is the real
+thing: flags, setup, MockGPTDataset, the step; every rank has at least two microbatches, so that gradients accumulate.
+
+    MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/parallel/test_layouts.py      the full table, with 8 processes
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from megatron.training.parity import Share, Trace, compare, join, largest_differences, run_share
+from megatron.training.parity_layouts import parse_layout
+from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import STYLES, own_rank, training
+
+ITERATIONS = 10
+ONE = "--micro-batch-size=1"  # so that four replicas share the batch
+SMALL = [
+    "tp2", "tp2,sp", "tp4", "dp2", "dp3", "tp2,dp2",
+    "pp2", "pp2,vpp2", "pp2,--decoder-first-pipeline-num-layers=1", "pp2,--pipeline-schedule=zb-h1",
+    "pp2,--pipeline-schedule=zb-v", "cp2", "cp2,--cp-comm-type=a2a", "dp2,dist-opt", "dp3,dist-opt,overlap-all",
+    "tp2,pp2",
+]  # fmt: skip
+LARGE = [
+    "tp4,sp", "pp4", "pp4,--pipeline-schedule=zb-h1", "pp2,--pipeline-schedule=gpipe",
+    "cp2,--cp-comm-type=all_gather", "cp4", "cp4,--cp-comm-type=a2a+p2p,--hierarchical-context-parallel-sizes 2 2",
+    "dp3,dist-opt,overlap", f"dp4,dist-opt,overlap-all,--ddp-num-buckets=3,{ONE}",
+    f"dp4,dist-opt,--num-distributed-optimizer-instances=2,{ONE}",
+    "tp2,sp,cp2", "pp2,cp2", "tp2,sp,pp2", "tp2,sp,dp2,dist-opt", f"tp2,dp4,{ONE}", "tp4,sp,dp2",
+    "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "tp2,sp,cp2,pp2", "tp2,sp,pp2,vpp2,dp2,dist-opt",
+    "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,dist-opt,overlap-all",
+]  # fmt: skip
+LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
+
+
+def share(style: str, text: str) -> Share:
+    """One rank's part of the run; the whole run where the layout is one process."""
+    config, tokenizer, task = training(STYLES[style], text)
+    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
+
+
+@functools.cache
+def reference(style: str) -> Trace:
+    return join([share(style, "1")])
+
+
+@pytest.mark.flags("--tensor-model-parallel-size", "--sequence-parallel")
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_is_the_same_run(style: str, layout: str) -> None:
+    shares = run_distributed(share, parse_layout(layout).world_size, style, layout, timeout=240.0)
+    trace = join(shares)
+    sizes = largest_differences(reference(style), trace)
+    print(f"{style} {layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})
+    assert compare(reference(style), trace) == []
+
+
+def test_the_reference_learns() -> None:
+    losses = [losses["lm loss"] for losses in reference("gpt2").losses]
+    assert losses[-1] < losses[0] - 0.05

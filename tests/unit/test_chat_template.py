@@ -1,0 +1,118 @@
+"""Conversations through chat templates: transformers' texts and ids, and what a template may not do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.tokenizers.build import build_tokenizer
+from tests.preprocess_runs import DATA
+from tests.unit.run_flags import run_config
+
+pytest.importorskip("jinja2")
+TEMPLATE = """{% for m in messages %}
+    {% if loop.first and m.role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}
+    {{- '<' + m.role + '>' + m.content | trim + eos_token }}{{ m.get('extra', {}) | tojson }}
+    {%- if m.stop %}{% break %}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": " Hello <there> & you ", "extra": {"b": "é<", "a": [1, None]}},
+    {"role": "assistant", "content": "naïve", "stop": True},
+    {"role": "user", "content": "never seen"},
+]
+
+
+def model(folder: Path, **config: object) -> Path:
+    directory = Path(shutil.copytree(DATA / "tok" / "hf_bpe1k", folder / "model"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize("kept_in", ["configuration", "list", "file"])
+def test_as_transformers(kept_in: str, add_generation_prompt: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    several = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": TEMPLATE}]
+    stored: dict[str, Any] = {"configuration": {"chat_template": TEMPLATE}, "list": {"chat_template": several}}
+    directory = model(tmp_path, **stored.get(kept_in, {}))
+    if kept_in == "file":
+        (directory / "chat_template.jinja").write_text(TEMPLATE)
+    expected = transformers.AutoTokenizer.from_pretrained(str(directory))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(directory))
+    wanted = expected.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert tokenizer.render_chat(MESSAGES, add_generation_prompt=add_generation_prompt) == wanted
+    ids = expected.encode(wanted, add_special_tokens=False)
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt) == ids
+
+
+@pytest.mark.flags("--chat-template")
+@pytest.mark.parametrize("kind", ["text", "file"])
+def test_template_of_the_flag(kind: str, tmp_path: Path) -> None:
+    from megatron.training.flags import read_run_config
+    from megatron.training.gpt import tokenizer_of
+    from tests.unit.run_flags import SMALLEST_RUN
+
+    text = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(text)
+    value = text if kind == "text" else str(tmp_path / "chat.jinja")
+    config = read_run_config(
+        [*SMALLEST_RUN.split(), "--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "1000", "--tokenizer-model",
+         str(model(tmp_path, chat_template="own")), "--chat-template", value], {},
+    )  # fmt: skip
+    assert tokenizer_of(config).render_chat(MESSAGES[1:]) == "[naïve][never seen]"
+
+
+def test_tokens_that_a_post_processor_adds_are_not_added(tmp_path: Path) -> None:
+    directory = model(tmp_path, chat_template="{{ messages[0].content }}")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(directory))
+    assert tokenizer.tokenize("naïve") == [0, *tokenizer.apply_chat_template(MESSAGES[1:])]
+
+
+def test_special_tokens_of_sentencepiece() -> None:
+    tokenizer = build_tokenizer(
+        "SentencePieceTokenizer",
+        tokenizer_model=str(DATA / "tok" / "sp_bpe800.model"),
+        chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+    )
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<s>hi</s>"
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    ("{% for %}", "cannot be used: TemplateSyntaxError"),
+    ("{{ raise_exception('no such role') }}", "no such role"),
+    ("{{ messages[0].content.nothing.at_all }}", "UndefinedError"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    ("{{ messages.append(1) }}", "SecurityError"),
+    ("{{ 1 / 0 }}", "ZeroDivisionError"),
+])  # fmt: skip
+def test_templates_that_fail(template: str, message: str) -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=9, chat_template=template)
+    with pytest.raises(DataError, match=message):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.flags("--chat-template")
+def test_no_template(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no chat template; give one with --chat-template"):
+        build_tokenizer("NullTokenizer", vocab_size=9).render_chat([])
+    with pytest.raises(ConfigError, match=r"--chat-template .*none\.jinja: No such file"):
+        build_tokenizer("NullTokenizer", vocab_size=9, chat_template=str(tmp_path / "none.jinja"))
+    (tmp_path / "latin.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        build_tokenizer("NullTokenizer", vocab_size=9, chat_template=str(tmp_path / "latin.jinja"))
+    assert run_config("").tokenizer.chat_template is None

@@ -1,0 +1,116 @@
+"""Which checkpoint is loaded, and what is left in the directory, whatever state it is in."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, prepare_save_directory
+from megatron.core.errors import CheckpointError
+from tests.unit.small_checkpoints import content, find, save
+
+
+def found_value(root: Path) -> float:
+    found = find(root)
+    assert found is not None
+    return content(found)
+
+
+def test_newest_by_tracker(tmp_path: Path) -> None:
+    assert find(tmp_path) is None and find(tmp_path / "absent") is None
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    found = find(tmp_path)
+    assert found is not None and found.manifest.iteration == 20 and found.skipped == []
+    (tmp_path / TRACKER_NAME).write_text("10\n")
+    assert found_value(tmp_path) == 10, "a user may go back by writing the tracker"
+    step = find(tmp_path, 20)
+    assert step is not None and content(step) == 20
+    inside = find(tmp_path / "iter_0000020")
+    assert inside is not None and content(inside) == 20
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"garbage", b"-10", b"1_0", b"\xef\xbb\xbf10", "١٠".encode(), b"9" * 20, b"1\x000", b"30", b"release"]
+)
+def test_L1_garbage_tracker(tmp_path: Path, text: bytes) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / TRACKER_NAME).write_bytes(text)
+    found = find(tmp_path)
+    assert found is not None and content(found) == 20
+    assert len(found.skipped) == 1 and TRACKER_NAME in found.skipped[0]
+
+
+def test_L1_tracker_that_is_no_file(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    tracker = tmp_path / TRACKER_NAME
+    tracker.unlink()
+    assert found_value(tmp_path) == 10
+    tracker.mkdir()
+    assert found_value(tmp_path) == 10
+    tracker.rmdir()
+    tracker.symlink_to(tracker.name)
+    assert found_value(tmp_path) == 10
+
+
+def test_L2_tracker_names_missing_or_incomplete_directory(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    shutil.rmtree(save(tmp_path, 20))
+    found = find(tmp_path)
+    assert found is not None and content(found) == 10 and "iter_0000020" in found.skipped[0]
+    (tmp_path / "iter_0000020").mkdir()
+    assert found_value(tmp_path) == 10
+    shutil.rmtree(tmp_path / "iter_0000010")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be loaded: .*iter_0000020 holds no manifest"):
+        find(tmp_path)
+
+
+def test_tracker_without_any_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / TRACKER_NAME).write_text("10")
+    with pytest.raises(CheckpointError, match="can be loaded"):
+        find(tmp_path)
+
+
+def test_L4_directory_under_another_number(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20).rename(tmp_path / "iter_0000030")
+    found = find(tmp_path)
+    assert found is not None and content(found) == 10 and "holds iteration 20" in " ".join(found.skipped)
+
+
+def test_S33_saving_an_iteration_again(tmp_path: Path) -> None:
+    save(tmp_path, 10, value=1)
+    save(tmp_path, 10, value=2)
+    assert found_value(tmp_path) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER_NAME]
+
+
+def test_leftovers_are_removed_and_foreign_files_are_not(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (tmp_path / "iter_0000020.tmp-0123abcd" / "tokenizer").mkdir(parents=True)
+    (tmp_path / f"{TRACKER_NAME}.tmp-0123abcd").write_text("20")
+    foreign = ["notes.txt", "iter_0000020.tmp", "iter_0000020.tmp-backup", "tensorboard"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+    assert len(prepare_save_directory(tmp_path)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["iter_0000010", TRACKER_NAME, *foreign])
+    assert found_value(tmp_path) == 10
+
+
+def test_interrupted_between_rename_and_tracker(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / TRACKER_NAME).write_text("10")
+    (tmp_path / f"{TRACKER_NAME}.tmp-0123abcd").write_text("20")
+    assert found_value(tmp_path) == 20
+    assert "finished the save of iteration 20" in prepare_save_directory(tmp_path)[0]
+    assert (tmp_path / TRACKER_NAME).read_text() == "20" and found_value(tmp_path) == 20
+
+
+def test_interrupted_while_an_iteration_was_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 10).rename(tmp_path / "iter_0000010.old-0123abcd")
+    assert "put iter_0000010 back" in prepare_save_directory(tmp_path)[0]
+    assert found_value(tmp_path) == 10

@@ -1,0 +1,228 @@
+"""Each checkpoint flag through the real setup: what is saved, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.errors import CheckpointError, ConfigError
+from tests.unit.tiny_training import differing, finish, prepare, train_tiny, values
+
+
+def saving(directory: Path, interval: int = 3) -> tuple[str | Path, ...]:
+    return ("--save", directory, "--save-interval", str(interval))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 3 and 6."""
+    root = tmp_path_factory.mktemp("trained") / "checkpoints"
+    train_tiny(*saving(root))
+    return root
+
+
+def documents(checkpoint: Path, name: str) -> dict:
+    return json.loads((checkpoint / f"{name}.json").read_text())
+
+
+@pytest.mark.flags("--save", "--save-interval", "--load")
+def test_resumed_run_is_bit_identical_with_dropout(tmp_path: Path) -> None:
+    whole = train_tiny("--metrics-dir", tmp_path / "whole")
+    train_tiny(*saving(tmp_path / "ckpt"), "--exit-interval", "3", "--metrics-dir", tmp_path / "parts")
+    resumed = train_tiny(*saving(tmp_path / "ckpt"), "--load", tmp_path / "ckpt", "--metrics-dir", tmp_path / "parts")
+    assert differing(whole, resumed) == []
+    assert whole.progress == resumed.progress
+    assert whole.optimizer.step_count == resumed.optimizer.step_count
+    assert whole.scheduler.state_dict() == resumed.scheduler.state_dict()
+    rows = [
+        [
+            {key: row[key] for key in ("iteration", "consumed_samples", "lm loss", "grad_norm", "lr")}
+            for row in map(json.loads, (tmp_path / part / "metrics.jsonl").read_text().splitlines())
+        ]
+        for part in ("whole", "parts")
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 6
+
+
+@pytest.mark.flags("--save", "--save-interval", "--ckpt-format")
+def test_save_interval_and_format(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    train_tiny(*saving(root, 4), "--ckpt-format", "torch_dist")
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert documents(root / "iter_0000006", "metadata")["sharded_backend"] == "torch_dist"
+    with pytest.raises(ConfigError, match="--ckpt-format"):
+        prepare(*saving(root, 4), "--ckpt-format", "torch")
+
+
+@pytest.mark.flags("--ckpt-step")
+def test_ckpt_step(trained: Path) -> None:
+    assert prepare("--load", trained).progress.iteration == 6
+    assert prepare("--load", trained, "--ckpt-step", "3").progress.iteration == 3
+    with pytest.raises(CheckpointError, match="--ckpt-step 4: .*saved iterations: 6, 3"):
+        prepare("--load", trained, "--ckpt-step", "4")
+
+
+@pytest.mark.flags("--no-load-optim")
+def test_no_load_optim(trained: Path) -> None:
+    loaded = prepare("--load", trained, "--ckpt-step", "3", "--no-load-optim")
+    assert loaded.progress.iteration == 3 and loaded.optimizer.step_count == 0
+    assert loaded.scheduler.num_steps == 0
+    assert not any(tensor.any() for name, tensor in values(loaded) if name.startswith("exp_avg"))
+    assert prepare("--load", trained, "--ckpt-step", "3").optimizer.step_count == 3
+
+
+@pytest.mark.flags("--no-save-optim")
+def test_no_save_optim(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    train_tiny(*saving(root, 6), "--no-save-optim")
+    with pytest.raises(CheckpointError, match="was saved with --no-save-optim; pass --no-load-optim or --finetune"):
+        prepare("--load", root)
+    assert prepare("--load", root, "--no-load-optim").progress.iteration == 6
+
+
+@pytest.mark.flags("--no-load-rng")
+def test_no_load_rng(trained: Path) -> None:
+    prepare("--load", trained)
+    continued = torch.get_rng_state(), np.random.random()
+    prepare()
+    fresh = torch.get_rng_state(), np.random.random()
+    prepare("--load", trained, "--no-load-rng")
+    assert torch.equal(torch.get_rng_state(), fresh[0])
+    assert not torch.equal(torch.get_rng_state(), continued[0])
+
+
+@pytest.mark.flags("--no-save-rng")
+def test_no_save_rng(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    train_tiny(*saving(root, 6), "--no-save-rng")
+    assert not (root / "iter_0000006" / "rng.json").exists()
+    with pytest.raises(CheckpointError, match="was saved with --no-save-rng; pass --no-load-rng or --finetune"):
+        prepare("--load", root)
+    assert prepare("--load", root, "--no-load-rng").progress.iteration == 6
+
+
+@pytest.mark.flags("--finetune")
+def test_finetune_takes_weights_only(trained: Path) -> None:
+    tuned = prepare("--load", trained, "--finetune")
+    assert (tuned.progress.iteration, tuned.progress.consumed_train_samples) == (0, 0)
+    assert tuned.optimizer.step_count == 0 and tuned.scheduler.num_steps == 0
+    whole = prepare("--load", trained)
+    weights = [name for name, _ in values(whole) if not name.startswith("exp_avg")]
+    assert not set(weights) & set(differing(whole, tuned)) and set(differing(whole, prepare())) & set(weights)
+
+
+@pytest.mark.flags("--pretrained-checkpoint")
+def test_pretrained_checkpoint_of_ours(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "ckpt"
+    flags = (*saving(root), "--load", root, "--pretrained-checkpoint", trained, "--train-iters", "2")
+    tuned = prepare(*flags)
+    assert tuned.progress.iteration == 0 and "starting from --pretrained-checkpoint" in capsys.readouterr().out
+    whole = prepare("--load", trained)
+    assert not [name for name in differing(whole, tuned) if not name.startswith("exp_avg")]
+    finish(tuned)
+    assert prepare(*flags).progress.iteration == 2, "--load wins once it holds something"
+    with pytest.raises(CheckpointError, match="--pretrained-checkpoint .*absent does not exist"):
+        prepare("--pretrained-checkpoint", tmp_path / "absent")
+
+
+@pytest.mark.flags("--exit-on-missing-checkpoint", "--load")
+def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "ckpt"
+    assert prepare(*saving(root), "--load", root).progress.iteration == 0
+    assert "starting from the beginning, with random weights" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint"):
+        prepare(*saving(root), "--load", root, "--exit-on-missing-checkpoint")
+    for flags in ((), saving(root)):
+        with pytest.raises(CheckpointError, match="--load .*other does not exist"):
+            prepare(*flags, "--load", tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match="--load .*other holds no checkpoint"):
+        prepare("--load", tmp_path / "other")
+
+
+@pytest.mark.flags("--save")
+def test_F7_save_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for path, words in (
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "dangling", "symbolic link"),
+        (tmp_path / "a" / "b", "does not exist"),
+        (Path("/proc/checkpoints"), "cannot be written to"),
+    ):
+        with pytest.raises(ConfigError, match=f"--save {path}.*{words}"):
+            prepare(*saving(path))
+    assert not (tmp_path / "a").exists() and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.flags("--no-save-tokenizer-assets")
+def test_tokenizer_files_go_along(tmp_path: Path, golden_dir: Path) -> None:
+    model = golden_dir / "tok" / "hf_bpe1k"
+    flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--vocab-size", "1000")
+    train_tiny(*saving(tmp_path / "with", 6), *flags)
+    copy = tmp_path / "with" / "iter_0000006" / "tokenizer" / "tokenizer.json"
+    assert copy.read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert "tokenizer/tokenizer.json" in documents(copy.parent.parent, "manifest")["content"]["files"]
+    train_tiny(*saving(tmp_path / "without", 6), *flags, "--no-save-tokenizer-assets")
+    assert not (tmp_path / "without" / "iter_0000006" / "tokenizer").exists()
+
+
+def test_L9_other_model_lists_tensors_and_flags(trained: Path) -> None:
+    with pytest.raises(CheckpointError) as found:
+        prepare("--load", trained, "--num-layers", "1", "--ffn-hidden-size", "24")
+    text = str(found.value)
+    assert "decoder.layers.0.mlp.linear_fc1.weight is (64, 16) in the checkpoint, (24, 16) in the model" in text
+    assert "--num-layers is 2 in the checkpoint, 1 in this run" in text
+    with pytest.raises(CheckpointError, match="decoder.layers.1.mlp.linear_fc1.weight is in the checkpoint only"):
+        prepare("--load", trained, "--num-layers", "1")
+    with pytest.raises(CheckpointError, match="embedding.word_embeddings.weight is .*50 rows used.*47 rows used"):
+        prepare("--load", trained, "--vocab-size", "47")
+
+
+def test_other_padding_of_the_vocabulary(trained: Path) -> None:
+    narrow, wide = (
+        dict(values(prepare("--load", trained, "--finetune", "--make-vocab-size-divisible-by", n)))
+        for n in ("1", "128")
+    )
+    name = "embedding.word_embeddings.weight"
+    assert (narrow[name].shape[0], wide[name].shape[0]) == (50, 128)
+    assert torch.equal(narrow[name], wide[name][:50])
+
+
+def test_changed_settings_are_named_on_resume(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare("--load", trained, "--seed", "77")
+    assert "settings that changed: --seed is 1234 in the checkpoint, 77 in this run" in capsys.readouterr().out
+    prepare("--load", trained)
+    assert "settings that changed" not in capsys.readouterr().out
+
+
+def test_bf16_keeps_main_parameters(tmp_path: Path) -> None:
+    flags = (*saving(tmp_path / "ckpt"), "--bf16")
+    whole = train_tiny("--bf16")
+    train_tiny(*flags, "--exit-interval", "3")
+    resumed = train_tiny(*flags, "--load", tmp_path / "ckpt")
+    assert any(name.startswith("main_param") for name, _ in values(resumed))
+    assert differing(whole, resumed) == []
+
+
+def test_fp32_checkpoint_into_bf16_run(trained: Path) -> None:
+    fp32, bf16 = dict(values(prepare("--load", trained))), dict(values(prepare("--load", trained, "--bf16")))
+    name = "decoder.final_layernorm.weight"
+    assert torch.equal(bf16[f"main_param of {name}"], fp32[name]), "main parameters come from the fp32 weights"
+    assert torch.equal(bf16[name], fp32[name].bfloat16())
+
+
+def test_falls_back_with_one_warning(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = shutil.copytree(trained, tmp_path / "ckpt")
+    (root / "iter_0000006" / "__0_0.distcp").unlink()
+    assert prepare("--load", root).progress.iteration == 3
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1 and "iter_0000006/__0_0.distcp is missing" in warnings[0]

@@ -1,0 +1,94 @@
+"""The device module: what it says about this machine, and that states can be put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core import device
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_environment_keeps_a_process_on_the_cpu() -> None:
+    assert device.current_device() == torch.device("cpu")
+    assert device.backend_for(device.current_device()) == "gloo"
+    assert device.device_count() == 0
+    assert device.dense_peak_flops(torch.float32) is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_cpu_memory_is_resident_memory() -> None:
+    before = device.memory_stats()
+    ballast = torch.ones(512 << 20, dtype=torch.uint8)  # more than what earlier tests freed and the process kept
+    after = device.memory_stats()
+    assert after["peak_bytes"] >= before["allocated_bytes"] > 0
+    assert after["allocated_bytes"] - before["allocated_bytes"] > 64 << 20
+    assert device.total_memory_bytes() > after["peak_bytes"]
+    assert ballast.numel()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_device_has_a_name() -> None:
+    assert len(device.device_name()) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA H200", torch.float32, 67e12),
+        ("NVIDIA H200", torch.float8_e4m3fn, 1979e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA GB200", torch.bfloat16, 2500e12),
+        ("NVIDIA L40S", torch.float16, 362e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn, None),
+        ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
+        ("NVIDIA A10G", torch.bfloat16, None),
+        ("Some CPU", torch.float32, None),
+    ],
+)
+def test_dense_peaks_by_product(name: str, dtype: torch.dtype, expected: float | None) -> None:
+    assert device.dense_peak_flops(dtype, name) == expected
+
+
+def test_float32_peak_is_tf32_where_torch_may_use_it() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert device.dense_peak_flops(torch.float32, "NVIDIA H200") == 494e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_random_states_go_back_and_forth() -> None:
+    states, dropout = device.get_rng_state(), device.get_device_rng_state()
+    first = torch.rand(4)
+    device.set_rng_state(states)
+    assert torch.equal(torch.rand(4), first)
+    device.set_device_rng_state(dropout)
+    assert torch.equal(torch.rand(4), first)
+
+
+@pytest.mark.gpu
+def test_gpu_is_used_where_there_is_one() -> None:
+    here = device.current_device()
+    assert device.is_cuda(here) and device.backend_for(here) == "nccl" and device.device_count() >= 1
+    device.activate(here)
+    device.reset_peak_memory()
+    before = device.memory_stats()
+    ballast = torch.ones(16 << 20, dtype=torch.uint8, device=here)
+    device.synchronize()
+    after = device.memory_stats()
+    assert after["allocated_bytes"] - before["allocated_bytes"] >= ballast.numel()
+    assert after["peak_bytes"] >= after["allocated_bytes"]
+    states = device.get_rng_state()
+    first = torch.rand(4, device=here)
+    device.set_rng_state(states)
+    assert torch.equal(torch.rand(4, device=here), first)

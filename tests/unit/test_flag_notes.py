@@ -1,0 +1,95 @@
+"""Spellings of other releases, and flags whose whole effect is on other settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.config.container import RunConfig
+from megatron.training.flag_table import former_flags
+from megatron.training.flags import examine
+from tests.unit.run_flags import SMALLEST_RUN, run_config
+
+CURRENT = [former for former in former_flags() if former.is_upstream]
+
+
+@pytest.mark.flags(
+    "--use-mcore-models", "--use-flash-attn", "--use-dist-ckpt", "--dist-ckpt-format", "--ckpt-fully-parallel-save",
+    "--auto-detect-ckpt-format", "--disable-msc", "--enable-experimental", "--disable-jit-fuser", "--local-rank",
+)  # fmt: skip
+@pytest.mark.parametrize("former", CURRENT, ids=lambda former: former.name)
+def test_what_needs_no_switch_is_noted(former: object) -> None:
+    """Their whole effect is the note (and the flag they stand for)."""
+    name, nargs = former.name, former.nargs  # type: ignore[attr-defined]
+    config = run_config(name if nargs == 0 else f"{name} 1")
+    assert any(note.startswith(name) for note in config.notes)
+    assert not any(note.startswith(name) for note in run_config().notes)
+
+
+@pytest.mark.parametrize("former", former_flags(), ids=lambda former: former.name)
+def test_flags_of_other_releases_are_noted_or_refused(former: object) -> None:
+    value = "" if former.nargs == 0 else "adam"  # type: ignore[attr-defined]
+    argv = [*SMALLEST_RUN.split(), former.name, *value.split()]  # type: ignore[attr-defined]
+    result = examine(argv, {})
+    said = [problem.text for problem in result.problems] + list(result.config.notes if result.config else ())
+    assert any(former.name in line for line in said) or result.problems  # type: ignore[attr-defined]
+    assert not any("unknown flag" in line for line in said)
+
+
+@pytest.mark.flags("--use-flash-attn")
+def test_use_flash_attn_selects_the_backend_unless_another_is_named() -> None:
+    assert run_config("--use-flash-attn").model.attention_backend == "flash"
+    assert run_config("--attention-backend fused --use-flash-attn").model.attention_backend == "fused"
+
+
+@pytest.mark.flags("--use-rotary-position-embeddings")
+def test_use_rotary_position_embeddings() -> None:
+    assert run_config("--use-rotary-position-embeddings").gpt.position_embedding_type == "rope"
+
+
+@pytest.mark.flags("--position-embedding")
+def test_no_position_embedding() -> None:
+    assert run_config("--no-position-embedding").gpt.position_embedding_type == "none"
+    assert run_config("--no-position-embedding --position-embedding-type rope").gpt.position_embedding_type == "rope"
+    assert run_config("--no-position-embedding --position-embedding").gpt.position_embedding_type == "learned_absolute"
+
+
+@pytest.mark.flags("--transformer-impl")
+def test_transformer_engine_is_noted() -> None:
+    assert any("plain torch" in note for note in run_config("--transformer-impl transformer_engine").notes)
+    assert not any("plain torch" in note for note in run_config("--transformer-impl local").notes)
+
+
+@pytest.mark.flags("--group-query-attention", "--num-query-groups")
+def test_query_groups() -> None:
+    assert run_config().model.num_query_groups == 2
+    assert run_config("--group-query-attention").model.num_query_groups == 1
+    assert run_config("--num-query-groups 1").model.num_query_groups == 1
+    assert run_config("--num-query-groups 0").model.num_query_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "activation", "gated"),
+    [
+        ("", "gelu", False),
+        ("--swiglu", "silu", True),
+        ("--quick-geglu", "quick_gelu", True),
+        ("--squared-relu", "squared_relu", False),
+        ("--openai-gelu", "gelu_tanh", False),
+    ],
+)
+def test_activation_flags(flag: str, activation: str, gated: bool) -> None:
+    model = run_config(f"{flag} --ffn-hidden-size 32").model
+    assert (model.activation_func, model.gated_linear_unit) == (activation, gated)
+
+
+def test_the_file_form_of_a_config_comes_back_equal() -> None:
+    config = run_config("--bf16 --lr-decay-style cosine --rampup-batch-size 2 2 10")
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert RunConfig.from_dict(config.to_dict() | {"later": 1}) == config
+
+
+def test_a_blend_in_one_text_is_divided() -> None:
+    base = SMALLEST_RUN.replace("--mock-data ", "").split()
+    result = examine([*base, "--data-path", "0.7 a 0.3 b"], {})
+    assert result.config is not None
+    assert result.config.data.data_path == ["0.7", "a", "0.3", "b"]

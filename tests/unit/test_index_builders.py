@@ -1,0 +1,166 @@
+"""The vectorised index functions equal the rules written as plain loops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.datasets import index_builders
+from megatron.core.datasets.index_builders import (
+    build_blending_indices,
+    build_document_index,
+    build_exhaustive_blending_indices,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+
+
+def sample_index_by_walking(
+    sizes: list[int], documents: list[int], length: int, extra: int, drop_last: bool
+) -> list[Any]:
+    """Walk over the documents token by token, noting where each sample starts."""
+    total = sum(sizes[d] for d in documents) - extra
+    samples = total // length if drop_last else -(-total // length)
+    position = offset = 0
+    rows = [[0, 0]]
+    for _ in range(samples):
+        left = length + extra
+        while left > 0:
+            rest = sizes[documents[position]] - offset
+            if left <= rest:
+                offset += left - extra
+                break
+            left -= rest
+            if position == len(documents) - 1:
+                offset = sizes[documents[position]] - extra
+                break
+            position, offset = position + 1, 0
+        rows.append([position, offset])
+    return rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    epochs=st.integers(1, 3),
+    length=st.integers(1, 9),
+    extra=st.booleans(),
+    drop_last=st.booleans(),
+    seed=st.integers(0, 10),
+    documents_at_once=st.sampled_from([1, 2, 5, 1000]),
+)
+def test_sample_index_equals_the_walk(
+    sizes: list[int], epochs: int, length: int, extra: bool, drop_last: bool, seed: int, documents_at_once: int
+) -> None:
+    documents = np.random.RandomState(seed).permutation(np.tile(np.arange(len(sizes), dtype=np.int32), epochs))
+    if sum(sizes) * epochs <= int(extra):
+        return
+    options = {"drop_last_partial": drop_last, "add_extra_token": extra}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(index_builders, "_DOCUMENTS_AT_ONCE", documents_at_once)
+        ours = build_sample_index(np.array(sizes, dtype=np.int32), documents, length, **options)
+    walked = sample_index_by_walking(sizes, documents.tolist(), length, int(extra), drop_last)
+    assert ours.tolist() == walked
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.integers(2, 500),
+    wanted=st.one_of(st.none(), st.integers(1, 300)),
+    length=st.integers(1, 64),
+    extra=st.booleans(),
+)
+def test_epochs_are_the_fewest_that_suffice(tokens: int, wanted: int | None, length: int, extra: bool) -> None:
+    plan = plan_epochs(tokens, wanted, length, int(extra))
+    if wanted is None:
+        assert plan.num_epochs == 1
+        return
+    assert plan.num_epochs * tokens - extra >= wanted * length
+    assert plan.num_epochs == 1 or (plan.num_epochs - 1) * tokens - extra < wanted * length
+    per_epoch = (tokens - extra) // length
+    before = ((plan.num_epochs - 1) * tokens - extra) // length
+    assert plan.separate_last_epoch == (plan.num_epochs > 1 and wanted - before < int(0.8 * per_epoch))
+
+
+def test_separate_last_epoch_comes_last() -> None:
+    documents = np.arange(10, 60, dtype=np.int32)
+    plan = plan_epochs(1000, 102, 30, 1)
+    assert plan.separate_last_epoch and plan.num_epochs == 4
+    index = build_document_index(documents, plan, np.random.RandomState(0))
+    assert sorted(index[:150]) == sorted(documents.tolist() * 3)
+    assert sorted(index[150:]) == documents.tolist()
+    order = build_shuffle_index(plan.samples_before_last_epoch, 133, np.random.RandomState(0))
+    assert sorted(order[: plan.samples_before_last_epoch]) == list(range(plan.samples_before_last_epoch))
+    assert sorted(order) == list(range(133))
+
+
+def draws_by_the_rule(weights: Any, size: int, limits: Any = None) -> list[int]:
+    counts = [0] * len(weights)
+    draws = []
+    for s in range(size):
+        behind = [w * max(s, 1) - c for w, c in zip(weights.tolist(), counts, strict=True)]
+        for d, count in enumerate(counts):
+            if limits is not None and count >= limits[d]:
+                behind[d] = float("-inf")
+        best = behind.index(max(behind))
+        draws.append(best)
+        counts[best] += 1
+    return draws
+
+
+def blend_weights(n: int, seed: int, concentration: float) -> Any:
+    return np.random.RandomState(seed).dirichlet(np.full(n, concentration)) if concentration else np.full(n, 1 / n)
+
+
+@pytest.mark.parametrize("segments", [3, 50, 700])
+@pytest.mark.parametrize("few", [0, 10])
+@pytest.mark.parametrize("concentration", [0, 1.0, 0.1])
+@pytest.mark.parametrize("n", [1, 2, 3, 11])
+def test_blending_in_segments_equals_the_rule(
+    n: int, concentration: float, few: int, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side or one by one, with equal weights (ties at every step) and with very small ones."""
+    monkeypatch.setattr(index_builders, "_PLAIN_BELOW", 0)
+    monkeypatch.setattr(index_builders, "_SEGMENTS", segments)
+    monkeypatch.setattr(index_builders, "_FEW_SEGMENTS", few)
+    monkeypatch.setattr(index_builders, "_MAX_ROUNDS", 2 if few else 1000)
+    weights = blend_weights(n, segments, concentration)
+    dataset_index, sample_index = build_blending_indices(weights, 1500)
+    assert dataset_index.tolist() == draws_by_the_rule(weights, 1500)
+    for d in range(n):
+        assert sample_index[dataset_index == d].tolist() == list(range(int((dataset_index == d).sum())))
+
+    sizes = np.random.RandomState(n).randint(1, 1500 // n + 1, size=n)
+    total = int(sizes.sum())
+    dataset_index, _ = build_exhaustive_blending_indices(sizes)
+    assert dataset_index.tolist() == draws_by_the_rule(sizes / total, total, sizes)
+    assert np.bincount(dataset_index).tolist() == sizes.tolist()
+
+
+def test_blending_of_a_million_samples_needs_no_compiler() -> None:
+    weights = blend_weights(5, 1, 1.0)
+    started_at = time.perf_counter()
+    fast, _ = build_blending_indices(weights, 1_000_000)
+    elapsed_seconds = time.perf_counter() - started_at
+    plain, _ = index_builders._draw_plainly(weights, 0, 30_000, np.zeros(5, dtype=np.int64), None)
+    np.testing.assert_array_equal(fast[:30_000], plain)
+    assert elapsed_seconds < 5
+
+
+def test_index_code_needs_no_torch() -> None:
+    modules = (
+        "blend gpt_sample index_builders index_cache indexed_dataset blended_dataset blended_megatron_dataset_builder"
+    )
+    imports = "; ".join(f"import megatron.core.datasets.{name}" for name in modules.split())
+    root = Path(__file__).resolve().parents[2]
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

@@ -1,0 +1,114 @@
+"""What a process does first: backend, time-out, seeds, environment; and that a single process opens nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+from megatron.training import initialize as subject
+from megatron.training.initialize import comparable_flags, initialize, lost_peer, rank_grid, shut_down
+from tests.unit.run_flags import run_config
+
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29777"}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    yield
+    shut_down()
+
+
+def test_one_process_needs_no_process_group() -> None:
+    process = initialize(run_config())
+    assert not dist.is_initialized()
+    assert isinstance(process.groups.world, SingleRankGroup)
+    assert ProcessGroupCollection.current() is process.groups
+
+
+@pytest.mark.flags("--seed")
+def test_seed_reaches_every_generator() -> None:
+    def draws(flags: str) -> tuple[float, float, float]:
+        initialize(run_config(flags))
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    assert draws("--seed 5") == draws("--seed 5")
+    assert all(a != b for a, b in zip(draws("--seed 5"), draws("--seed 6"), strict=True))
+
+
+def joining(monkeypatch: pytest.MonkeyPatch, flags: str) -> dict[str, Any]:
+    """The arguments with which a first of two ranks would join."""
+    given: dict[str, Any] = {}
+    for name, value in TWO_RANKS.items():
+        monkeypatch.setenv(name, value)
+
+    class Stop(Exception):
+        pass
+
+    def init_process_group(**arguments: Any) -> None:
+        given.update(arguments)
+        raise Stop
+
+    def open_store(launch: Any, seconds: float) -> Any:
+        given["store_seconds"] = seconds
+
+    monkeypatch.setattr(subject, "open_store", open_store)
+    monkeypatch.setattr(subject.Muster, "check", lambda self, flags: given.update(flags=flags))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(Stop):
+        initialize(run_config(flags))
+    return given
+
+
+@pytest.mark.flags("--distributed-timeout-minutes")
+def test_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = joining(monkeypatch, "--distributed-timeout-minutes 3")
+    assert given["timeout"] == timedelta(minutes=3)
+    assert given["store_seconds"] == 180
+    assert given["backend"] == "gloo"
+
+
+@pytest.mark.flags("--distributed-backend")
+def test_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--distributed-backend nccl needs a CUDA device"):
+        joining(monkeypatch, "--distributed-backend nccl")
+    monkeypatch.setattr(subject.device_module, "backend_for", lambda device: "another")
+    assert joining(monkeypatch, "--distributed-backend gloo")["backend"] == "gloo"
+
+
+def test_flags_that_ranks_compare_are_spelled_as_flags() -> None:
+    flags = comparable_flags(run_config("--norm-epsilon 1e-6 --seed 9"))
+    assert flags["--norm-epsilon"] == 1e-6
+    assert flags["--seed"] == 9
+    assert flags["--lr"] == 0.01
+
+
+def test_a_lost_peer_is_told_from_a_bug() -> None:
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:12345")
+    assert "another rank was lost" in (lost_peer(lost) or "")
+    assert lost_peer(RuntimeError("shape mismatch")) is None
+
+
+@pytest.mark.flags("--use-tp-pp-dp-mapping")
+def test_order_of_the_ranks() -> None:
+    """Of four ranks in two stages: a stage's replicas are neighbours, or the stages of a pipeline are."""
+
+    def pipelines(flags: str) -> list[list[int]]:
+        config = run_config(flags)
+        model = dataclasses.replace(config.model, pipeline_model_parallel_size=2)
+        return rank_grid(dataclasses.replace(config, model=model), 4).groups("pp")
+
+    assert pipelines("") == [[0, 2], [1, 3]]
+    assert pipelines("--use-tp-pp-dp-mapping") == [[0, 1], [2, 3]]

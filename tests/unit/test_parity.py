@@ -1,0 +1,81 @@
+"""Layouts in a few letters, and how two runs are compared: what differs first, where, by how much."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.core.errors import ConfigError
+from megatron.core.placement import Placement, Split
+from megatron.training.parity import Held, Share, Trace, compare, join
+from megatron.training.parity_layouts import guilty_parts, parse_layout, parts_of, same_padding
+
+FULL = torch.arange(1.0, 13.0).view(4, 3)
+
+
+def shares(factor: float = 1.0, second_bias: float = 1.0) -> list[Share]:
+    """Two tensor-parallel ranks: a weight cut in two, whose gradient is `factor` times itself, and a bias."""
+    found = []
+    for rank in range(2):
+        cut, bias = Placement("cut", (4, 3), (Split(0, "tp", 2, rank),)), Placement("bias", (2,))
+        own = cut.take(FULL)
+        held = [Held(cut, factor * own, own), Held(bias, torch.ones(2), torch.full((2,), second_bias if rank else 1.0))]
+        found.append(Share([{"lm loss": 2.0}], [3.0], held))
+    return found
+
+
+def test_layouts() -> None:
+    layout = parse_layout("tp2,sp,pp2,vpp3,dp2,dist-opt,--cp-comm-type a2a p2p")
+    assert layout.world_size == 8
+    assert layout.flags == (
+        "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2",
+        "--num-virtual-stages-per-pipeline-rank", "3", "--use-distributed-optimizer", "--cp-comm-type",
+        "a2a", "p2p",
+    )  # fmt: skip
+    assert [part.text for part in parts_of(layout)] == ["tp2", "tp2,sp", "pp2", "pp2,vpp3", "dp2", "dp2,dist-opt"]
+    assert parse_layout("1").world_size == 1
+    with pytest.raises(ConfigError, match="'tp0' is not known; use tpN, "):
+        parse_layout("tp0")
+
+
+def test_guilty_parts_are_the_smallest_that_differ() -> None:
+    layout = parse_layout("tp2,sp,pp2")
+    assert guilty_parts(layout, lambda part: "sp" in part.text) == ["tp2,sp"]
+    assert guilty_parts(layout, lambda part: "tp2" in part.text) == ["tp2"]
+    assert guilty_parts(layout, lambda part: False) == ["tp2,sp,pp2"], "only their combination"
+
+
+def test_all_layouts_pad_the_vocabulary_alike() -> None:
+    padding = same_padding([parse_layout(text) for text in ("1", "tp2", "tp3,dp2")], 4)
+    assert padding == {"1": 24, "tp2": 12, "tp3,dp2": 8}
+
+
+def test_shards_are_joined_and_equal_runs_do_not_differ() -> None:
+    trace = join(shares())
+    assert torch.equal(trace.weights["cut"], FULL) and trace.disagreements == []
+    assert compare(trace, join(shares())) == []
+    tiny = join(shares())
+    tiny.weights["cut"] = FULL * (1 + 1e-6)
+    assert compare(trace, tiny) == []
+
+
+def test_a_gradient_that_is_too_large_is_named_with_its_place_and_factor() -> None:
+    (difference,) = compare(join(shares()), join(shares(factor=2.0)))
+    assert difference == (
+        "gradient of the first iteration of cut: element [3, 2] is 24 instead of 12 (relative 1.0e+00), "
+        "in shard 1 of 2 over tp; the whole tensor is 2 times what it should be"
+    )
+
+
+def test_what_is_not_a_number_differs() -> None:
+    broken = join(shares(factor=math.nan))
+    assert any(text.startswith("gradient of the first iteration of cut") for text in compare(join(shares()), broken))
+    lost = Trace([{"lm loss": math.nan}], [3.0])
+    assert compare(Trace([{"lm loss": 2.0}], [3.0]), lost)[0].startswith("lm loss at iteration 1: nan instead of 2.0")
+
+
+def test_replicas_that_disagree_are_named() -> None:
+    (difference,) = compare(join(shares()), join(shares(second_bias=1.0 + 1e-7)))
+    assert difference == "rank 1 holds another weight of bias than the first holder"

@@ -1,0 +1,91 @@
+"""Flags of the learning-rate and weight-decay schedules: from the command line to what an optimizer group gets."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.training.setup import build_scheduler
+from tests.unit.run_flags import run_config
+
+ITERATIONS = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 64 --global-batch-size 8 --train-iters 100 --lr 1.0"
+)
+SAMPLES = ITERATIONS.replace("--train-iters 100", "--train-samples 800")
+
+
+def curve(flags: str, base: str = ITERATIONS, key: str = "lr") -> list[float]:
+    """lr or weight_decay of the optimizer's group after 0, 1, ..., 100 steps."""
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr_mult": 1.0, "wd_mult": 1.0}])
+    scheduler = build_scheduler(run_config(flags, base), optimizer)
+    values = [optimizer.param_groups[0][key]]
+    for _ in range(100):
+        scheduler.step(8)
+        values.append(optimizer.param_groups[0][key])
+    return values
+
+
+@pytest.mark.flags("--lr", "--min-lr", "--lr-decay-style")
+def test_styles() -> None:
+    assert curve("--lr-decay-style constant") == [1.0] * 101
+    linear = curve("--lr-decay-style linear --min-lr 0.5")
+    assert linear[50] == pytest.approx(0.75)
+    assert linear[100] == pytest.approx(0.5)
+    cosine = curve("--lr-decay-style cosine --min-lr 0.2")
+    assert cosine[25] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert curve("--lr 0.5 --lr-decay-style constant")[7] == 0.5
+
+
+@pytest.mark.flags("--lr-warmup-iters", "--lr-warmup-init")
+def test_warmup() -> None:
+    found = curve("--lr-decay-style constant --lr-warmup-iters 10 --lr-warmup-init 0.5")
+    assert found[:3] == pytest.approx([0.5, 0.55, 0.6])
+    assert found[10] == 1.0
+
+
+@pytest.mark.flags("--lr-warmup-samples", "--lr-decay-samples")
+def test_lengths_in_samples() -> None:
+    found = curve("--lr-warmup-samples 80 --lr-decay-samples 400", SAMPLES)
+    assert found[5] == pytest.approx(0.5)
+    assert found[10] == 1.0
+    assert found[30] == pytest.approx(0.5)
+    assert found[60] == 0.0
+
+
+@pytest.mark.flags("--lr-warmup-fraction", "--lr-decay-iters")
+def test_warmup_fraction_of_the_decay() -> None:
+    found = curve("--lr-decay-iters 50 --lr-warmup-fraction 0.2")
+    assert found[5] == pytest.approx(0.5)
+    assert found[10] == 1.0
+    assert found[30] == pytest.approx(0.5)
+    assert found[51] == 0.0
+
+
+@pytest.mark.flags("--lr-wsd-decay-iters", "--lr-wsd-decay-style")
+def test_warmup_stable_decay() -> None:
+    found = curve("--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style linear")
+    assert found[80] == 1.0
+    assert found[90] == pytest.approx(0.5)
+    assert curve("--lr-decay-style WSD --lr-wsd-decay-iters 20")[90] == pytest.approx(2 * 0.5**0.5 - 1)
+
+
+@pytest.mark.flags("--lr-wsd-decay-samples")
+def test_warmup_stable_decay_in_samples() -> None:
+    found = curve("--lr-decay-style WSD --lr-wsd-decay-samples 160 --lr-wsd-decay-style linear", SAMPLES)
+    assert found[80] == 1.0
+    assert found[90] == pytest.approx(0.5)
+
+
+@pytest.mark.flags("--weight-decay", "--start-weight-decay", "--end-weight-decay", "--weight-decay-incr-style")
+def test_weight_decay() -> None:
+    assert curve("--weight-decay 0.3", key="weight_decay") == [0.3] * 101
+    growing = "--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style"
+    linear = curve(f"{growing} linear", key="weight_decay")
+    assert (linear[0], linear[50], linear[100]) == pytest.approx((0.1, 0.2, 0.3))
+    assert curve(f"{growing} cosine", key="weight_decay")[25] == pytest.approx(
+        0.1 + 0.2 * 0.5 * (1 + math.cos(math.pi * 0.75))
+    )

@@ -1,0 +1,86 @@
+"""A training run small enough for a unit test: the real setup, loop and hooks, random tokens instead of a dataset."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import pretrain_gpt
+from megatron.training.flags import read_run_config
+from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.initialize import initialize, shut_down
+from megatron.training.loop import train
+from megatron.training.run import Run
+from megatron.training.setup import Task, setup
+
+SEQUENCE, VOCABULARY = 16, 50
+
+FLAGS = f"""
+    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length {SEQUENCE}
+    --max-position-embeddings {SEQUENCE} --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 6
+    --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 16
+    --eval-iters 0 --log-interval 100 --num-workers 0 --hidden-dropout 0.1 --attention-dropout 0.1
+"""
+
+
+class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sample i is a function of i."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (SEQUENCE + 1,), generator=torch.Generator().manual_seed(index))
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(SEQUENCE),
+            "position_ids": torch.arange(SEQUENCE),
+        }
+
+
+def prepare(*flags: str | Path) -> Run:
+    """Everything up to the first step, loading included."""
+    config = read_run_config([*FLAGS.split(), *map(str, flags)], {})
+    tokenizer = tokenizer_of(config)
+    model = functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer))
+    task = Task(model, lambda counts: [RandomTokens(n) if n else None for n in counts], pretrain_gpt.forward_step)
+    return setup(config, initialize(config), tokenizer, task)
+
+
+def finish(run: Run) -> Run:
+    """Train to the end."""
+    try:
+        train(run)
+    finally:
+        run.hooks.on_close(run)
+        run.data.close()
+        shut_down()
+    return run
+
+
+def train_tiny(*flags: str | Path) -> Run:
+    """The whole run."""
+    return finish(prepare(*flags))
+
+
+def values(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that must come back on resume, by name: weights, optimizer state."""
+    for chunk in run.model:
+        for name, parameter in chunk.module.named_parameters():
+            yield name, parameter.detach().clone()
+    for name, tensors in run.optimizer.named_state().items():
+        for kind, tensor in tensors.items():
+            yield f"{kind} of {name}", tensor.clone()
+
+
+def differing(first: Run, second: Run) -> list[str]:
+    """Names of tensors that are not bit-identical."""
+    theirs = dict(values(second))
+    return [name for name, tensor in values(first) if not torch.equal(tensor, theirs[name])]

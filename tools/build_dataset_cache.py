@@ -1,0 +1,64 @@
+#!/usr/bin/env python
+"""Build the sample indices of a training run ahead of it, on one machine without a GPU.
+
+    WORLD_SIZE=64 python tools/build_dataset_cache.py <the flags of pretrain_gpt.py>
+
+The flags are those of the job: number of samples, seed, sequence length, blend and split all decide what is built. With
+the same --data-cache-path (or, without it, the same data directories) the job then finds everything. Where nothing says
+--global-batch-size, it follows from the number of processes, so give that as WORLD_SIZE. Building again costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.errors import ConfigError, StorageError, command_line  # noqa: E402
+from megatron.training.flags import read_run_config  # noqa: E402
+from megatron.training.launch import with_world_size  # noqa: E402
+
+
+def describe(name: str, dataset: Any) -> str:
+    """One line about a split: how many samples, of how many datasets."""
+    parts = getattr(dataset, "datasets", [dataset])
+    of = parts[0].dataset_path if len(parts) == 1 else f"{len(parts)} datasets"
+    return f"{name:10s} {len(dataset)} samples of {of}"
+
+
+@command_line
+def main() -> int:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        return 0
+    config = read_run_config([item for item in sys.argv[1:] if item != "--traceback"], with_world_size(os.environ))
+    if config.data.mock_data:
+        raise ConfigError("--mock-data has no files and keeps no indices; give the job's --data-path")
+
+    from megatron.training.data import SPLITS
+    from megatron.training.gpt import tokenizer_of
+    from megatron.training.gpt_data import build_gpt_datasets
+    from megatron.training.setup import needed_samples
+
+    started_at = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        built = build_gpt_datasets(config, tokenizer_of(config), needed_samples(config))
+    problems = [str(warning.message) for warning in caught if "index cache" in str(warning.message)]
+    if problems:
+        raise StorageError(f"nothing was kept for the job: {problems[0]}")
+    for name, datasets in zip(SPLITS, built, strict=True):
+        for dataset in datasets if isinstance(datasets, list) else [datasets]:
+            print(describe(name, dataset) if dataset is not None else f"{name:10s} none")
+    where = config.data.data_cache_path or "cache/ beside each dataset"
+    print(f"the indices are in {where} ({time.monotonic() - started_at:.1f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Lists every known flag with its status, and writes docs/flags.md.
+
+python tools/list_flags.py                     counts by status
+python tools/list_flags.py --status planned    the flags of one status, one per line
+python tools/list_flags.py --write             write docs/flags.md
+python tools/list_flags.py --check             exit 2 when docs/flags.md is not what --write would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.core.errors import ConfigError, command_line  # noqa: E402
+from megatron.training.flag_declarations import Flag, Status, declared_flags, expected  # noqa: E402
+from megatron.training.flag_parser import program_flags  # noqa: E402
+from megatron.training.flag_report import shown_value  # noqa: E402
+from megatron.training.flag_table import FormerFlag, former_flags, table_flags  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "flags.md"
+STATUSES: tuple[Status, ...] = ("works", "planned", "not supported")
+INTRODUCTION = """\
+# Flags
+
+Every flag of Megatron-LM has one status here, none is silently ignored:
+
+- **works**: it has its effect, and a test fails when it is ignored;
+- **planned**: it belongs to a coming capability. Its default is accepted, other values are refused with a sentence;
+- **not supported**: refused with the reason and what to do instead.
+
+`python pretrain_gpt.py --print-config …` checks a command line without touching data or devices. With `WORLD_SIZE=64`
+in the environment it checks it for 64 processes. `--config FILE.yaml` reads the same flags from a file, with `-` or `_`
+in their names; the command line wins. Flags are never abbreviated, `--flag=value` and `--flag value` are the same, and
+the last one of a repeated flag wins.
+
+This file is written by `python tools/list_flags.py --write`.
+"""
+
+
+def all_listed() -> list[Flag]:
+    return [*program_flags(), *declared_flags(), *table_flags()]
+
+
+def with_status(status: Status) -> list[Flag]:
+    return [flag for flag in all_listed() if flag.status == status]
+
+
+def noted() -> list[FormerFlag]:
+    return [former for former in former_flags() if not former.is_refused]
+
+
+def document() -> str:
+    """docs/flags.md."""
+    return "\n".join([INTRODUCTION, *_counts(), *_works(), *_notes(), *_planned(), *_not_supported()]) + "\n"
+
+
+def _counts() -> Iterator[str]:
+    yield "| status | flags |\n|---|---|"
+    for status in STATUSES:
+        yield f"| {status} | {len(with_status(status))} |"
+    yield f"| spellings of other releases, understood with a note | {len(noted())} |"
+    yield f"| spellings of other releases, refused | {len(former_flags()) - len(noted())} |"
+
+
+def _works() -> Iterator[str]:
+    yield "\n## Works"
+    for group, flags in groupby(with_status("works"), key=lambda flag: flag.group):
+        yield f"\n### {group}\n\n| flag | value | default | meaning |\n|---|---|---|---|"
+        for flag in flags:
+            default = "" if flag.default is None else f"`{shown_value(flag, flag.default)}`"
+            value = "" if flag.is_switch else _cell(expected(flag))
+            yield f"| {_spelled(flag.spellings)} | {value} | {default} | {_cell(flag.help)} |"
+
+
+def _notes() -> Iterator[str]:
+    yield "\n## Understood with a note\n\n| flag | note |\n|---|---|"
+    for former in noted():
+        yield f"| `{former.name}` | {_cell(former.text)} |"
+
+
+def _planned() -> Iterator[str]:
+    yield "\n## Planned\n\nAlso the values in parentheses of flags that work otherwise:\n"
+    for flag in with_status("works"):
+        if flag.planned_choices:
+            yield f"- `{flag.name}` ({', '.join(map(str, flag.planned_choices))}) comes with {flag.explanation}"
+    flags = sorted(with_status("planned"), key=lambda flag: flag.explanation)
+    for capability, members in groupby(flags, key=lambda flag: flag.explanation):
+        yield f"\n### With {capability}\n\n| flag | accepted now | until then |\n|---|---|---|"
+        for flag in members:
+            accepted = "not given" if flag.default is None else f"`{shown_value(flag, flag.default)}`"
+            accepted += "".join(f", `{shown_value(flag, value)}`" for value in flag.neutral)
+            yield f"| {_spelled(flag.spellings)} | {accepted} | {_cell(flag.alternative)} |"
+
+
+def _not_supported() -> Iterator[str]:
+    yield "\n## Not supported"
+    flags = sorted(with_status("not supported"), key=lambda flag: (flag.explanation, flag.alternative))
+    for (reason, alternative), members in groupby(flags, key=lambda flag: (flag.explanation, flag.alternative)):
+        yield f"\n{_sentence(reason)}: {alternative}.\n"
+        yield ", ".join(_spelled(flag.spellings) for flag in members)
+    yield "\n### Of earlier releases\n\n| flag | reason |\n|---|---|"
+    for former in former_flags():
+        if former.is_refused:
+            yield f"| `{former.name}` | {_cell(former.text)} |"
+
+
+def _spelled(spellings: Iterable[str]) -> str:
+    return " ".join(f"`{spelling}`" for spelling in spellings)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def list_status(status: Status) -> None:
+    """One line per flag: spellings, then the capability or the reason."""
+    for flag in with_status(status):
+        print(" ".join(flag.spellings), flag.explanation, sep="\t" if flag.explanation else "")
+    if status == "works":
+        for former in noted():
+            if former.is_upstream:
+                print(former.name, f"{former.text} (a note)", sep="\t")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--status", choices=STATUSES, help="List the flags of one status.")
+    what.add_argument("--write", action="store_true", help="Write docs/flags.md.")
+    what.add_argument("--check", action="store_true", help="Check that docs/flags.md is current.")
+    arguments = parser.parse_args()
+    if arguments.status is not None:
+        list_status(arguments.status)
+    elif arguments.write:
+        DOCUMENT.write_text(document(), encoding="utf-8")
+    elif arguments.check:
+        if not DOCUMENT.is_file() or DOCUMENT.read_text(encoding="utf-8") != document():
+            raise ConfigError("docs/flags.md is not current; write it anew with: python tools/list_flags.py --write")
+    else:
+        for status in STATUSES:
+            print(f"{len(with_status(status)):4d} {status}")
+        print(f"{len(noted()):4d} of other releases, understood with a note")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line(main)())
