@@ -313,7 +313,8 @@ def _wrong_number(spelling: str, texts: list[str], nargs: int | str | None) -> s
     """What is wrong with the number of texts after a flag."""
     wanted = 1 if nargs is None else nargs
     for text in texts:
-        if text == "--" or (len(texts) > 1 and text.startswith("-") and not _NEGATIVE.fullmatch(text)):
+        several = len(texts) > 1 or nargs in ("*", "+", "?")
+        if text == "--" or (several and text.startswith("-") and not _NEGATIVE.fullmatch(text)):
             return f"{spelling} is followed by {text!r}, which looks like a flag and not like a value"
     if nargs in ("*", "?"):
         return None
