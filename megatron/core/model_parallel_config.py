@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import torch
 
 DENSE_LAYOUTS = "the dense parallel layouts"
-MIXED_PRECISION = "fp16 with dynamic loss scaling"
 
 
 @dataclass(kw_only=True)
@@ -35,8 +34,8 @@ class ModelParallelConfig:
     """Processes that share each expert; the tensor-parallel size when not given."""
     sequence_parallel: bool = False
     """Divide norms and dropout along the sequence over the tensor-parallel processes."""
-    fp16: bool = flag(False, planned=MIXED_PRECISION)
-    """Compute in float16 with loss scaling."""
+    fp16: bool = False
+    """Compute in float16 with loss scaling; the optimizer keeps float32 main parameters."""
     bf16: bool = False
     """Compute in bfloat16; the optimizer keeps float32 main parameters."""
     params_dtype: torch.dtype | None = derived()

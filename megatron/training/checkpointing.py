@@ -2,7 +2,7 @@
 
     iter_0000010/
       tensors         <parameter>, optimizer.state.exp_avg.<parameter>, ..., rng_state.<rank>.<generator>
-      state.json      progress, learning-rate schedule, number of updates
+      state.json      progress, learning-rate schedule, number of updates, loss scale
       rng.json        Python's and numpy's generators
       config.json     all settings of the run
       tokenizer/      the tokenizer's files
@@ -58,7 +58,7 @@ def save_checkpoint(run: Run) -> Path:
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
         tensors |= _sharded_optimizer_state(run)
-        state["optimizer"] = {"step_count": run.optimizer.step_count}
+        state["optimizer"] = run.optimizer.state_dict()
         state["scheduler"] = run.scheduler.state_dict()
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
     if not settings.no_save_rng:
@@ -151,7 +151,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         raise CheckpointError(f"{found.path}: {error}{shape_differences(saved_config, run.config)}") from None
 
     if with_optimizer:
-        run.optimizer.step_count = state["optimizer"]["step_count"]
+        run.optimizer.load_state_dict(state["optimizer"])
         run.optimizer.after_load()
         run.scheduler.load_state_dict(state["scheduler"])
     else:

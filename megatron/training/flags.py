@@ -159,5 +159,6 @@ def _computed(s: Settings) -> dict[str, Any]:
         "compile": s.compile,
         "seed": s.seed,
         "bf16": s.bf16,
+        "fp16": s.fp16,
         "samples_per_step": s.micro_batch_size * (s.data_parallel_size or 1),
     }

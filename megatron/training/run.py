@@ -75,6 +75,8 @@ class StepResult:
     """After this step, as upstream logs it: the rate that the next step will use."""
     samples: int
     """Size of the global batch."""
+    loss_scale: float = 1.0
+    """What this step's loss was multiplied by before backward, with --fp16."""
 
 
 @dataclass(frozen=True)

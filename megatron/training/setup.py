@@ -76,8 +76,9 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         vocabulary_limit=padded_vocab_size,
     )
     model = build_model(config, process, task)
-    executor = build_executor(config, process, model, batch_size)
     optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    executor = build_executor(config, process, model, batch_size)
+    executor.grad_scale_func = optimizer.grad_scale_func
     run = Run(
         config=config,
         groups=groups,

@@ -35,6 +35,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     finalize_model_grads(run.model, num_tokens, pg_collection=run.groups)
 
     # 4. Update: clip to the global norm, then AdamW.
+    loss_scale = run.optimizer.loss_scale
     update = run.optimizer.step()
 
     # 5. Count. A skipped update (non-finite gradient) uses up its data but not its learning rate.
@@ -48,6 +49,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
         skipped=update.skipped,
         learning_rate=learning_rate(run),
         samples=samples,
+        loss_scale=loss_scale,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigError, NonFiniteError
 from megatron.core.optimizer.clip_grads import clip_divisor, counted, counted_ranges, global_norm
+from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import BufferState, ParamGroup, StateSlice, make_param_groups
 from megatron.core.placement import placement_of
@@ -37,9 +38,9 @@ class UpdateResult(NamedTuple):
 class MegatronOptimizer:
     """AdamW (Loshchilov and Hutter, 2019) over the flat buffers of this process's model chunks.
 
-    Parameters in bfloat16 are updated through float32 main parameters. With use_distributed_optimizer the replicas
-    divide the state: each updates its slice of every bucket, then the parameters are gathered. `param_groups` is what
-    OptimizerParamScheduler sets. A non-finite gradient makes the fused kernel leave everything as it is, so the update
+    Parameters in bfloat16 or float16 are updated through float32 main parameters; in float16 the loss is scaled
+    (grad_scaler.py). With use_distributed_optimizer the replicas divide the state: each updates its slice of every
+    bucket, then the parameters are gathered. `param_groups` is what OptimizerParamScheduler sets. A non-finite gradient makes the fused kernel leave everything as it is, so the update
     need not wait for the host to look.
     """
 
@@ -60,6 +61,7 @@ class MegatronOptimizer:
         self._shards = buffers[0].reduction.shards
         self._device = buffers[0].param_data.device
         self._step = torch.zeros((), device=self._device)
+        self.grad_scaler = make_grad_scaler(config, self._device)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -75,16 +77,47 @@ class MegatronOptimizer:
     def step_count(self, count: int) -> None:
         self._step.fill_(count)
 
+    @property
+    def grad_scale_func(self) -> Callable[[Tensor], Tensor] | None:
+        """What the loss goes through before backward; None where gradients are not scaled."""
+        return None if self.grad_scaler is None else self.scale_loss
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale."""
+        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next step's loss is multiplied by."""
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the tensors of `named_slices`: plain numbers."""
+        state: dict[str, Any] = {"step_count": self.step_count}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`, also from a run in another number format."""
+        self.step_count = state["step_count"]
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
+
     @torch.no_grad()
     def step(self) -> UpdateResult:
         """Update the parameters from the synchronised gradients.
 
-        Raises NonFiniteError, with nothing changed, when a gradient is not finite and check_for_nan_in_grad is on;
-        without the check such an update is skipped.
+        An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
+        check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed.
         """
         grad_norm = global_norm(self._counted_grads, self.groups, self._device, self._shards)
         found_inf = (~grad_norm.isfinite()).float()
+        if self.grad_scaler is not None:
+            grad_norm = grad_norm / self.grad_scaler.scale
         divisor = clip_divisor(grad_norm, self.config.clip_grad)
+        if self.grad_scaler is not None:
+            divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
         self._step += 1.0 - found_inf
         for group in self._groups:
             self._update(group, divisor, found_inf)
@@ -92,8 +125,10 @@ class MegatronOptimizer:
         for chunk in self.model_chunks:
             chunk.start_param_sync()
         succeeded = not found_inf.item()
-        if not succeeded and self.check_for_nan_in_grad:
-            raise NonFiniteError(self._describe_non_finite())
+        used_scale = self.loss_scale
+        may_skip = succeeded if self.grad_scaler is None else self.grad_scaler.update(overflowed=not succeeded)
+        if not may_skip and self.check_for_nan_in_grad:
+            raise NonFiniteError(self._describe_non_finite(used_scale))
         return UpdateResult(succeeded, grad_norm)
 
     def _update(self, group: ParamGroup, divisor: Tensor | None, found_inf: Tensor) -> None:
@@ -154,13 +189,19 @@ class MegatronOptimizer:
         for state in self._states:
             state.copy_main_to_model()
 
-    def _describe_non_finite(self) -> str:
+    def _describe_non_finite(self, loss_scale: float) -> str:
         """One sentence with the first parameter, in the model's order, whose gradient is not finite."""
         found = next((text for text in all_gather_object(self._first_non_finite(), self.groups.mp) if text), None)
         found = next((text for text in all_gather_object(found, self._shards) if text), None)
         what = found or "the gradients are finite but their norm is beyond the range of float32"
+        if self.grad_scaler is None:
+            where, instead = "", "look at the data of this step"
+        elif self.config.loss_scale is not None:
+            where, instead = f" with --loss-scale {loss_scale:g}", "leave out --loss-scale for a dynamic one"
+        else:
+            where, instead = f" with the smallest loss scale, {loss_scale:g}", "train with --bf16"
         return (
-            f"{what} after {self.step_count} updates; nothing was updated: lower --lr, look at the data of this step, "
+            f"{what}{where} after {self.step_count} updates; nothing was updated: lower --lr, {instead}, "
             "or pass --no-check-for-nan-in-loss-and-grad to skip such updates"
         )
 

@@ -33,3 +33,15 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     bf16: bool = derived(False)
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""
+    fp16: bool = derived(False)
+    """Model parameters are float16; the optimizer keeps float32 main parameters and scales the loss."""
+    loss_scale: float | None = flag(None, above=0)
+    """With --fp16: multiply the loss by this number, always. Without it the scale is dynamic."""
+    initial_loss_scale: float = flag(2**32, above=0)
+    """With --fp16: dynamic loss scale at the start; halved until gradients no longer overflow."""
+    min_loss_scale: float = flag(1.0, above=0)
+    """With --fp16: smallest dynamic loss scale; gradients that overflow even so end the run."""
+    loss_scale_window: float = flag(1000, minimum=1, unit="iterations")
+    """With --fp16: iterations in a row without overflow after which the dynamic loss scale is doubled."""
+    hysteresis: int = flag(2, minimum=1, unit="iterations")
+    """With --fp16: iterations with overflow until the dynamic loss scale is halved."""

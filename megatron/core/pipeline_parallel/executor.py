@@ -41,6 +41,7 @@ class Executor:
 
     chunks: the pipeline chunks of this rank, wrapped or bare. A step leaves gradients where the model puts them.
     activation_shape: of the hidden states that stages exchange, as activation_shape() gives it; one process needs none.
+    grad_scale_func: applied to each microbatch's loss before backward (loss scaling); what is collected is not scaled.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Executor:
         config: ModelParallelConfig | None = None,
         *,
         activation_shape: Sequence[int] | None = None,
+        grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.groups = pg_collection
         self.config = config
         self.activation_shape = activation_shape
+        self.grad_scale_func = grad_scale_func
         self.pipeline = Pipeline.of(config, pg_collection, len(self.chunks))
         self.stages = self.pipeline.shape
         self._queue: WeightGradQueue | None = None
@@ -138,7 +141,7 @@ class Executor:
             raise ValueError(f"loss_func must return {expected}; found {len(result)} values")
         outputs.loss_dicts.append({name: _detached(value) for name, value in loss_dict.items()})
         share: Tensor = loss if per_token else loss * sequence.size() / num_microbatches
-        return share
+        return share if self.grad_scale_func is None else self.grad_scale_func(share)
 
 
 def activation_shape(

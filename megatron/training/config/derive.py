@@ -160,6 +160,7 @@ def _checkpoint(s: Settings) -> None:
         s.derive(no_load_optim=True)
 
 
+_DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
 
@@ -182,6 +183,8 @@ def _without_effect(s: Settings) -> None:
         ),
         ("overlap_p2p_comm", s.pipeline_model_parallel_size == 1, "--pipeline-model-parallel-size"),
         ("grad_reduce_in_bf16", not s.bf16, "--bf16"),
+        *((dest, not s.fp16, "--fp16") for dest in ("loss_scale", *_DYNAMIC_LOSS_SCALE)),
+        *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),

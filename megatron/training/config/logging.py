@@ -17,6 +17,8 @@ class LoggerConfig:
     """Also log the norm of all parameters."""
     log_throughput: bool = False
     """Also write TFLOP/s per device, MFU and tokens/s to TensorBoard; the progress line always has them."""
+    log_loss_scale_to_tensorboard: bool = True
+    """Write the loss scale to TensorBoard; it is 1 without --fp16."""
     tensorboard_dir: str | None = None
     """Directory of TensorBoard event files."""
     tensorboard_log_interval: int = flag(1, minimum=1, unit="iterations")

@@ -128,6 +128,7 @@ def progress_line(step: StepMetrics, interval: Interval, target_iterations: int)
         f"global batch size: {step.global_batch_size:5d}",
         *(f"{name}: {loss:.6E}" for name, loss in interval.mean_losses.items()),
     ]
+    fields.append(f"loss scale: {step.loss_scale:.1f}")
     if step.grad_norm is not None:
         fields.append(f"grad norm: {step.grad_norm:.3f}")
     if step.params_norm is not None:

@@ -34,6 +34,7 @@ class StepMetrics:
     memory_bytes: int
     """In use by this process: allocated on the device, or resident on the host."""
     peak_memory_bytes: int
+    loss_scale: float = 1.0
 
     @property
     def has_nan(self) -> bool:
@@ -51,6 +52,7 @@ class StepMetrics:
             "lr": self.learning_rate,
             "global_batch_size": self.global_batch_size,
             "skipped": self.skipped,
+            "loss_scale": self.loss_scale,
             "iteration_time_seconds": self.elapsed_seconds,
             "tokens_per_second": self.tokens_per_second,
             "tflops": self.tflops,
@@ -99,6 +101,7 @@ class MeterHook(Hook):
             learning_rate=result.learning_rate,
             global_batch_size=result.samples,
             skipped=result.skipped,
+            loss_scale=result.loss_scale,
             elapsed_seconds=elapsed,
             tokens_per_second=tokens_per_second,
             tflops=flops_per_device / 1e12,

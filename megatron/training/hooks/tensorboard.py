@@ -51,6 +51,8 @@ class TensorBoardHook(Hook):
         curves = {"learning-rate": step.learning_rate, "batch-size": step.global_batch_size, **step.losses}
         curves["iteration-time"] = step.elapsed_seconds
         curves["mem-allocated-bytes"] = step.memory_bytes
+        if self.config.log_loss_scale_to_tensorboard:
+            curves["loss-scale"] = step.loss_scale
         if step.grad_norm is not None:
             curves["grad-norm"] = step.grad_norm
         if step.params_norm is not None:

@@ -29,4 +29,9 @@ def ends_in_bf16_fit_the_recipe(s: Settings) -> Iterator[str]:
         yield "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
 
 
-CHECKS = (residual_has_a_lower_format, one_low_precision_format, ends_in_bf16_fit_the_recipe)
+def loss_scale_may_fall(s: Settings) -> Iterator[str]:
+    if s.fp16 and s.loss_scale is None and s.min_loss_scale > s.initial_loss_scale:
+        yield f"{s.say('min_loss_scale')} is above {s.say('initial_loss_scale')}; give a smaller --min-loss-scale"
+
+
+CHECKS = (loss_scale_may_fall, residual_has_a_lower_format, one_low_precision_format, ends_in_bf16_fit_the_recipe)
