@@ -1,4 +1,4 @@
-"""float16 under several processes: all agree on an overflow that one of them has, and the run is that of one process."""
+"""float16 under several processes: all agree on an overflow that one of them has; the run is that of one process."""
 
 from __future__ import annotations
 

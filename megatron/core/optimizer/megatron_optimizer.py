@@ -40,8 +40,8 @@ class MegatronOptimizer:
 
     Parameters in bfloat16 or float16 are updated through float32 main parameters; in float16 the loss is scaled
     (grad_scaler.py). With use_distributed_optimizer the replicas divide the state: each updates its slice of every
-    bucket, then the parameters are gathered. `param_groups` is what OptimizerParamScheduler sets. A non-finite gradient makes the fused kernel leave everything as it is, so the update
-    need not wait for the host to look.
+    bucket, then the parameters are gathered. `param_groups` is what OptimizerParamScheduler sets. A non-finite gradient
+    makes the fused kernel leave everything as it is, so the update need not wait for the host to look.
     """
 
     def __init__(
