@@ -47,6 +47,10 @@ class Activation:
     forward: Callable[[Tensor], Tensor]
     backward_: Callable[[Tensor, Tensor], Tensor] | None = None
     """`backward_(grad, x)`: overwrite x with grad * y'(x) and return it."""
+    clamp_value: float | None = None
+    """c of the gated form: min(gate, c) and max(-c, min(up, c)) take part; unbounded when None (gpt-oss has 7)."""
+    linear_offset: float = 0.0
+    """o of the gated form: act(gate) * (up + o) (gpt-oss has 1)."""
 
 
 def _silu_backward_(grad: Tensor, x: Tensor) -> Tensor:

@@ -159,6 +159,11 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def allow_bf16_reduced_precision_sums(allowed: bool) -> None:
+    """Whether a GPU's matrix products may sum their parts in bfloat16; process-wide, torch's default is True."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+
+
 def total_memory_bytes() -> int:
     """Memory of the GPU, or of the machine."""
     device = current_device()

@@ -48,6 +48,12 @@ class ModelParallelConfig:
     use_cpu_initialization: bool = False
     """Draw initial weights on the CPU, so that a run on GPUs starts from the same numbers as one on CPUs. A device's
     generator gives its own numbers; on either, a weight depends only on the seed, its name and its index."""
+    clone_scatter_output_in_embedding: bool = True
+    """With sequence parallelism and learned positions, copy a rank's part of the embedded sequence, so that the whole
+    one can be freed."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Sum the parts of bfloat16 matrix products in float32 where a GPU's kernel splits them (torch's
+    allow_bf16_reduced_precision_reduction, switched off)."""
     deterministic_mode: bool = flag(False, planned="deterministic kernels on CUDA")
     """Use deterministic algorithms only."""
 

@@ -98,18 +98,20 @@ def load_checkpoint(run: Run) -> None:
         if found is not None:
             _restore(run, found, weights_only=settings.finetune)
             return
-        _explain_missing(settings, root, world)
+        _explain_missing(settings, root, world, run.config.model.perform_initialization)
     if settings.pretrained_checkpoint is not None:
         step = settings.ckpt_step if settings.load is None else None
         _load_pretrained(run, Path(settings.pretrained_checkpoint), step)
 
 
-def _explain_missing(settings: CheckpointConfig, root: Path, world: Group) -> None:
+def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws_weights: bool) -> None:
     """--load holds nothing: a sentence where that may be, CheckpointError where not."""
     what = "holds no checkpoint" if root.is_dir() else "does not exist"
     if settings.pretrained_checkpoint is not None:
         _say(world, f"--load {root} {what} yet: starting from --pretrained-checkpoint")
         return
+    if not draws_weights:
+        raise CheckpointError(f"--load {root} {what}, and --no-initialization leaves the weights undefined without one")
     if settings.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {root} {what}, and --exit-on-missing-checkpoint was given")
     if settings.save is None or Path(settings.save).resolve() != root.resolve():

@@ -143,7 +143,7 @@ def _assemble(s: Settings, ledger: Ledger) -> tuple[RunConfig | None, list[str]]
 
 def _computed(s: Settings) -> dict[str, Any]:
     """Values of fields without a flag."""
-    gated = s.swiglu or s.quick_geglu
+    gated = s.swiglu or s.geglu or s.quick_geglu
     activations = {
         "swiglu": "silu",
         "quick_geglu": "quick_gelu",

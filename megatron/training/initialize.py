@@ -50,6 +50,7 @@ def initialize(config: RunConfig) -> Process:
     device_module.activate(device)
     if not device_module.is_cuda(device):
         keep_freed_host_memory()
+    device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
     grid = rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     if launch.world_size > 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.collectives import all_reduce, broadcast, broadcast_object
+from megatron.core.device import release_cached_memory
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.run import Run, StepResult
 
@@ -29,6 +30,8 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 
     # 2. Forward and backward. The schedule is the order, the executor runs it.
     outputs = run.executor.run(run.schedule(num_microbatches), run.forward_step, batches)
+    if run.config.training.empty_unused_memory_level >= 1:
+        release_cached_memory()
 
     # 3. Finish gradients: mean over the data-parallel ranks, sum of those that are partial.
     num_tokens = outputs.num_tokens if run.config.model.calculate_per_token_loss else None
@@ -37,6 +40,8 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     # 4. Update: clip to the global norm, then AdamW.
     loss_scale = run.optimizer.loss_scale
     update = run.optimizer.step()
+    if run.config.training.empty_unused_memory_level >= 2:
+        release_cached_memory()
 
     # 5. Count. A skipped update (non-finite gradient) uses up its data but not its learning rate.
     run.progress.advance(samples, skipped=update.skipped)

@@ -17,7 +17,7 @@ import pytest
 from megatron.training.parity import Share, Trace, compare, join, largest_differences, run_share
 from megatron.training.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 
 ITERATIONS = 10
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
@@ -41,7 +41,7 @@ LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
 
 def share(style: str, text: str) -> Share:
     """One rank's part of the run; the whole run where the layout is one process."""
-    config, tokenizer, task = training(STYLES[style], text)
+    config, tokenizer, task = training((STYLES | OPTIONS)[style], text)
     return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
 
 
@@ -59,6 +59,12 @@ def test_layout_is_the_same_run(style: str, layout: str) -> None:
     sizes = largest_differences(reference(style), trace)
     print(f"{style} {layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})
     assert compare(reference(style), trace) == []
+
+
+@pytest.mark.parametrize(("style", "layout"), [("sandwich", "tp2,sp,pp2"), ("parallel", "pp2")])
+def test_model_options_do_not_depend_on_the_layout(style: str, layout: str) -> None:
+    """The second has bfloat16 layers and float32 between the stages, which changes nothing either."""
+    test_layout_is_the_same_run(style, layout)
 
 
 def test_the_reference_learns() -> None:

@@ -95,16 +95,18 @@ ACTIVATIONS = {
     "--squared-relu": lambda x: F.relu(x) ** 2,
     "--openai-gelu": lambda x: F.gelu(x, approximate="tanh"),
     "--quick-geglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "--geglu": F.gelu,
+    "--geglu --openai-gelu": lambda x: F.gelu(x, approximate="tanh"),
 }
 
 
-@pytest.mark.flags("--swiglu", "--squared-relu", "--openai-gelu", "--quick-geglu")
+@pytest.mark.flags("--swiglu", "--squared-relu", "--openai-gelu", "--quick-geglu", "--geglu")
 @pytest.mark.parametrize("flag", ACTIVATIONS)
 def test_activations(flag: str) -> None:
     mlp = first_mlp(build_model(flag))
     x = torch.randn(4, 2, 32)
     wide = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias)
-    if flag in ("--swiglu", "--quick-geglu"):
+    if "glu" in flag:
         gate, up = wide.chunk(2, dim=-1)
         expected = ACTIVATIONS[flag](gate) * up
     else:
@@ -113,8 +115,40 @@ def test_activations(flag: str) -> None:
     torch.testing.assert_close(output + bias, F.linear(expected, mlp.linear_fc2.weight, mlp.linear_fc2.bias))
 
 
+@pytest.mark.flags("--activation-func-clamp-value", "--glu-linear-offset")
+@pytest.mark.parametrize("gate", ["--swiglu", "--quick-geglu"])
+@pytest.mark.parametrize(("limit", "offset"), [(0.5, 0.0), (0.5, 1.0), (None, 1.0)])
+def test_clamped_and_offset_gates(gate: str, limit: float | None, offset: float) -> None:
+    """act(min(gate, c)) * (max(-c, min(up, c)) + o), fused and written out, with the same gradients."""
+    flags = f"{gate} --init-method-std 0.4" + (f" --activation-func-clamp-value {limit}" if limit else "")
+    flags += f" --glu-linear-offset {offset}" if offset else ""
+    model = build_model(flags)
+    mlp = first_mlp(model)
+    x = torch.randn(4, 2, 32)
+    left, right = F.linear(x, mlp.linear_fc1.weight, mlp.linear_fc1.bias).chunk(2, dim=-1)
+    if limit:
+        assert (left > limit).any() and (right < -limit).any()
+        left, right = left.clamp(max=limit), right.clamp(-limit, limit)
+    expected = F.linear(ACTIVATIONS[gate](left) * (right + offset), mlp.linear_fc2.weight)
+    torch.testing.assert_close(mlp(x)[0], expected)
+    assert_same_function(model, build_model(f"{flags} --no-bias-swiglu-fusion"), tolerance=1e-4)
+
+
+def test_gate_options_without_a_gate_are_noted() -> None:
+    for flag in ("--activation-func-clamp-value 7", "--glu-linear-offset 1"):
+        assert any(note.startswith(flag.split()[0]) for note in read_config(flag).notes)
+        assert not any(note.startswith(flag.split()[0]) for note in read_config(f"{flag} --swiglu").notes)
+
+
+def test_one_activation() -> None:
+    for flags in ("--swiglu --geglu", "--quick-geglu --openai-gelu", "--squared-relu --swiglu"):
+        with pytest.raises(ConfigError, match="keep one activation"):
+            build_model(flags)
+
+
 def test_gated_width_follows_from_the_hidden_size() -> None:
     assert shapes("--swiglu --hidden-size 96")["decoder.layers.0.mlp.linear_fc1.weight"] == (2 * 256, 96)
+    assert shapes("--quick-geglu --hidden-size 96")["decoder.layers.0.mlp.linear_fc1.weight"] == (2 * 384, 96)
 
 
 @pytest.mark.flags("--disable-bias-linear", "--add-qkv-bias")

@@ -73,6 +73,8 @@ def test_query_groups() -> None:
         ("", "gelu", False),
         ("--swiglu", "silu", True),
         ("--quick-geglu", "quick_gelu", True),
+        ("--geglu", "gelu", True),
+        ("--geglu --openai-gelu", "gelu_tanh", True),
         ("--squared-relu", "squared_relu", False),
         ("--openai-gelu", "gelu_tanh", False),
     ],

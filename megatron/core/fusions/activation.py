@@ -1,6 +1,7 @@
 """The MLP's activation with its bias or gate as one operation that keeps only its input.
 
     plain   y = act(x + b)                     gated   y = act(gate + b_g) * (up + b_u),   x = (gate | up)
+    gated, with clamp c and offset o           y = act(min(gate + b_g, c)) * (max(-c, min(up + b_u, c)) + o)
 
 Backward writes the gradient into the memory of the saved input, which nothing needs any more: no temporary of the MLP's
 inner width outlives its use. References: `activation_reference`, `gated_activation_reference`.
@@ -22,9 +23,19 @@ def activation_reference(x: Tensor, bias: Tensor | None, activation: Activation)
 
 
 def gated_activation_reference(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """act(gate) * up of x + b = (gate | up); x [..., 2 f] -> [..., f]."""
+    """act(gate) * up of x + b = (gate | up), clamped and offset as the activation says; x [..., 2 f] -> [..., f]."""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
-    return activation.forward(gate) * up
+    gate, up = _clamped(gate, up, activation.clamp_value)
+    return activation.forward(gate) * _offset(up, activation.linear_offset)
+
+
+def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """The gate bounded above, up on both sides; [..., f] each."""
+    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def _offset(up: Tensor, offset: float) -> Tensor:
+    return up + offset if offset else up
 
 
 class _BiasActivation(torch.autograd.Function):
@@ -51,16 +62,26 @@ class _GatedActivation(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.activation = activation
         gate, up = x.chunk(2, dim=-1)  # [..., 2 f] -> 2 x [..., f]
-        return activation.forward(gate).mul_(up)
+        gate, up = _clamped(gate, up, activation.clamp_value)
+        return activation.forward(gate).mul_(_offset(up, activation.linear_offset))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         x = x.detach()
         gate, up = x.chunk(2, dim=-1)  # [..., 2 f] -> 2 x [..., f]
-        grad_act = grad * up
+        limit = ctx.activation.clamp_value
+        beyond = None
+        if limit is not None:
+            beyond = (gate > limit, up.abs() > limit)  # no gradient there
+            gate.clamp_(max=limit)
+            up.clamp_(-limit, limit)
+        grad_act = grad * _offset(up, ctx.activation.linear_offset)
         torch.mul(grad, ctx.activation.forward(gate), out=up)  # up now holds its gradient
         ctx.activation.backward_(grad_act, gate)  # gate now holds its gradient
+        if beyond is not None:
+            gate.masked_fill_(beyond[0], 0.0)
+            up.masked_fill_(beyond[1], 0.0)
         return x, _bias_gradient(ctx, x), None
 
 

@@ -113,6 +113,8 @@ class Executor:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
         assert self.config is not None
         dtype = self.config.params_dtype or getattr(torch, self.config.compute_dtype_name)
+        if getattr(self.config, "fp32_residual_connection", False):
+            dtype = torch.float32
         blocking = not self.pipeline.overlap
         return Mail(self.groups.pp, self.activation_shape, dtype, current_device(), blocking=blocking)
 

@@ -34,6 +34,12 @@ def normal(std: float) -> Initialiser:
     return fill
 
 
+def xavier_uniform(tensor: Tensor, generator: torch.Generator) -> None:
+    """Uniform in +-sqrt(6 / (inputs + outputs)) of a whole matrix [outputs, inputs] (Glorot and Bengio, 2010, equation
+    16)."""
+    nn.init.xavier_uniform_(tensor, generator=generator)
+
+
 def ones(tensor: Tensor, generator: torch.Generator) -> None:
     """Every element one."""
     tensor.fill_(1.0)
@@ -97,12 +103,14 @@ def initialise_parameters(
     seed: int,
     global_name: Callable[[str], str] = lambda name: name,
     draw_on_cpu: bool = False,
+    draw: bool = True,
 ) -> None:
     """Name every declared parameter of `module` and fill it.
 
     global_name: from the name inside this module (layers by local number) to the name in the whole model.
     draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
-    different numbers, so runs that must start alike on both draw on the CPU.
+    different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of
+    drawn weights as it is, for a model whose weights are loaded.
     """
     for local_name, parameter in module.named_parameters():
         init = getattr(parameter, "initialiser", None)
@@ -114,7 +122,7 @@ def initialise_parameters(
         placement = placement if placement.name else placement.renamed(name)
         place(parameter, placement)
         device = torch.device("cpu") if draw_on_cpu else parameter.device
-        if device.type == "meta":
+        if device.type == "meta" or not (draw or init in (ones, zeros)):
             continue
         _fill(parameter, placement, init, seed, device)
 

@@ -1,15 +1,25 @@
-"""Which distribution each kind of weight starts from."""
+"""Which distribution each kind of weight starts from.
+
+| weights                              | standard deviation of the normal distribution       |
+|--------------------------------------|-----------------------------------------------------|
+| input projections of attention, MLP  | init_method_std                                     |
+| output projections of attention, MLP | init_method_std / sqrt(2 x layers)                  |
+| token and position embeddings        | embedding_init_method_std, else init_method_std     |
+| output layer that is not tied        | init_method_std                                     |
+"""
 
 from __future__ import annotations
 
 import math
 
-from megatron.core.tensor_parallel.parameters import Initialiser, normal
+from megatron.core.tensor_parallel.parameters import Initialiser, normal, xavier_uniform
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def input_initialiser(config: TransformerConfig) -> Initialiser:
-    """Input projections, embeddings and the output layer: config.init_method, or normal(0, init_method_std)."""
+    """Input projections: config.init_method, or the distribution that the config describes."""
+    if config.init_method_xavier_uniform:
+        return config.init_method or xavier_uniform
     return config.init_method or normal(config.init_method_std)
 
 
@@ -17,4 +27,18 @@ def output_initialiser(config: TransformerConfig) -> Initialiser:
     """Output projections of attention and MLP: config.output_layer_init_method, or a normal distribution whose standard
     deviation is divided by sqrt(2 x layers), so that the residual stream keeps its size (GPT-2, section 2.3)."""
     assert config.num_layers is not None
+    if config.init_method_xavier_uniform:
+        return config.output_layer_init_method or xavier_uniform
     return config.output_layer_init_method or normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
+
+
+def embedding_initialiser(config: TransformerConfig) -> Initialiser:
+    """Embeddings: config.embedding_init_method, or a normal distribution with a standard deviation of their own."""
+    if config.embedding_init_method_std is not None:
+        return config.embedding_init_method or normal(config.embedding_init_method_std)
+    return config.embedding_init_method or config.init_method or normal(config.init_method_std)
+
+
+def output_layer_initialiser(config: TransformerConfig) -> Initialiser:
+    """An output layer with a weight of its own: config.init_method, or the normal distribution."""
+    return config.init_method or normal(config.init_method_std)

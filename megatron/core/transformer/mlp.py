@@ -6,6 +6,7 @@ gated    y = (act(x Wg^T) * (x Wu^T)) W2^T        Wg and Wu are one matrix: fc1 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,11 @@ class MLP(MegatronModule):
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         width = config.ffn_hidden_size
         assert width is not None and config.hidden_size is not None
-        self.activation = find_activation(config.activation_func)
+        self.activation = dataclasses.replace(
+            find_activation(config.activation_func),
+            clamp_value=config.activation_func_clamp_value,
+            linear_offset=config.glu_linear_offset,
+        )
         self.activate = self._choose_activation()
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(

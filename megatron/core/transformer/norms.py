@@ -50,6 +50,10 @@ class _Norm(MegatronModule):
         """The factor applied to the normalised input, [h]."""
         return self.weight + 1 if self.zero_centered else self.weight
 
+    def in_format_of(self, x: Tensor, *parameters: Tensor) -> list[Tensor]:
+        """The parameters in x's number format: a residual stream in float32 has another than they."""
+        return [parameter.to(x.dtype) for parameter in parameters]
+
     def extra_repr(self) -> str:
         """Size and form, for print(model)."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered={self.zero_centered}, fused={self.is_fused}"
@@ -59,8 +63,9 @@ class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
-        return (rms_norm if self.is_fused else rms_norm_reference)(x, self.scale(), self.eps)
+        """[..., h] -> [..., h] in the number format of the weight."""
+        (scale,) = self.in_format_of(x, self.scale())
+        return (rms_norm if self.is_fused else rms_norm_reference)(x, scale, self.eps).to(self.weight.dtype)
 
 
 class LayerNorm(_Norm):
@@ -79,8 +84,9 @@ class LayerNorm(_Norm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
-        return (layer_norm if self.is_fused else layer_norm_reference)(x, self.scale(), self.bias, self.eps)
+        """[..., h] -> [..., h] in the number format of the weight."""
+        scale, bias = self.in_format_of(x, self.scale(), self.bias)
+        return (layer_norm if self.is_fused else layer_norm_reference)(x, scale, bias, self.eps).to(self.weight.dtype)
 
 
 def build_norm(

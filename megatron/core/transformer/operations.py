@@ -37,6 +37,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         + fused_or_plain(uses_fused_activation(config), "fused, keeps only its input"),
         "rotary positions": fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place"),
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
-        "cross entropy": "vocabulary-parallel, gradient formed in the logits' memory",
+        "cross entropy": "vocabulary-parallel, "
+        + ("from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"),
         "layers": "torch.compile, one graph for each layer" if config.compile else "eager",
     }

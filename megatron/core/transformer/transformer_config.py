@@ -24,6 +24,16 @@ class TransformerConfig(ArchitectureFields, AttentionFields, InitializationField
     compile: bool = derived(False)
     """The training program compiles each transformer layer with torch.compile."""
 
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on the output of the embedding."""
+        return self.embedding_multiplier
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the logits."""
+        return self.logit_multiplier
+
     def __post_init__(self) -> None:
         problems = self._missing()
         if not problems:
@@ -43,8 +53,9 @@ class TransformerConfig(ArchitectureFields, AttentionFields, InitializationField
     def _derive(self) -> None:
         if self.ffn_hidden_size is None:
             width = self.hidden_size
-            # Gated: two thirds, so that three matrices hold what two did; a multiple of 64 for the hardware.
-            self.ffn_hidden_size = int(4 * width * 2 / 3 / 64) * 64 if self.gated_linear_unit else 4 * width
+            # SwiGLU: two thirds, so that three matrices hold what two did; a multiple of 64 for the hardware.
+            is_swiglu = self.gated_linear_unit and self.activation_func == "silu"
+            self.ffn_hidden_size = int(4 * width * 2 / 3 / 64) * 64 if is_swiglu else 4 * width
         if self.num_query_groups in (None, 0):
             self.num_query_groups = self.num_attention_heads
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads == 0:
@@ -67,4 +78,13 @@ class TransformerConfig(ArchitectureFields, AttentionFields, InitializationField
             problems.append(f"--hidden-size {width} is too small for a default MLP width; give --ffn-hidden-size")
         if self.fp16 and self.bf16:
             problems.append("--fp16 and --bf16 contradict each other; keep one")
+        if self.apply_residual_connection_post_layernorm and self.norm_placement == "output":
+            problems.append(
+                "--apply-residual-connection-post-layernorm needs a norm before attention and MLP; "
+                "use --norm-placement input or both"
+            )
+        if self.apply_residual_connection_post_layernorm and self.parallel_residual:
+            problems.append(
+                "--apply-residual-connection-post-layernorm and --parallel-residual contradict each other; keep one"
+            )
         return problems

@@ -1,7 +1,12 @@
-"""One transformer layer with the norm before each half (pre-norm):
+"""One transformer layer: attention and MLP, each between its norms, each added to the residual stream x.
 
-x = x + dropout(attention(norm(x)))
-x = x + dropout(mlp(norm(x)))
+    pre-norm                x = x + attention(norm(x));               x = x + mlp(norm(x))
+    norm_placement output   x = x + norm(attention(x));               x = x + norm(mlp(x))
+    norm_placement both     x = x + norm(attention(norm(x)));         x = x + norm(mlp(norm(x)))
+    parallel_residual       x = x + attention(norm(x)) + mlp(norm'(x))
+
+with dropout on what is added. Sources: Xiong et al., 2020 (pre-norm); OLMo 2, 2025, section 3.3 (output); Ding et al.,
+2021, section 3.1 (both, sandwich norm); GPT-J, 2021 and GPT-NeoX, 2022, section 2.1 (parallel).
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,17 +29,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class TransformerLayerSubmodules:
-    """The parts of a layer: specs or classes."""
+    """The parts of a layer: specs or classes. Of the norms those are built that norm_placement asks for."""
 
     input_layernorm: Any
     self_attention: Any
     pre_mlp_layernorm: Any
     mlp: Any
+    post_self_attn_layernorm: Any = None
+    post_mlp_layernorm: Any = None
 
 
 def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
-    """Whether bias, dropout and residual work in place; a compiler fuses the plain form itself."""
-    return config.bias_dropout_fusion and not config.compile
+    """Whether bias, dropout and residual work in place; a compiler fuses the plain form itself, and a sum of two number
+    formats needs memory of its own."""
+    return config.bias_dropout_fusion and not config.compile and not config.fp32_residual_connection
 
 
 class TransformerLayer(MegatronModule):
@@ -50,12 +59,15 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.layer_number = layer_number
-        self.input_layernorm = build_module(submodules.input_layernorm, config, config.hidden_size)
+        self.input_layernorm = self._norm(submodules.input_layernorm, "input")
         self.self_attention = build_module(
             submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups
         )
-        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config, config.hidden_size)
+        self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm, "output")
+        self.pre_mlp_layernorm = self._norm(submodules.pre_mlp_layernorm, "input")
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
+        self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
+        self.compute_dtype = parameter_dtype(config)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
 
     def forward(
@@ -66,10 +78,37 @@ class TransformerLayer(MegatronModule):
         inference_context: InferenceContext | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None."""
-        dropout, training = self.config.hidden_dropout, self.training
-        output, bias = self.self_attention(
-            self.input_layernorm(hidden_states), attention_mask, rotation, inference_context
-        )
-        hidden_states = self.bias_dropout_add(output, bias, hidden_states, dropout, training)
-        output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
-        return self.bias_dropout_add(output, bias, hidden_states, dropout, training)
+        layer_input = hidden_states
+        normed, residual = self._enter(self.input_layernorm, layer_input)
+        output, bias = self.self_attention(normed, attention_mask, rotation, inference_context)
+        hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
+        if self.config.parallel_residual:
+            normed, residual = self._enter(self.pre_mlp_layernorm, layer_input)[0], hidden_states
+        else:
+            normed, residual = self._enter(self.pre_mlp_layernorm, hidden_states)
+        output, bias = self.mlp(normed)
+        return self._leave(self.post_mlp_layernorm, output, bias, residual)
+
+    def _norm(self, submodule: Any, place: str) -> Any:
+        """The norm at the `input` or `output` of attention or MLP; None where the config has none."""
+        if submodule is None or self.config.norm_placement not in (place, "both"):
+            return None
+        return build_module(submodule, self.config, self.config.hidden_size)
+
+    def _enter(self, norm: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention or MLP reads, and the residual that its output is added to; [s, b, h] each."""
+        if norm is None:
+            return hidden_states.to(self.compute_dtype), hidden_states
+        normed = norm(hidden_states)
+        if not self.config.apply_residual_connection_post_layernorm:
+            return normed, hidden_states
+        return normed, normed.to(hidden_states.dtype)
+
+    def _leave(self, norm: Any, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """Add what attention or MLP returned, normalised and scaled as configured, to the residual; [s, b, h] each."""
+        scale = self.config.residual_multiplier
+        if norm is not None or scale != 1.0:
+            output, bias = (output if bias is None else output + bias), None
+            output = output if norm is None else norm(output)
+            output = output if scale == 1.0 else output * scale
+        return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, self.training)

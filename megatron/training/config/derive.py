@@ -162,7 +162,12 @@ def _checkpoint(s: Settings) -> None:
 
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token")
+_GATED = ("activation_func_clamp_value", "glu_linear_offset")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
+
+
+def _is_gated(s: Settings) -> bool:
+    return bool(s.swiglu or s.geglu or s.quick_geglu)
 
 
 def _without_effect(s: Settings) -> None:
@@ -188,6 +193,8 @@ def _without_effect(s: Settings) -> None:
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
+        ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
+        *((dest, not _is_gated(s), "--swiglu, --geglu or --quick-geglu") for dest in _GATED),
         *((dest, not s.fim_data, "--fim-data") for dest in _FILL_IN),
         *((dest, s.position_embedding_type != "rope", "--position-embedding-type rope") for dest in _ROTARY),
     ]

@@ -50,7 +50,9 @@ class GPTModelFlags:
     swiglu: bool = False
     """MLP with silu(gate) * up (Shazeer, 2020)."""
     openai_gelu: bool = False
-    """MLP with the tanh form of GELU."""
+    """MLP with the tanh form of GELU; with --geglu for the gate (Gemma)."""
+    geglu: bool = False
+    """MLP with gelu(gate) * up (Shazeer, 2020)."""
     squared_relu: bool = False
     """MLP with relu(x)^2 (So et al., 2021)."""
     quick_geglu: bool = False

@@ -33,6 +33,9 @@ class TrainingConfig:
     """With --manual-gc, iterations between collections; 0: none."""
     manual_gc_eval: bool = True
     """With --manual-gc, also collect before and after each evaluation."""
+    empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))
+    """Give cached GPU memory back to the device: 1 after forward and backward of every iteration, 2 also after the
+    update. Slower, but other allocations find larger pieces."""
     compile: bool = False
     """Compile each transformer layer with torch.compile: slower start, faster steps."""
     samples_per_step: int | None = derived()

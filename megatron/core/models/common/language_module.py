@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from megatron.core.placement import place, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
-from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,11 +35,12 @@ class LanguageModule(MegatronModule):
         keeps equal by summing both gradients. parallel_output: each rank keeps its slice of the vocabulary.
         """
         assert self.config.hidden_size is not None
+        initialiser = embedding_initialiser if is_tied else output_layer_initialiser
         layer = ColumnParallelLinear(
             self.config.hidden_size,
             vocab_size,
             config=self.config,
-            init_method=by_blocks_of_rows(input_initialiser(self.config)),
+            init_method=by_blocks_of_rows(initialiser(self.config)),
             bias=False,
             gather_output=not parallel_output,
             skip_weight_param_allocation=is_tied and has_embedding,
@@ -57,6 +59,11 @@ class LanguageModule(MegatronModule):
         place(word_embeddings, dataclasses.replace(placement_of(word_embeddings), partial_grad_axes=("embd",)))
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32."""
-        loss = vocab_parallel_cross_entropy(logits.float(), labels.t(), tp_group=self.pg_collection.tp)  # [s, b]
+        """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32 or with
+        cross_entropy_loss_fusion."""
+        group = self.pg_collection.tp
+        if self.config.cross_entropy_loss_fusion:
+            loss = fused_vocab_parallel_cross_entropy(logits, labels.t(), tp_group=group)  # [s, b]
+        else:
+            loss = vocab_parallel_cross_entropy(logits.float(), labels.t(), tp_group=group)  # [s, b]
         return loss.t().contiguous()  # [s, b] -> [b, s]

@@ -35,7 +35,9 @@ def get_gpt_layer_local_spec() -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=build_norm,
             self_attention=self_attention,
+            post_self_attn_layernorm=build_norm,
             pre_mlp_layernorm=build_norm,
             mlp=get_mlp_module_spec(),
+            post_mlp_layernorm=build_norm,
         ),
     )

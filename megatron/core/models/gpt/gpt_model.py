@@ -108,9 +108,12 @@ class GPTModel(LanguageModule):
                     has_embedding=pre_process or self.needs_embedding_of_first_chunk,
                     parallel_output=parallel_output,
                 )
-        initialise_parameters(
-            self, seed=config.seed, global_name=self.global_name, draw_on_cpu=config.use_cpu_initialization
-        )
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Name and fill the parameters as the config says."""
+        on_cpu, draw = self.config.use_cpu_initialization, self.config.perform_initialization
+        initialise_parameters(self, seed=self.config.seed, global_name=self.global_name, draw_on_cpu=on_cpu, draw=draw)
 
     def global_name(self, local_name: str) -> str:
         """Name in the whole model of a parameter of this stage: layers by their global number."""
@@ -176,6 +179,8 @@ class GPTModel(LanguageModule):
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self.config.logit_scale != 1.0:
+            hidden_states = hidden_states * self.config.logit_scale  # cheaper here than on the logits
         logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v / tp]
         if labels is None:
             return logits.transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]

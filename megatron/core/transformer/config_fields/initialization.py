@@ -16,9 +16,18 @@ class InitializationFields:
     init_method_std: float = flag(0.02, minimum=0)
     """Standard deviation of the normal distribution weights are drawn from; output projections of attention and MLP
     use it divided by sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = flag(None, minimum=0)
+    """Standard deviation of the token and position embeddings; --init-method-std when not given."""
+    init_method_xavier_uniform: bool = False
+    """Draw the projections of attention and MLP from Glorot and Bengio's uniform distribution (2010, equation 16);
+    embeddings and the output layer keep the normal one."""
+    perform_initialization: bool = flag(True, names=("--initialization",), off_names=("--no-initialization",))
+    """Draw initial weights. Without it only norms and biases are set, for a run that loads its weights."""
     init_method: Callable[..., Any] | None = derived()
     """Initialiser of input projections, `f(tensor, generator)`; the normal distribution when None."""
     output_layer_init_method: Callable[..., Any] | None = derived()
     """Initialiser of output projections; the scaled normal distribution when None."""
+    embedding_init_method: Callable[..., Any] | None = derived()
+    """Initialiser of embeddings; the normal distribution when None."""
     seed: int = derived(1234)
     """Seed of the initial weights: each weight is a function of (seed, parameter name, index)."""

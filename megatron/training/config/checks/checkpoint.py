@@ -54,4 +54,9 @@ def data_has_one_source(s: Settings) -> Iterator[str]:
             yield f"{s.name(dest)} is given without a path; name a dataset prefix, or leave it out"
 
 
-CHECKS = (saving_has_an_interval, formats_fit, loading_is_consistent, data_has_one_source)
+def weights_come_from_somewhere(s: Settings) -> Iterator[str]:
+    if not s.perform_initialization and s.load is None and s.pretrained_checkpoint is None:
+        yield f"{s.say('perform_initialization')} leaves the weights undefined; add --load or --pretrained-checkpoint"
+
+
+CHECKS = (saving_has_an_interval, formats_fit, loading_is_consistent, weights_come_from_somewhere, data_has_one_source)

@@ -25,7 +25,8 @@ def positions_reach_the_sequence(s: Settings) -> Iterator[str]:
 
 
 def one_activation(s: Settings) -> Iterator[str]:
-    chosen = [s.say(dest) for dest in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu") if getattr(s, dest)]
+    exclusive = ["swiglu", "quick_geglu", "squared_relu"] + ["geglu" if s.geglu else "openai_gelu"]
+    chosen = [s.say(dest) for dest in exclusive if getattr(s, dest)]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} contradict each other; keep one activation"
 
@@ -45,7 +46,7 @@ def further_tokens_have_positions(s: Settings) -> Iterator[str]:
 
 def cross_entropy_is_ours(s: Settings) -> Iterator[str]:
     if s.cross_entropy_loss_fusion and s.cross_entropy_fusion_impl == "te":
-        yield f"{s.say('cross_entropy_fusion_impl')} cannot be used with --cross-entropy-loss-fusion; use native"
+        yield f"{s.say('cross_entropy_fusion_impl')} is Transformer Engine's, which is not used; use native"
 
 
 def determinism_is_possible(s: Settings) -> Iterator[str]:

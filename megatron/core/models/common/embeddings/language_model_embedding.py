@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.linear_ops import choose_linear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
 from megatron.core.tensor_parallel.random import model_parallel_stream
-from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.initialisers import embedding_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -24,7 +24,7 @@ class PositionEmbedding(MegatronModule):
         super().__init__(config)
         assert config.hidden_size is not None
         self.weight = declare_parameter(
-            (max_sequence_length, config.hidden_size), init=input_initialiser(config), dtype=parameter_dtype(config)
+            (max_sequence_length, config.hidden_size), init=embedding_initialiser(config), dtype=parameter_dtype(config)
         )
         into_main_grad = choose_linear(config) is not F.linear
         self.lookup = embedding_into_main_grad if into_main_grad else F.embedding
@@ -35,7 +35,7 @@ class PositionEmbedding(MegatronModule):
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Token vector plus, with learned positions, position vector; then dropout."""
+    """Token vector plus, with learned positions, position vector; times embedding_multiplier; then dropout."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            init_method=input_initialiser(config),
+            init_method=embedding_initialiser(config),
             config=config,
             reduce_scatter_embeddings=scatter_at_once,
             tp_group=tp_group,
@@ -72,6 +72,12 @@ class LanguageModelEmbedding(MegatronModule):
             hidden_states = hidden_states + self.position_embeddings(position_ids.t())
         if self.scatter_late:
             hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
+            if self.config.clone_scatter_output_in_embedding:
+                hidden_states = hidden_states.clone()  # a view would keep the whole sequence in memory
+        if self.config.fp32_residual_connection:
+            hidden_states = hidden_states.float()
+        if self.config.embedding_scale != 1.0:
+            hidden_states = hidden_states * self.config.embedding_scale
         dropout = self.config.hidden_dropout if self.training else 0.0
         if dropout == 0.0:
             return hidden_states

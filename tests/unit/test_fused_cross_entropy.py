@@ -1,0 +1,79 @@
+"""The cross entropy that makes no float32 copy of the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import fused_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.training.flags import examine
+from tests.unit.gpt_models import build_model, losses_and_grads, token_batch
+from tests.unit.run_flags import SMALLEST_RUN
+
+GROUP = ProcessGroupCollection.single().tp
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 100, 2**22])
+def test_same_loss_and_gradient(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_cross_entropy, "BLOCK_ELEMENTS", block)
+    logits = (30 * torch.randn(6, 2, 40)).to(dtype)
+    target = torch.randint(40, (6, 2))
+    weights = torch.rand(6, 2)
+
+    def result(fused: bool) -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        x = leaf * 1.0
+        loss = (
+            fused_vocab_parallel_cross_entropy(x, target, tp_group=GROUP)
+            if fused
+            else vocab_parallel_cross_entropy(x.float(), target, tp_group=GROUP)
+        )
+        (gradient,) = torch.autograd.grad((loss * weights).sum(), leaf)
+        return loss, gradient
+
+    loss, gradient = result(True)
+    expected_loss, expected_gradient = result(False)
+    assert loss.dtype == torch.float32 and gradient.dtype == dtype
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def stored_bytes(flags: str) -> tuple[int, Tensor]:
+    """Bytes that the loss keeps for backward beside the model's own, as a multiple of the logits' elements."""
+    model = build_model(flags)
+    ids, positions, labels = token_batch()
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if x.shape[-1] == 64 and x.dim() == 3:  # [s, b, v]
+            kept[x.data_ptr()] = x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        losses = model(ids, positions, labels=labels)
+    return sum(kept.values()), losses.detach()
+
+
+@pytest.mark.flags("--cross-entropy-loss-fusion")
+def test_the_flag_halves_what_the_loss_keeps() -> None:
+    plain, losses = stored_bytes("--bf16")
+    fused, same = stored_bytes("--bf16 --cross-entropy-loss-fusion")
+    elements = 16 * 2 * 64
+    assert (plain, fused) == (4 * elements, 2 * elements)
+    torch.testing.assert_close(losses, same)
+    grads, expected = (losses_and_grads(build_model(f))[1] for f in ("--cross-entropy-loss-fusion", ""))
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad)
+
+
+@pytest.mark.flags("--cross-entropy-fusion-impl")
+def test_only_our_own_fusion() -> None:
+    base = [*SMALLEST_RUN.split(), "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"]
+    assert examine([*base, "native"], {}).config is not None
+    (problem,) = examine([*base, "te"], {}).problems
+    assert "--cross-entropy-fusion-impl te" in problem.text and "native" in problem.text
