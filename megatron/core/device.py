@@ -172,6 +172,15 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def device_memory_used() -> int:
+    """Bytes of the device's memory, or of the machine's, that all processes together use."""
+    device = current_device()
+    if is_cuda(device):
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free)
+    return os.sysconf("SC_PAGE_SIZE") * (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES"))
+
+
 def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from megatron.core.collectives import all_reduce, barrier
+from megatron.core.collectives import all_gather_object, all_reduce, barrier
 from megatron.core.device import current_device, synchronize
 from megatron.core.process_groups_config import Group, SingleRankGroup
+
+TimingOption = Literal["max", "minmax", "all"]
 
 
 class Timer:
     """One stopwatch; adds up every stretch between start() and stop(), in seconds."""
 
-    def __init__(self, name: str, synchronizes: bool = False) -> None:
+    def __init__(self, name: str, synchronizes: bool = False, barrier_group: Group | None = None) -> None:
+        """barrier_group: whose processes wait for each other before every stretch."""
         self.name = name
         self.synchronizes = synchronizes
+        self.barrier_group = barrier_group
         self.count = 0
         """Stretches measured since the last reset."""
         self._total_seconds = 0.0
@@ -33,8 +38,9 @@ class Timer:
         """Start a stretch; with a group, after all its processes have come here."""
         if self._started_at is not None:
             raise RuntimeError(f"timer {self.name!r} was started twice")
-        if barrier_group is not None:
-            barrier(barrier_group)
+        group = barrier_group or self.barrier_group
+        if group is not None:
+            barrier(group)
         if self.synchronizes:
             synchronize()
         self._started_at = time.perf_counter()
@@ -47,6 +53,11 @@ class Timer:
             synchronize()
         self._total_seconds += time.perf_counter() - self._started_at
         self._started_at = None
+        self.count += 1
+
+    def add(self, seconds: float) -> None:
+        """Add a stretch that was measured elsewhere."""
+        self._total_seconds += seconds
         self.count += 1
 
     def elapsed(self, reset: bool = True) -> float:
@@ -80,23 +91,31 @@ class _SilentTimer(Timer):
     def stop(self) -> None:
         pass
 
+    def add(self, seconds: float) -> None:
+        pass
+
 
 class Timers:
     """Stopwatches by name, made when first asked for.
 
     log_level: the finest timers that run (0: few, 2: all). synchronizes: wait for the device at every start and stop.
+    barrier_group: whose processes wait for each other at the start of those timers that ask for it.
     """
 
-    def __init__(self, log_level: int = 2, synchronizes: bool = False) -> None:
+    def __init__(self, log_level: int = 2, synchronizes: bool = False, barrier_group: Group | None = None) -> None:
         self.log_level = log_level
         self.synchronizes = synchronizes
+        self.barrier_group = barrier_group
         self._timers: dict[str, Timer] = {}
 
-    def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """The stopwatch of this name; one finer than the level of this collection measures nothing."""
+    def __call__(self, name: str, log_level: int = 0, barrier: bool = False) -> Timer:
+        """The stopwatch of this name; one finer than the level of this collection measures nothing.
+
+        barrier: it is started by every process of barrier_group at the same place.
+        """
         if name not in self._timers:
             kind = Timer if log_level <= self.log_level else _SilentTimer
-            self._timers[name] = kind(name, self.synchronizes)
+            self._timers[name] = kind(name, self.synchronizes, self.barrier_group if barrier else None)
         return self._timers[name]
 
     def names(self) -> list[str]:
@@ -116,12 +135,27 @@ class Timers:
         most, least = both.tolist()
         return {name: (-low, high) for name, low, high in zip(names, least, most, strict=True)}
 
-    def report(self, names: Sequence[str], group: Group | None = None, per: float = 1.0, reset: bool = True) -> str:
-        """The times in milliseconds as text, (min, max) across the group's processes, divided by `per` (iterations)."""
-        times = self.min_max(names, group, reset)
-        lines = ["(min, max) time across ranks (ms):"]
-        lines += [
-            f"    {name:.<32s}: ({low * 1000 / per:.2f}, {high * 1000 / per:.2f})"
-            for name, (low, high) in times.items()
-        ]
+    def report(
+        self,
+        names: Sequence[str],
+        group: Group | None = None,
+        per: float = 1.0,
+        reset: bool = True,
+        option: TimingOption = "minmax",
+    ) -> str:
+        """The times in milliseconds as text, divided by `per` (iterations): the largest across the group's processes,
+        the smallest and the largest, or all."""
+        if option == "all":
+            times = all_gather_object({name: self(name).elapsed(reset) for name in names}, group or SingleRankGroup())
+            lines = ["times across ranks (ms):"]
+            for name in names:
+                lines.append(f"  {name}:")
+                lines += [f"     rank {rank:2d}: {own[name] * 1000 / per:.2f}" for rank, own in enumerate(times)]
+            return "\n".join(lines)
+        lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
+        for name, (low, high) in self.min_max(names, group, reset).items():
+            shown = f"{high * 1000 / per:.2f}"
+            if option == "minmax":
+                shown = f"({low * 1000 / per:.2f}, {shown})"
+            lines.append(f"    {name:.<32s}: {shown}")
         return "\n".join(lines)

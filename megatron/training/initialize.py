@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import random
 import sys
@@ -45,6 +46,9 @@ def initialize(config: RunConfig) -> Process:
     a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
     """
     launch = read_launch(os.environ)
+    if config.logger.logging_level is not None:
+        logging.basicConfig()
+        logging.getLogger().setLevel(config.logger.logging_level)
     _prepare_environment(config, launch)
     device = device_module.current_device()
     device_module.activate(device)

@@ -11,18 +11,27 @@ from megatron.training.run import Run
 from megatron.training.step import mean_losses, train_step
 
 if TYPE_CHECKING:
+    from megatron.core.timers import Timer
     from megatron.training.data import Batch
 
 
 def train(run: Run) -> None:
     """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook."""
-    batches = run.data.open("train", run.progress.consumed_train_samples)
+    batches = timed(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
     run.hooks.on_train_start(run)
     while not run.progress.finished and run.stop_reason is None:
         run.hooks.on_step_start(run)
         result = train_step(run, batches)
         run.hooks.on_step_end(run, result)
     run.hooks.on_train_end(run)
+
+
+def timed(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:
+    """The same microbatches; the timer runs while one is waited for."""
+    while True:
+        with timer:
+            batch = next(batches)
+        yield batch
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.communication import Program
     from megatron.core.pipeline_parallel.executor import Executor
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.timers import Timers
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.training.config.container import RunConfig
     from megatron.training.data import TrainingData
@@ -120,6 +121,8 @@ class Run:
     data: TrainingData
     progress: Progress
     hooks: Hook
+    timers: Timers
+    """Of the parts of a step; --timing-log-level says which of them run."""
     stop_reason: str | None = field(default=None, init=False)
     loss_names: tuple[str, ...] | None = field(default=None, init=False)
     """Names of the losses, once the last stage has told the others."""
@@ -150,6 +153,7 @@ class Hook:
 
     on_train_start   once, after loading, before the first step
     on_step_start    before each step
+    on_gradients     in each step, when the gradients are complete, before they are clipped and used
     on_step_end      after each step; the iteration is counted already
     on_evaluate      after an evaluation
     on_save          after a checkpoint has become visible
@@ -162,6 +166,9 @@ class Hook:
 
     def on_step_start(self, run: Run) -> None:
         """Before each step."""
+
+    def on_gradients(self, run: Run) -> None:
+        """Between backward and update; the gradients are those of the loss times `run.optimizer.loss_scale`."""
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """After each step."""

@@ -19,6 +19,7 @@ from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator,
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
 from megatron.core.pipeline_parallel.executor import Executor, activation_shape
+from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
@@ -32,10 +33,15 @@ from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.hooks.exit_conditions import ExitConditionsHook
 from megatron.training.hooks.garbage_collection import GarbageCollectionHook
+from megatron.training.hooks.layer_norms import LayerNormsHook
+from megatron.training.hooks.memory import MemoryHook
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.hooks.metrics import MetricsHook
+from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.sanity import SanityHook
 from megatron.training.hooks.tensorboard import TensorBoardHook
+from megatron.training.hooks.timing import TimingHook
+from megatron.training.hooks.wandb import WandbHook
 from megatron.training.initialize import Process
 from megatron.training.run import Hook, Progress, Run
 
@@ -96,6 +102,7 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         data=TrainingData(dict(zip(SPLITS, datasets, strict=True)), settings),
         progress=progress,
         hooks=Hooks(build_hooks(config)),
+        timers=build_timers(config, process),
     )
     load_checkpoint(run)
     if config.validation.skip_train:
@@ -237,15 +244,16 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
     )
 
 
+def build_timers(config: RunConfig, process: Process) -> Timers:
+    """The stopwatches that --timing-log-level asks for; they wait for the device, and for each other if asked to."""
+    logger = config.logger
+    waits = logger.timing_log_level > 0 and logger.barrier_with_L1_time
+    return Timers(logger.timing_log_level, synchronizes=True, barrier_group=process.groups.world if waits else None)
+
+
 def build_hooks(config: RunConfig) -> list[Hook]:
     """Everything periodic, in the order of one iteration: measure, report, check, evaluate, decide, save."""
-    meter = MeterHook()
-    hooks: list[Hook] = [meter]
-    if config.logger.metrics_dir is not None:
-        hooks.append(MetricsHook(config.logger.metrics_dir, meter))
-    hooks.append(ConsoleHook(config.logger.log_interval, meter))
-    if config.logger.tensorboard_dir is not None:
-        hooks.append(TensorBoardHook(config.logger, meter))
+    hooks: list[Hook] = reporting_hooks(config, meter := MeterHook())
     if config.ddp.check_for_nan_in_grad:
         hooks.append(SanityHook(meter))
     if config.training.manual_gc:
@@ -257,6 +265,28 @@ def build_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(ExitConditionsHook(config.training, PROGRAM_STARTED_AT))
     if config.checkpoint.save is not None:
         hooks.append(CheckpointHook(config.checkpoint))
+    return hooks
+
+
+def reporting_hooks(config: RunConfig, meter: MeterHook) -> list[Hook]:
+    """Measure, then print, then write curves."""
+    logger = config.logger
+    hooks: list[Hook] = [meter]
+    if logger.metrics_dir is not None:
+        hooks.append(MetricsHook(logger.metrics_dir, meter))
+    hooks.append(ConsoleHook(logger.log_interval, meter))
+    if logger.log_layer_norms:
+        hooks.append(LayerNormsHook(logger.log_interval, meter))
+    if logger.timing_log_level > 0:
+        hooks.append(TimingHook(logger, meter))
+    if logger.log_memory_interval is not None:
+        hooks.append(MemoryHook(logger.log_memory_interval))
+    if logger.tensorboard_dir is not None:
+        hooks.append(TensorBoardHook(logger, meter))
+    if logger.wandb_project is not None:
+        hooks.append(WandbHook(logger, meter))
+    if logger.log_progress and config.checkpoint.save is not None:
+        hooks.append(ProgressHistoryHook(config.checkpoint.save))
     return hooks
 
 

@@ -29,17 +29,20 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
         chunk.zero_grad_buffer()
 
     # 2. Forward and backward. The schedule is the order, the executor runs it.
-    outputs = run.executor.run(run.schedule(num_microbatches), run.forward_step, batches)
+    with run.timers("forward-backward", 1, barrier=True):
+        outputs = run.executor.run(run.schedule(num_microbatches), run.forward_step, batches)
     if run.config.training.empty_unused_memory_level >= 1:
         release_cached_memory()
 
     # 3. Finish gradients: mean over the data-parallel ranks, sum of those that are partial.
     num_tokens = outputs.num_tokens if run.config.model.calculate_per_token_loss else None
-    finalize_model_grads(run.model, num_tokens, pg_collection=run.groups)
+    finalize_model_grads(run.model, num_tokens, pg_collection=run.groups, timers=run.timers)
 
     # 4. Update: clip to the global norm, then AdamW.
+    run.hooks.on_gradients(run)
     loss_scale = run.optimizer.loss_scale
-    update = run.optimizer.step()
+    with run.timers("optimizer", 1, barrier=True):
+        update = run.optimizer.step()
     if run.config.training.empty_unused_memory_level >= 2:
         release_cached_memory()
 

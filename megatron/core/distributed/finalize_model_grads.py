@@ -13,6 +13,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.replicated_grads import sum_replicated_grads
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+from megatron.core.timers import Timers
 
 
 def finalize_model_grads(
@@ -20,6 +21,7 @@ def finalize_model_grads(
     num_tokens: Tensor | int | None = None,
     *,
     pg_collection: ProcessGroupCollection | None = None,
+    timers: Timers | None = None,
 ) -> None:
     """Combine gradients over the data-parallel replicas, then sum partial ones over their axes.
 
@@ -28,19 +30,22 @@ def finalize_model_grads(
 
     A gradient is partial where each process saw a part of the tokens (norms under sequence parallelism) or holds a
     copy of the parameter (tied embeddings: first and last stage), or holds whole what others of its axis hold as well
-    (keys and values of few query groups); its Placement says so.
+    (keys and values of few query groups); its Placement says so. timers: what to time the parts with.
     """
     groups = pg_collection or ProcessGroupCollection.current()
-    for chunk in model_chunks:
-        chunk.finish_grad_sync()
+    timers = timers or Timers(log_level=0)
+    with timers("all-grads-sync", 1, barrier=True):
+        for chunk in model_chunks:
+            chunk.finish_grad_sync()
     for axis, grads in _partial_grads(model_chunks).items():
         group = getattr(groups, axis)
         if group is None or isinstance(group, SingleRankGroup):
             continue
-        flat = torch.cat([grad.flatten() for grad in grads])
-        all_reduce(flat, group)
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(total.view_as(grad))
+        with timers("embedding-grads-all-reduce" if "embd" in axis else "layernorm-grads-all-reduce", 1):
+            flat = torch.cat([grad.flatten() for grad in grads])
+            all_reduce(flat, group)
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
     sum_replicated_grads(_placed_grads(model_chunks), groups)
     if num_tokens is not None:
         _divide_by_tokens(model_chunks, num_tokens, groups)

@@ -64,7 +64,7 @@ def global_norm(
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        total += _sum_of_squares(tensor)
+        total += sum_of_squares(tensor)
     all_reduce(total, groups.mp)
     if shards is not None:
         all_reduce(total, shards)
@@ -85,7 +85,8 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
     return divisor
 
 
-def _sum_of_squares(tensor: Tensor) -> Tensor:
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Of all elements; a float64 scalar."""
     flat = tensor.flatten()
     body = flat.numel() // _ROW * _ROW
     norms = torch.linalg.vector_norm(flat[:body].view(-1, _ROW), dim=1, dtype=torch.float32)

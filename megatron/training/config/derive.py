@@ -165,6 +165,15 @@ _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate",
 _GATED = ("activation_func_clamp_value", "glu_linear_offset")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
 
+_WANDB = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+_CURVES = (
+    "tensorboard_log_interval",
+    "log_timers_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
+
 
 def _is_gated(s: Settings) -> bool:
     return bool(s.swiglu or s.geglu or s.quick_geglu)
@@ -179,8 +188,11 @@ def _without_effect(s: Settings) -> None:
         ("lr_wsd_decay_iters", s.lr_decay_style != "WSD", "--lr-decay-style WSD"),
         ("lr_wsd_decay_samples", s.lr_decay_style != "WSD", "--lr-decay-style WSD"),
         ("lr_wsd_decay_style", s.lr_decay_style != "WSD", "--lr-decay-style WSD"),
-        ("tensorboard_log_interval", s.tensorboard_dir is None, "--tensorboard-dir"),
+        *((dest, s.tensorboard_dir is None and s.wandb_project is None, "--tensorboard-dir") for dest in _CURVES),
         ("tensorboard_queue_size", s.tensorboard_dir is None, "--tensorboard-dir"),
+        *((dest, s.wandb_project is None, "--wandb-project") for dest in _WANDB),
+        ("timing_log_option", s.timing_log_level == 0, "--timing-log-level"),
+        ("log_progress", s.save is None, "--save"),
         (
             "microbatch_group_size_per_vp_stage",
             s.virtual_pipeline_model_parallel_size is None or s.pipeline_schedule == "zb-v",

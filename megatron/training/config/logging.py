@@ -9,21 +9,55 @@ from megatron.core.config_base import flag
 
 @dataclass(kw_only=True)
 class LoggerConfig:
-    """Progress line, TensorBoard, metrics file."""
+    """Progress line, TensorBoard, Weights & Biases, metrics file."""
 
     log_interval: int = flag(100, minimum=1, unit="iterations")
     """Iterations between progress lines."""
     log_params_norm: bool = False
     """Also log the norm of all parameters."""
+    log_num_zeros_in_grad: bool = False
+    """Also log how many elements of the gradient are zero."""
+    log_layer_norms: bool = False
+    """Print the norms of every layer's parameters and gradients with each progress line."""
     log_throughput: bool = False
     """Also write TFLOP/s per device, MFU and tokens/s to TensorBoard; the progress line always has them."""
+    log_progress: bool = False
+    """Keep a history of starts and checkpoints, with their throughput, in progress.txt in the --save directory."""
+    log_memory_interval: int | None = flag(None, minimum=1, unit="iterations")
+    """Iterations between lines with each rank's memory."""
+    logging_level: int | None = flag(None, minimum=0, maximum=50)
+    """Level of Python's logging for libraries and for scripts of your own: 10 debug, 20 info, 30 warning, 40 error."""
+    timing_log_level: int = flag(0, choices=(0, 1, 2))
+    """Which parts of an iteration are timed: 0 none, 1 its phases, 2 also data, forward and backward computation."""
+    timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
+    """What is printed of the ranks' times: the largest, the smallest and the largest, or every rank's."""
+    barrier_with_L1_time: bool = flag(  # noqa: N815 (upstream's name)
+        True, names=("--barrier-with-level-1-timing",), off_names=("--no-barrier-with-level-1-timing",)
+    )
+    """With --timing-log-level, the ranks wait for each other before a timed phase, so that none pays for another."""
     log_loss_scale_to_tensorboard: bool = True
     """Write the loss scale to TensorBoard; it is 1 without --fp16."""
     tensorboard_dir: str | None = None
     """Directory of TensorBoard event files."""
     tensorboard_log_interval: int = flag(1, minimum=1, unit="iterations")
-    """Iterations between TensorBoard points."""
+    """Iterations between points in TensorBoard and Weights & Biases."""
     tensorboard_queue_size: int = flag(1000, minimum=1, unit="events")
     """Events kept in memory before TensorBoard writes them."""
+    log_timers_to_tensorboard: bool = False
+    """Also write the time of an iteration and of what --timing-log-level times."""
+    log_memory_to_tensorboard: bool = False
+    """Also write the memory in use and its peak."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Also write the perplexity of each evaluation."""
+    log_world_size_to_tensorboard: bool = False
+    """Also write the number of processes."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to log to; nothing is logged there when not given."""
+    wandb_exp_name: str | None = None
+    """Name of the run there; its own invention when not given."""
+    wandb_entity: str | None = None
+    """Team or user that the project belongs to; the account's default when not given."""
+    wandb_save_dir: str | None = None
+    """Directory of its local files; wandb in the --save directory, or here, when not given."""
     metrics_dir: str | None = None
     """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file."""

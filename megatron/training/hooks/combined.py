@@ -26,6 +26,10 @@ class Hooks(Hook):
         for hook in self.hooks:
             hook.on_step_start(run)
 
+    def on_gradients(self, run: Run) -> None:
+        for hook in self.hooks:
+            hook.on_gradients(run)
+
     def on_step_end(self, run: Run, result: StepResult) -> None:
         for hook in self.hooks:
             hook.on_step_end(run, result)

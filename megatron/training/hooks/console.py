@@ -133,7 +133,10 @@ def progress_line(step: StepMetrics, interval: Interval, target_iterations: int)
         fields.append(f"grad norm: {step.grad_norm:.3f}")
     if step.params_norm is not None:
         fields.append(f"params norm: {step.params_norm:.3f}")
+    if step.num_zeros_in_grad is not None:
+        fields.append(f"num zeros: {step.num_zeros_in_grad}")
     fields += [
+        *step.texts,
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
         f"memory (MB): {step.memory_bytes / 2**20:.0f} (peak {step.peak_memory_bytes / 2**20:.0f})",

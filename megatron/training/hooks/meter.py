@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.core import device
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.optimizer.grad_statistics import count_zeros
 from megatron.training.run import Hook, Run, StepResult
 from megatron.training.throughput import peak_flops, training_flops_per_token
 
@@ -35,6 +39,11 @@ class StepMetrics:
     """In use by this process: allocated on the device, or resident on the host."""
     peak_memory_bytes: int
     loss_scale: float = 1.0
+    num_zeros_in_grad: int | None = None
+    further: dict[str, float] = field(default_factory=dict)
+    """Curves of other hooks, by name; those before the reports in the list of hooks put them here."""
+    texts: list[str] = field(default_factory=list)
+    """What they add to the progress line."""
 
     @property
     def has_nan(self) -> bool:
@@ -49,6 +58,7 @@ class StepMetrics:
             **self.losses,
             "grad_norm": self.grad_norm,
             **({} if self.params_norm is None else {"params_norm": self.params_norm}),
+            **({} if self.num_zeros_in_grad is None else {"num_zeros_in_grad": self.num_zeros_in_grad}),
             "lr": self.learning_rate,
             "global_batch_size": self.global_batch_size,
             "skipped": self.skipped,
@@ -59,7 +69,13 @@ class StepMetrics:
             "mfu": self.mfu,
             "memory_bytes": self.memory_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
+            **self.further,
         }
+
+
+def flat_buffers(run: Run) -> list[ParamAndGradBuffer]:
+    """The buffers of all chunks of this process."""
+    return [buffer for chunk in run.model for buffer in chunk.flat_buffers]
 
 
 class MeterHook(Hook):
@@ -71,6 +87,7 @@ class MeterHook(Hook):
 
     def __init__(self) -> None:
         self._started_at = 0.0
+        self._zeros: torch.Tensor | None = None
 
     def on_train_start(self, run: Run) -> None:
         """Measure the yardstick for MFU where the reports are written."""
@@ -80,6 +97,11 @@ class MeterHook(Hook):
     def on_step_start(self, run: Run) -> None:
         """Start the clock."""
         self._started_at = time.perf_counter()
+
+    def on_gradients(self, run: Run) -> None:
+        """Count zeros if asked to."""
+        if run.config.logger.log_num_zeros_in_grad:
+            self._zeros = count_zeros(flat_buffers(run), run.groups)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Read the step's tensors, which waits for the device, and stop the clock."""
@@ -108,5 +130,6 @@ class MeterHook(Hook):
             mfu=flops_per_device / self.peak_flops,
             memory_bytes=memory["allocated_bytes"],
             peak_memory_bytes=memory["peak_bytes"],
+            num_zeros_in_grad=None if self._zeros is None else int(self._zeros),
         )
         run.progress.nan_iterations += self.step.has_nan

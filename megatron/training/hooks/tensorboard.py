@@ -1,18 +1,21 @@
-"""--tensorboard-dir: curves for TensorBoard, under upstream's names."""
+"""--tensorboard-dir: curves for TensorBoard."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron.core import optional_deps
 from megatron.training.config.logging import LoggerConfig
-from megatron.training.hooks.meter import MeterHook, StepMetrics
+from megatron.training.hooks.curves import evaluation_points, step_points
+from megatron.training.hooks.meter import MeterHook
 from megatron.training.run import Evaluation, Hook, Run, StepResult
 
 
 class TensorBoardHook(Hook):
-    """Writes event files on the first rank, every --tensorboard-log-interval iterations."""
+    """Writes event files on the first rank, every --tensorboard-log-interval iterations.
+
+    What other hooks have measured for this iteration (`further`) is written whenever they do.
+    """
 
     def __init__(self, config: LoggerConfig, meter: MeterHook) -> None:
         self.config, self.meter = config, meter
@@ -30,16 +33,17 @@ class TensorBoardHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Points of this iteration."""
-        if self.writer is not None and run.progress.iteration % self.config.tensorboard_log_interval == 0:
-            for name, value in self._curves(self.meter.step).items():
-                self.writer.add_scalar(name, value, self.meter.step.iteration)
+        if self.writer is None:
+            return
+        points = dict(self.meter.step.further)
+        if run.progress.iteration % self.config.tensorboard_log_interval == 0:
+            points |= step_points(self.meter.step, self.config, run.groups.world.size())
+        self._write(points, run.progress.iteration)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Loss and perplexity of the evaluation."""
+        """Points of the evaluation."""
         if self.writer is not None:
-            for name, loss in evaluation.losses.items():
-                self.writer.add_scalar(f"{name} {evaluation.name}", loss, run.progress.iteration)
-                self.writer.add_scalar(f"{name} {evaluation.name} ppl", math.exp(min(20, loss)), run.progress.iteration)
+            self._write(evaluation_points(evaluation, self.config), run.progress.iteration)
 
     def on_close(self, run: Run) -> None:
         """Write what is still in memory."""
@@ -47,16 +51,6 @@ class TensorBoardHook(Hook):
             self.writer.close()
             self.writer = None
 
-    def _curves(self, step: StepMetrics) -> dict[str, float]:
-        curves = {"learning-rate": step.learning_rate, "batch-size": step.global_batch_size, **step.losses}
-        curves["iteration-time"] = step.elapsed_seconds
-        curves["mem-allocated-bytes"] = step.memory_bytes
-        if self.config.log_loss_scale_to_tensorboard:
-            curves["loss-scale"] = step.loss_scale
-        if step.grad_norm is not None:
-            curves["grad-norm"] = step.grad_norm
-        if step.params_norm is not None:
-            curves["params-norm"] = step.params_norm
-        if self.config.log_throughput:
-            curves |= {"throughput": step.tflops, "tokens-per-second": step.tokens_per_second, "mfu": step.mfu}
-        return curves
+    def _write(self, points: dict[str, float], iteration: int) -> None:
+        for name, value in points.items():
+            self.writer.add_scalar(name, value, iteration)

@@ -1,0 +1,90 @@
+"""--log-progress: progress.txt in the --save directory, a line for each start and each checkpoint of all jobs.
+
+Columns are separated by tabs: the moment, the number of GPUs (or processes on a CPU), what happened, the iteration,
+throughput of this job and of all jobs with as many GPUs since the number last changed, floating-point operations and
+tokens of the whole run so far. Time between jobs counts: the second throughput is what the run got out of the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.core.errors import StorageError
+from megatron.training.run import Hook, Run
+from megatron.training.throughput import training_flops_per_token
+
+FILE_NAME = "progress.txt"
+_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+class Start(NamedTuple):
+    """Where jobs with this number of GPUs began."""
+
+    seconds: float
+    flops: float
+
+
+class ProgressHistoryHook(Hook):
+    """Appends on the first rank."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = Path(directory) / FILE_NAME
+        self._started = Start(0.0, 0.0)
+
+    def on_train_start(self, run: Run) -> None:
+        """A job begins."""
+        self._started = Start(time.time(), self._flops(run))
+        self._append(run, f"Starting job\tIteration: {run.progress.iteration}\tFloating-point operations: "
+                          f"{self._started.flops:.6e}")  # fmt: skip
+
+    def on_save(self, run: Run) -> None:
+        """A checkpoint is there."""
+        if not run.is_first_rank:
+            return
+        now = Start(time.time(), self._flops(run))
+        gpus = run.groups.world.size()
+        job = _teraflops(self._started, now, gpus)
+        all_jobs = _teraflops(first_start(self.path.read_text(encoding="utf-8"), gpus) or self._started, now, gpus)
+        tokens = run.progress.consumed_train_samples * run.seq_length
+        self._append(run, f"Saved checkpoint\tIteration: {run.progress.iteration}\t"
+                          f"Job throughput: {job:.3g} TFLOP/s/GPU\tCumulative throughput: {all_jobs:.3g} TFLOP/s/GPU\t"
+                          f"Floating-point operations: {now.flops:.6e}\t"
+                          f"Tokens (in billions): {tokens / 1e9:.6g}")  # fmt: skip
+
+    def _flops(self, run: Run) -> float:
+        per_token = training_flops_per_token(
+            run.config.model, seq_length=run.seq_length, padded_vocab_size=run.padded_vocab_size
+        )
+        return float(per_token) * run.seq_length * run.progress.consumed_train_samples
+
+    def _append(self, run: Run, text: str) -> None:
+        if not run.is_first_rank:
+            return
+        moment = time.strftime(_TIME_FORMAT)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{moment}\t# GPUs: {run.groups.world.size()}\t{text}\n")
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written ({error.strerror}); free some space") from error
+
+
+def first_start(text: str, gpus: int) -> Start | None:
+    """The first start since the number of GPUs became what it is; None where no line says so."""
+    found = None
+    for line in text.splitlines():
+        columns = line.split("\t")
+        if len(columns) < 5 or columns[2] != "Starting job":
+            continue
+        if columns[1] != f"# GPUs: {gpus}":
+            found = None
+        elif found is None:
+            moment = datetime.strptime(columns[0], _TIME_FORMAT).timestamp()
+            found = Start(moment, float(columns[4].partition(": ")[2]))
+    return found
+
+
+def _teraflops(start: Start, now: Start, gpus: int) -> float:
+    return (now.flops - start.flops) / max(now.seconds - start.seconds, 1e-3) / gpus / 1e12

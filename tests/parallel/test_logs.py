@@ -1,0 +1,57 @@
+"""What a log says does not depend on the layout."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
+from megatron.training.hooks.meter import flat_buffers
+from megatron.training.parity import local_run
+from megatron.training.parity_layouts import parse_layout
+from megatron.training.run import Hook, Run
+from megatron.training.step import train_step
+from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import STYLES, own_rank, training
+
+Statistics = tuple[dict[str, float], dict[str, float], int, str]
+
+
+class Counting(Hook):
+    """Looks at the gradients where the logs do."""
+
+    def on_gradients(self, run: Run) -> None:
+        self.gradients = layer_norms(flat_buffers(run), run.groups, "gradients")
+        self.zeros = int(count_zeros(flat_buffers(run), run.groups))
+
+
+def statistics(layout: str) -> Statistics:
+    """Norms and zeros after a step, and what the timers report."""
+    config, tokenizer, task = training(STYLES["llama"], f"{layout},--timing-log-level=1")
+    with local_run(config, tokenizer, task, own_rank(config)) as run:
+        run.hooks = found = Counting()
+        train_step(run, run.data.open("train", 0))
+        parameters = layer_norms(flat_buffers(run), run.groups, "parameters")
+        report = run.timers.report(["forward-backward", "optimizer"], run.groups.world, option="all")
+        return parameters, found.gradients, found.zeros, report
+
+
+@functools.cache
+def alone() -> Statistics:
+    return statistics("1")
+
+
+@pytest.mark.flags("--log-layer-norms", "--log-num-zeros-in-grad", "--timing-log-option")
+@pytest.mark.parametrize("layout", ["tp4,sp", "pp2", "dp2,dist-opt"])
+def test_statistics_are_those_of_one_process(layout: str) -> None:
+    *norms, zeros, _ = alone()
+    assert list(norms[0])[0].startswith("embedding") and "output_layer" in norms[0]
+    assert zeros > 0
+    world_size = parse_layout(layout).world_size
+    for *found, found_zeros, report in run_distributed(statistics, world_size, layout):
+        for ours, expected in zip(found, norms, strict=True):
+            assert list(ours) == list(expected)
+            assert ours == pytest.approx(expected, rel=1e-5)
+        assert found_zeros == zeros
+        assert report.count(f"rank {world_size - 1:2d}:") == 2 and report.count(f"rank {world_size:2d}:") == 0
