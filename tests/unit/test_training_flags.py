@@ -275,6 +275,7 @@ def test_rows_of_metrics_are_complete(tmp_path: Path) -> None:
     assert set(row) == {
         "iteration", "consumed_samples", "lm loss", "grad_norm", "lr", "global_batch_size", "skipped",
         "iteration_time_seconds", "tokens_per_second", "tflops", "mfu", "memory_bytes", "peak_memory_bytes",
+        "loss_scale",
     }  # fmt: skip
     assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["iteration_time_seconds"])
     assert 0 < row["mfu"] < 1
