@@ -12,7 +12,7 @@ from megatron.training.initialize import comparable_flags
 _SHAPE_FLAGS = (
     "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",
     "--kv-channels", "--swiglu", "--normalization", "--disable-bias-linear", "--add-bias-linear", "--add-qkv-bias",
-    "--qk-layernorm", "--norm-placement", "--geglu", "--quick-geglu", "--position-embedding-type",
+    "--qk-layernorm", "--qk-norm-scope", "--norm-placement", "--geglu", "--quick-geglu", "--position-embedding-type",
     "--max-position-embeddings",
     "--untie-embeddings-and-output-weights", "--vocab-size", "--make-vocab-size-divisible-by", "--tokenizer-type",
     "--tokenizer-model",

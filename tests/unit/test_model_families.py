@@ -7,10 +7,12 @@ import pytest
 from tests.unit.huggingface_models import (
     LLAMA,
     LLAMA_FLAGS,
+    SIZE_FLAGS,
     SIZES,
     Source,
     assert_same_logits,
     packed_qkv_of_one,
+    qkv_from,
     randomised,
     without,
 )
@@ -49,6 +51,89 @@ def test_phi3() -> None:
         "decoder.layers.{}.mlp.linear_fc1.weight": "model.layers.{}.mlp.gate_up_proj.weight",
     }
     assert_same_logits(hf, f"{LLAMA_FLAGS} --norm-epsilon 1e-5 --rotary-percent 0.5", names)
+
+
+BIASES = {
+    f"decoder.layers.{{}}.self_attention.linear_{ours}.bias": theirs
+    for ours, theirs in {
+        "qkv": qkv_from("model.layers.{}.self_attn.*_proj.bias"),
+        "proj": "model.layers.{}.self_attn.o_proj.bias",
+    }.items()
+}
+
+
+def test_qwen2() -> None:
+    """A bias in the query-key-value projection only; Qwen 2.5 is the same."""
+    hf = randomised(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)))
+    assert_same_logits(hf, f"{LLAMA_FLAGS} --add-qkv-bias", LLAMA | without(BIASES, "linear_proj"))
+
+
+def test_gemma() -> None:
+    """Weights of norms around zero, gates by the tanh form of GELU, a scaled embedding that is also the output."""
+    sizes = SIZES | {"tie_word_embeddings": True}
+    hf = randomised(transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes, head_dim=12)))
+    flags = LLAMA_FLAGS.replace("--untie-embeddings-and-output-weights", "").replace(
+        "--swiglu", "--geglu --openai-gelu"
+    )
+    flags += f" --kv-channels 12 --apply-layernorm-1p --embedding-multiplier {32**0.5}"
+    assert_same_logits(hf, flags, without(LLAMA, "output_layer"))
+
+
+def test_nemotron() -> None:
+    """LayerNorm with weights around zero, squared ReLU without a gate, half of each head rotated."""
+    hf = randomised(transformers.NemotronForCausalLM(transformers.NemotronConfig(**SIZES)))
+    norms = {
+        f"decoder.{ours}.bias": f"model.{theirs}.bias"
+        for ours, theirs in {
+            "layers.{}.input_layernorm": "layers.{}.input_layernorm",
+            "layers.{}.pre_mlp_layernorm": "layers.{}.post_attention_layernorm",
+            "final_layernorm": "norm",
+        }.items()
+    }
+    mlp = {"decoder.layers.{}.mlp.linear_fc1.weight": "model.layers.{}.mlp.up_proj.weight"}
+    flags = f"{SIZE_FLAGS} --position-embedding-type rope --rotary-percent 0.5 --squared-relu --apply-layernorm-1p"
+    assert_same_logits(hf, f"{flags} --norm-epsilon 1e-5 --disable-bias-linear", LLAMA | norms | mlp)
+
+
+@pytest.mark.flags("--qk-norm-scope")
+def test_olmo2() -> None:
+    """Norms on the outputs of attention and MLP, and over all query and key heads of a token."""
+    hf = randomised(transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES, rms_norm_eps=1e-6)))
+    names = without(LLAMA, "input_layernorm", "pre_mlp_layernorm") | {
+        f"decoder.layers.{{}}.{ours}.weight": f"model.layers.{{}}.{theirs}.weight"
+        for ours, theirs in {
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+            "self_attention.q_layernorm": "self_attn.q_norm",
+            "self_attention.k_layernorm": "self_attn.k_norm",
+        }.items()
+    }
+    assert_same_logits(hf, f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all", names)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_gpt_neox(parallel: bool) -> None:
+    """Attention and MLP side by side, a quarter of each head rotated, biases everywhere."""
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    config = transformers.GPTNeoXConfig(**sizes, rotary_pct=0.25, use_parallel_residual=parallel, hidden_act="gelu")
+    hf = randomised(transformers.GPTNeoXForCausalLM(config))
+    layer = {
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    }
+    modules = {f"decoder.layers.{{}}.{ours}": f"gpt_neox.layers.{{}}.{theirs}" for ours, theirs in layer.items()}
+    modules["decoder.final_layernorm"] = "gpt_neox.final_layer_norm"
+    names = {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")}
+    names |= {
+        "embedding.word_embeddings.weight": "gpt_neox.embed_in.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    flags = SIZE_FLAGS.replace("--num-query-groups 2", "--num-query-groups 4") + " --position-embedding-type rope"
+    assert_same_logits(hf, f"{flags} --rotary-percent 0.25{' --parallel-residual' if parallel else ''}", names)
 
 
 def test_a_tensor_left_over_is_found() -> None:

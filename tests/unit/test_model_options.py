@@ -93,6 +93,14 @@ def test_contradicting_residual_options_are_refused() -> None:
     assert "--norm-placement" in problems("--norm-placement after")
 
 
+def test_norms_over_all_heads_are_refused_where_they_cannot_be() -> None:
+    assert "add --normalization RMSNorm" in problems("--qk-layernorm --qk-norm-scope all")
+    assert any("--qk-layernorm" in note for note in run_config("--qk-norm-scope all --normalization RMSNorm").notes)
+    assert "--qk-norm-scope all" in problems(
+        "--qk-layernorm --qk-norm-scope all --normalization RMSNorm --num-query-groups 1 --tensor-model-parallel-size 2"
+    )
+
+
 @pytest.mark.flags("--embedding-multiplier", "--logit-multiplier")
 def test_multipliers_of_embedding_and_logits() -> None:
     ids, positions, _ = token_batch()

@@ -22,10 +22,11 @@ from megatron.core.fusions.rope import Rotation, apply_rotary, split_and_rotate,
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import Documents
 from megatron.core.placement import Part, grouped_parts
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import AllHeadsRMSNorm
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -95,13 +96,18 @@ class SelfAttention(MegatronModule):
             skip_bias_add=True,
             tp_group=groups.tp,
         )
-        norms = (submodules.q_layernorm, submodules.k_layernorm)
-        self.q_layernorm, self.k_layernorm = (
-            build_module(norm, config, width, partial_grad_axes=("tp",))  # each rank normalises its own heads
-            if config.qk_layernorm and norm is not None
-            else None
-            for norm in norms
-        )
+        self.q_layernorm = self._norm_of_heads(submodules.q_layernorm, heads, groups.tp)
+        self.k_layernorm = self._norm_of_heads(submodules.k_layernorm, query_groups, groups.tp)
+
+    def _norm_of_heads(self, norm: Any, heads: int, tp_group: Group) -> Any:
+        """The norm of so many query or key heads of the whole model; None where there is none."""
+        if not self.config.qk_layernorm or norm is None:
+            return None
+        if self.config.qk_norm_scope == "head":
+            # Each rank normalises its own heads.
+            return build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
+        assert heads % tp_group.size() == 0, f"{heads} heads cannot be normalised together on {tp_group.size()} ranks"
+        return AllHeadsRMSNorm(self.config, heads, self.head_width, tp_group)
 
     def forward(
         self,

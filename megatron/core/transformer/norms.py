@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.fusions.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.layers import tensor_parallel_split
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones, parameter_dtype, zeros
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -87,6 +94,31 @@ class LayerNorm(_Norm):
         """[..., h] -> [..., h] in the number format of the weight."""
         scale, bias = self.in_format_of(x, self.scale(), self.bias)
         return (layer_norm if self.is_fused else layer_norm_reference)(x, scale, bias, self.eps).to(self.weight.dtype)
+
+
+class AllHeadsRMSNorm(MegatronModule):
+    """RMSNorm over all heads of a token at once (OLMo 2), where each tensor-parallel rank has some of them."""
+
+    def __init__(self, config: TransformerConfig, num_heads: int, head_width: int, tp_group: Group) -> None:
+        """num_heads: of the whole model, a multiple of the ranks."""
+        super().__init__(config)
+        self.width, self.eps, self.tp_group = num_heads * head_width, config.layernorm_epsilon, tp_group
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = declare_parameter(
+            (self.width,),
+            init=zeros if self.zero_centered else ones,
+            dtype=parameter_dtype(config),
+            splits=tensor_parallel_split(0, tp_group),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, n, d] -> [s, b, n, d], n heads of this rank."""
+        flat = x.flatten(-2).float()  # [s, b, n * d]
+        total = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), self.tp_group)
+        # What each rank does with the total differs, so its gradient is summed as well.
+        mean = copy_to_tensor_model_parallel_region(total, self.tp_group) / self.width
+        normalised = (flat * torch.rsqrt(mean + self.eps)).to(x.dtype)
+        return (normalised * (self.weight + 1 if self.zero_centered else self.weight)).view_as(x)
 
 
 def build_norm(

@@ -87,4 +87,6 @@ class TransformerConfig(ArchitectureFields, AttentionFields, InitializationField
             problems.append(
                 "--apply-residual-connection-post-layernorm and --parallel-residual contradict each other; keep one"
             )
+        if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
+            problems.append(f"--qk-norm-scope all is an RMSNorm, not {self.normalization}; add --normalization RMSNorm")
         return problems

@@ -50,6 +50,15 @@ def heads_are_divisible(s: Settings) -> Iterator[str]:
         )
 
 
+def norms_over_heads_have_whole_heads(s: Settings) -> Iterator[str]:
+    groups, tp = s.num_query_groups or s.num_attention_heads, s.tensor_model_parallel_size
+    if s.qk_layernorm and s.qk_norm_scope == "all" and groups and groups % tp:
+        yield (
+            f"{s.say('qk_norm_scope')} cannot share {groups} key-value heads among "
+            f"{s.say('tensor_model_parallel_size')}; use a divisor of {groups}"
+        )
+
+
 def layers_fill_the_stages(s: Settings) -> Iterator[str]:
     layers, stages = s.num_layers, s.pipeline_model_parallel_size
     first, last = s.decoder_first_pipeline_num_layers, s.decoder_last_pipeline_num_layers
@@ -278,8 +287,9 @@ def sharded_data_parallelism_has_its_needs(s: Settings) -> Iterator[str]:
 
 
 CHECKS = (
-    world_is_divisible, experts_fit_the_processes, heads_are_divisible, layers_fill_the_stages, stages_are_laid_out,
-    chunks_fit_the_stages, microbatches_fill_the_pipeline, sequences_are_divisible, context_exchange_is_complete,
-    heads_can_be_exchanged, documents_are_bounded_in_one_way,
-    overlap_has_its_needs, sharded_data_parallelism_has_its_needs,
+    world_is_divisible, experts_fit_the_processes, heads_are_divisible, norms_over_heads_have_whole_heads,
+    layers_fill_the_stages, stages_are_laid_out, chunks_fit_the_stages,
+    microbatches_fill_the_pipeline, sequences_are_divisible, context_exchange_is_complete, heads_can_be_exchanged,
+    documents_are_bounded_in_one_way, overlap_has_its_needs,
+    sharded_data_parallelism_has_its_needs,
 )  # fmt: skip
