@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, model_state, optimizer_state
 from megatron.core.dist_checkpointing.validation import ModelMismatchError
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import Placement, placement_of
@@ -141,7 +142,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         raise CheckpointError(f"{found.path} was saved with --no-save-optim; pass --no-load-optim or --finetune")
     random_numbers = _rng_document(found, run) if with_rng else None
 
-    tensors = sharded_model_state(run)
+    tensors = sharded_model_state(run, main=not with_optimizer)
     if with_optimizer:
         tensors |= _sharded_optimizer_state(run)
     if random_numbers is not None:
@@ -220,13 +221,24 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
 # ---- the run as a checkpoint sees it
 
 
-def sharded_model_state(run: Run) -> ShardedStateDict:
-    """The parameters of this process's pipeline chunks."""
-    return model_state((parameter, placement) for parameter, placement in _placed_parameters(run))
+def sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
+    """The parameters of this process's pipeline chunks, or its slices of them.
+
+    main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
+    better for them; otherwise copies in the network's number format.
+    """
+    starts: dict[str, int] = {}
+    held: list[tuple[torch.Tensor, Placement]] = []
+    for chunk, parameter, placement in _placed_parameters(run):
+        data, start = chunk.held_part(parameter, main=main)
+        held.append((data, placement))
+        if start is not None:
+            starts[placement.name] = start
+    return model_state(held, starts)
 
 
 def _sharded_optimizer_state(run: Run) -> ShardedStateDict:
-    placements = {placement.name: placement for _, placement in _placed_parameters(run)}
+    placements = {placement.name: placement for _, _, placement in _placed_parameters(run)}
     slices = run.optimizer.named_slices()
     starts = {name: found.start for name, found in slices.items() if not found.is_whole}
     return optimizer_state(run.optimizer.named_state(), placements, starts)
@@ -238,8 +250,8 @@ def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
     return [*sharded_model_state(run).values(), *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main)]
 
 
-def _placed_parameters(run: Run) -> Iterator[tuple[torch.Tensor, Placement]]:
-    """Parameters and placements; those with a row for each token know which rows are padding."""
+def _placed_parameters(run: Run) -> Iterator[tuple[DistributedDataParallel, torch.nn.Parameter, Placement]]:
+    """Parameters, each with its chunk and placement; those with a row for each token know which rows are padding."""
     vocabulary = vocab_size_of(run.config, run.tokenizer)
     for chunk in run.model:
         chunk.finish_param_sync()
@@ -247,7 +259,7 @@ def _placed_parameters(run: Run) -> Iterator[tuple[torch.Tensor, Placement]]:
             placement = placement_of(parameter, name)
             if placement.name in _VOCABULARY_WEIGHTS and placement.valid_rows is None:
                 placement = dataclasses.replace(placement, valid_rows=vocabulary)
-            yield parameter, placement
+            yield chunk, parameter, placement
 
 
 def _say(world: Group, sentence: str) -> None:

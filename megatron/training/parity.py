@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron.core.collectives import all_reduce
+from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
@@ -95,7 +97,7 @@ def _train(run: Run, iterations: int) -> Share:
     for chunk in run.model:
         chunk.finish_param_sync()
     held = [
-        Held(placement, grad, param.detach().float().clone())
+        Held(placement, grad, _whole(param).float().clone())
         for (placement, param), grad in zip(placed_parameters(run), grads, strict=True)
     ]
     return Share(losses, grad_norms, held)
@@ -108,6 +110,9 @@ def _whole_grads(run: Run) -> list[Tensor]:
     for chunk in run.model:
         views: dict[str, Tensor] = {}
         for buffer in chunk.flat_buffers:
+            if isinstance(buffer, ShardedParamBuffer):
+                views |= buffer.whole_views([param.main_grad.float() for param in buffer.params])  # type: ignore[attr-defined]
+                continue
             values = buffer.grad_data.detach().float().clone()
             if sum(stop - start for start, stop in buffer.owned) < values.numel():
                 holders = torch.zeros_like(values)
@@ -120,6 +125,12 @@ def _whole_grads(run: Run) -> list[Tensor]:
             views |= buffer.named_views(values)
         grads += [views[placement_of(p, n).name] for n, p in chunk.module.named_parameters() if p.requires_grad]
     return grads
+
+
+def _whole(param: torch.nn.Parameter) -> Tensor:
+    """The values, where replicas divide them those of all replicas; every process calls this."""
+    detached = param.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter]]:

@@ -22,7 +22,7 @@ _SWITCHES = {
     "dist-opt": ("--use-distributed-optimizer",),
     "overlap": ("--overlap-grad-reduce",),
     "overlap-all": ("--overlap-grad-reduce", "--overlap-param-gather"),
-    "fsdp2": ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion"),
+    "fsdp2": ("--use-torch-fsdp2",),
 }
 
 

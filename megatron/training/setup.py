@@ -14,6 +14,10 @@ from torch import nn
 
 from megatron.core import device as device_module
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+    TorchFullyShardedDataParallel,
+    shards_parameters,
+)
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -170,7 +174,8 @@ def build_model(config: RunConfig, process: Process, task: Task) -> list[Distrib
             compile_layers(module)
         modules.append(module)
     tie_chunks(modules)
-    return [DistributedDataParallel(config.model, config.ddp, module, pg_collection=groups) for module in modules]
+    wrapper = TorchFullyShardedDataParallel if shards_parameters(config.ddp, groups) else DistributedDataParallel
+    return [wrapper(config.model, config.ddp, module, pg_collection=groups) for module in modules]
 
 
 def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

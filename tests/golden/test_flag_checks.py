@@ -15,6 +15,7 @@ CHECKS = {row["id"]: row for row in rows(Path(__file__).parent / "data" / "flags
 BETTER_HERE = {
     "C023": "without --eval-interval there is no evaluation; upstream crashes",
     "C033": "CUDA_DEVICE_MAX_CONNECTIONS is set where a layout needs it",
+    "C120": "--use-torch-fsdp2 works with tied embeddings",
     "C137": "--DDP-impl of earlier releases has no effect and is noted",
     "C138": "--no-async-tensor-model-parallel-allreduce of earlier releases has no effect and is noted",
 }

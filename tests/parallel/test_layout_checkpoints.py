@@ -21,10 +21,12 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 MOVES = [
     ("llama", "tp2", ["1", "dp2,dist-opt", "tp4"]),
     ("gpt2", "pp2", ["1", "tp2,sp", "pp2,vpp2"]),
+    ("llama", "dp3,fsdp2", ["1", "tp2"]),
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     MOVES += [
         ("gpt2", "1", ["tp2", "pp4", "dp3,dist-opt"]),
+        ("gpt2", "dp2,dist-opt", ["dp3,fsdp2", "tp2,dp2,fsdp2"]),
         ("llama", "tp4", ["tp2,sp,dp2", "dp3"]),
         ("llama", "tp2,pp2,dp2,dist-opt", ["1", "tp4", "pp2,vpp2"]),
         ("gpt2", "tp2,sp,pp2,vpp2,dp2,dist-opt", ["dp2", "pp2,--pipeline-schedule=zb-v"]),
@@ -67,7 +69,9 @@ def test_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[st
         assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / str(number), 2))
 
 
-RESUMED = ["tp2,sp", "tp2,pp2"] + (["tp2,sp,pp2,vpp2,dp2,dist-opt"] if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
+RESUMED = ["tp2,sp", "tp2,pp2", "dp2,fsdp2"] + (
+    ["tp2,sp,pp2,vpp2,dp2,dist-opt"] if os.environ.get("MEGATRON_ALL_LAYOUTS") else []
+)
 
 
 @pytest.mark.parametrize("layout", RESUMED)

@@ -154,17 +154,29 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     )
 
 
-def model_state(parameters: Iterable[tuple[Tensor, Placement]]) -> ShardedStateDict:
+def model_state(
+    parameters: Iterable[tuple[Tensor, Placement]], starts: Mapping[str, int] | None = None
+) -> ShardedStateDict:
     """The model's parameters by key.
 
+    Those in `starts` are flat slices of the shard, from this element on.
     A copy (a tied embedding on the last stage) shares its key with the original, which wins where one process holds
     both.
     """
     state: ShardedStateDict = {}
     for data, placement in parameters:
         if placement.name not in state or not placement.is_copy:
-            state[placement.name] = ShardedTensor.from_placement(data, placement)
+            state[placement.name] = _entry(data, placement, starts or {})
     return state
+
+
+def _entry(
+    data: Tensor, placement: Placement, starts: Mapping[str, int], *, prefix: str = "", fallback: bool = False
+) -> ShardedTensor:
+    """A whole shard, or a flat slice where there is a start for the parameter."""
+    if placement.name in starts:
+        return SlicedTensor.from_slice(data, starts[placement.name], placement, prefix=prefix, fallback=fallback)
+    return ShardedTensor.from_placement(data, placement, prefix=prefix, fallback=fallback)
 
 
 def optimizer_state(
@@ -184,11 +196,6 @@ def optimizer_state(
         placement = placements[parameter]
         for name, data in tensors.items():
             prefix = f"{OPTIMIZER_PREFIX}{_STATE_NAMES.get(name, name)}."
-            fallback = name == "main_param"
-            entry: ShardedTensor
-            if parameter in starts:
-                entry = SlicedTensor.from_slice(data, starts[parameter], placement, prefix=prefix, fallback=fallback)
-            else:
-                entry = ShardedTensor.from_placement(data, placement, prefix=prefix, fallback=fallback)
+            entry = _entry(data, placement, starts, prefix=prefix, fallback=name == "main_param")
             state[entry.key] = entry
     return state

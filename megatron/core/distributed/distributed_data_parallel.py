@@ -110,6 +110,11 @@ class DistributedDataParallel(nn.Module):
         """Wait until all parameters are those of the last update."""
         self.param_gather.finish()
 
+    def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
+        """What this process holds of a parameter's shard: (values, None) where that is all of it, else (flat slice, its
+        first element). main: of main parameters, where they are all there is; otherwise as the network sees them."""
+        return param, None
+
     def broadcast_params(self) -> None:
         """Give every replica the parameters of the first one."""
         for buffer in self.flat_buffers:

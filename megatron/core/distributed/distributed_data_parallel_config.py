@@ -24,6 +24,17 @@ class DistributedDataParallelConfig:
     """Gather each bucket of updated parameters while the next forward already runs."""
     use_distributed_optimizer: bool = False
     """Divide optimizer state over the data-parallel processes (ZeRO-1)."""
+    use_torch_fsdp2: bool = False
+    """Divide parameters, gradients and optimizer state over the data-parallel processes, through PyTorch's fully_shard
+    (ZeRO-3); a layer's parameters are gathered while it computes."""
+    data_parallel_sharding_strategy: str = flag(
+        "optim_grads_params", choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
+    )
+    """With --use-torch-fsdp2, what is divided: everything (ZeRO-3), all but parameters (ZeRO-2: they are gathered once
+    a step), the optimizer state alone (as --use-distributed-optimizer), or nothing."""
+    torch_fsdp2_reshard_after_forward: bool = flag(True, off_names=("--torch-fsdp2-no-reshard-after-forward",))
+    """With --use-torch-fsdp2, drop a layer's gathered parameters after its forward and gather them again for its
+    backward; switched off, they stay in between, which spares one of the two gathers."""
     num_distributed_optimizer_instances: int = flag(1, minimum=1)
     """Copies of the divided optimizer state: the data-parallel processes form as many groups of neighbours, and each
     group divides one copy, so that parameters are gathered inside a group only."""

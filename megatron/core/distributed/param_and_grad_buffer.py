@@ -45,6 +45,9 @@ class ParamAndGradBuffer:
         self.layout = layout or lay_out(
             [(name, param.shape) for name, param in named_params], padding=ALIGNMENT * reduction.shards.size()
         )
+        self.dtype, self.device = first.dtype, first.device
+        self.starts = [0] * len(self.params)
+        """First element of each parameter that lies here, counted in its own flat memory."""
         self.param_data = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype, device=first.device)
         for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -66,6 +69,15 @@ class ParamAndGradBuffer:
             share = (stop - start) // shards.size()
             slices.append((start + shards.rank() * share, start + (shards.rank() + 1) * share))
         return merged(slices) if shards.size() == 1 else slices
+
+    @property
+    def holds_main_params(self) -> bool:
+        """Whether these are float32 parameters of which the network uses rounded copies."""
+        return False
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Elements of the parameters, inside one of the ranges that are `owned`: a view."""
+        return self.param_data[start:stop]
 
     def bucket_params(self) -> Iterator[tuple[Bucket, list[nn.Parameter]]]:
         """Every bucket with the parameters that lie in it."""

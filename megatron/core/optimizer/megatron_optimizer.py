@@ -59,7 +59,7 @@ class MegatronOptimizer:
         self._counted = [counted_ranges(buffer, groups) for buffer in buffers]
         self._counted_grads = [view for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)]
         self._shards = buffers[0].reduction.shards
-        self._device = buffers[0].param_data.device
+        self._device = buffers[0].device
         self._step = torch.zeros((), device=self._device)
         self.grad_scaler = make_grad_scaler(config, self._device)
 
@@ -132,17 +132,18 @@ class MegatronOptimizer:
         return UpdateResult(succeeded, grad_norm)
 
     def _update(self, group: ParamGroup, divisor: Tensor | None, found_inf: Tensor) -> None:
-        """One fused pass over each shard: divide the gradient, update moments, decay, update."""
+        """One fused pass over all shards: divide the gradient, update moments, decay, update."""
         options = group.options
         beta1, beta2 = options["betas"]
-        for shard in group.shards():
+        shards = list(group.shards())
+        if shards:
             torch._fused_adamw_(
-                [shard.param],
-                [shard.grad],
-                [shard.exp_avg],
-                [shard.exp_avg_sq],
+                [shard.param for shard in shards],
+                [shard.grad for shard in shards],
+                [shard.exp_avg for shard in shards],
+                [shard.exp_avg_sq for shard in shards],
                 [],
-                [self._step],
+                [self._step] * len(shards),
                 lr=options["lr"],
                 beta1=beta1,
                 beta2=beta2,

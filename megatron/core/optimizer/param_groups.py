@@ -35,13 +35,13 @@ class BufferState:
 
     def __init__(self, buffer: ParamAndGradBuffer) -> None:
         self.buffer = buffer
-        self.has_main_params = buffer.param_data.dtype != torch.float32
+        self.has_main_params = buffer.dtype != torch.float32
         self.owned = buffer.owned
         lengths = [stop - start for start, stop in self.owned]
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
-        self.exp_avg = torch.zeros(sum(lengths), dtype=torch.float32, device=buffer.param_data.device)
+        self.exp_avg = torch.zeros(sum(lengths), dtype=torch.float32, device=buffer.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.main = self._take(buffer.param_data) if self.has_main_params else None
+        self.main = self._take() if self.has_main_params else None
 
     def pieces(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, slice]]:
         """What this process updates of some ranges of the buffer, in ascending order: where it lies there, and where in
@@ -52,35 +52,38 @@ class BufferState:
 
     def values(self, piece: Range, place: slice) -> Tensor:
         """The values to update of one of the `pieces`: a view."""
-        return self.buffer.param_data[slice(*piece)] if self.main is None else self.main[place]
+        return self.buffer.values(*piece) if self.main is None else self.main[place]
 
     def copy_main_to_model(self) -> None:
         """Round the updated values into the network's parameters, as far as this process updates them."""
         if self.main is not None:
             for (start, stop), place in zip(self.owned, self._places, strict=True):
-                self.buffer.param_data[start:stop].copy_(self.main[place : place + stop - start])
+                self.buffer.values(start, stop).copy_(self.main[place : place + stop - start])
 
     def copy_model_to_main(self) -> None:
         """Take the network's parameters as the values to update."""
         if self.main is not None:
-            self.main.copy_(self._take(self.buffer.param_data))
+            self.main.copy_(self._take())
 
     def named_slices(self) -> Iterator[tuple[str, StateSlice]]:
         """(name in the whole model, state) of every parameter of which this process updates something."""
         buffer = self.buffer
-        for name, param, slot in zip(buffer.names, buffer.params, buffer.layout.slots, strict=True):
+        places = zip(buffer.names, buffer.params, buffer.layout.slots, buffer.starts, strict=True)
+        for name, param, slot, first in places:
             for (start, stop), place in self.pieces([(slot.start, slot.start + slot.numel)]):
-                is_whole = stop - start == slot.numel
+                is_whole = stop - start == param.numel()
                 shape = param.shape if is_whole else (stop - start,)
                 flats = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
                 if self.main is not None:
                     flats["main_param"] = self.main
                 tensors = {kind: flat[place].view(shape) for kind, flat in flats.items()}
-                yield name, StateSlice(start - slot.start, is_whole, tensors)
+                if buffer.holds_main_params:
+                    tensors["main_param"] = buffer.values(start, stop).view(shape)
+                yield name, StateSlice(first + start - slot.start, is_whole, tensors)
 
-    def _take(self, flat: Tensor) -> Tensor:
-        """A float32 copy of what this process updates of a flat tensor."""
-        return torch.cat([flat[start:stop].float() for start, stop in self.owned])
+    def _take(self) -> Tensor:
+        """A float32 copy of the parameters that this process updates."""
+        return torch.cat([self.buffer.values(start, stop).float() for start, stop in self.owned])
 
 
 class FlatShard(NamedTuple):

@@ -117,6 +117,17 @@ def _experts(s: Settings) -> None:
 def _optimizer(s: Settings) -> None:
     if s.use_megatron_fsdp:
         s.derive(use_distributed_optimizer=True)
+    if s.use_torch_fsdp2:
+        s.derive(gradient_accumulation_fusion=False)  # gradients are whole only until they are summed
+        if s.data_parallel_sharding_strategy in ("no_shard", "optim"):
+            s.note(f"{s.say('data_parallel_sharding_strategy')} divides no parameters; PyTorch's FSDP2 is not used")
+            divides_state = s.data_parallel_sharding_strategy == "optim"
+            s.derive(use_torch_fsdp2=False, use_distributed_optimizer=divides_state)
+        elif s.data_parallel_size is not None and s.data_parallel_size * s.context_parallel_size == 1:
+            s.note("--use-torch-fsdp2 has no effect: one process holds each parameter, so there is nothing to divide")
+        for dest in ("average_in_collective", "pad_buckets_for_high_nccl_busbw"):
+            if getattr(s, dest):
+                s.note(f"{s.say(dest)} has no effect with --use-torch-fsdp2")
     if s.optimizer == "dist_muon":
         s.derive(optimizer="muon")
     if s.weight_decay_incr_style == "constant" and s.start_weight_decay is None and s.end_weight_decay is None:
@@ -204,6 +215,8 @@ def _without_effect(s: Settings) -> None:
         *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
+        ("data_parallel_sharding_strategy", not s.given & {"use_torch_fsdp2"}, "--use-torch-fsdp2"),
+        ("torch_fsdp2_reshard_after_forward", not s.use_torch_fsdp2, "--use-torch-fsdp2"),
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),

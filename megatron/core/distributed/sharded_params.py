@@ -1,0 +1,108 @@
+"""A buffer for parameters of which this process keeps its shard only (ZeRO-2 and ZeRO-3).
+
+    parameter [rows, ...]      rows 0 .. r-1 on the first of n processes, r .. 2r-1 on the second; r = ceil(rows / n)
+    parameter.main_grad        our rows of the gradient, summed over the processes: a view of `grad_data`
+
+The optimizer sees what it sees of a ParamAndGradBuffer: places in a flat memory and the ranges that this process
+updates. Values stay in the memory that torch gathers them from, so there is no second copy; a view of it is made for
+each range. Rows that follow each other are a slice of the parameter's flat memory, which is how checkpoints store them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.bucket import Bucket, Reduction
+from megatron.core.distributed.buffer_layout import ALIGNMENT, lay_out
+from megatron.core.distributed.param_and_grad_buffer import NamedParams, ParamAndGradBuffer
+from megatron.core.flat_ranges import Range
+from megatron.core.process_groups_config import Group
+
+
+class ShardedParamBuffer(ParamAndGradBuffer):
+    """Gives every sharded parameter its place, and a `grad` and `main_grad` that lie in flat memory.
+
+    named_params: (name in the whole model, DTensor parameter cut along dimension 0 over `reduction.shards`).
+    model_dtype: number format in which the network computes; where it is not that of the parameters, these are the main
+    parameters.
+    """
+
+    def __init__(self, named_params: NamedParams, reduction: Reduction, model_dtype: torch.dtype) -> None:
+        self.names = [name for name, _ in named_params]
+        self.params = [param for _, param in named_params]
+        self.reduction = reduction
+        self.model_dtype = model_dtype
+        locals_ = [local_shard(param) for param in self.params]
+        self.layout = lay_out(
+            [(name, shard.shape) for name, shard in zip(self.names, locals_, strict=True)], padding=ALIGNMENT
+        )
+        self.dtype, self.device = locals_[0].dtype, locals_[0].device
+        self.grad_data = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.starts = [first_element(param, reduction.shards) for param in self.params]
+        self.buckets: list[Bucket] = []
+        self.attach_grads()
+
+    @property
+    def holds_main_params(self) -> bool:
+        """Whether the network computes with rounded copies of what is kept here."""
+        return self.model_dtype != self.dtype
+
+    @property
+    def owned(self) -> list[Range]:
+        """Our rows of every parameter: one range each, in the order of the flat memory."""
+        return sorted((slot.start, slot.start + slot.numel) for slot in self.layout.slots if slot.numel)
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Elements of one parameter, by their place in the flat memory: a view."""
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            if slot.start <= start and stop <= slot.start + slot.numel:
+                return local_shard(param).view(-1)[start - slot.start : stop - slot.start]
+        raise AssertionError(f"elements [{start}, {stop}) are no part of one parameter")
+
+    def attach_grads(self) -> None:
+        """Let torch add gradients into our flat memory."""
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            assert isinstance(param, DTensor)
+            shard = self.view(self.grad_data, slot, local_shard(param).shape)
+            param.main_grad = shard  # type: ignore[attr-defined]
+            param.grad = DTensor.from_local(
+                shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+            )
+
+    def collect_grads(self) -> None:
+        """Where torch has put a gradient into memory of its own instead, fetch it."""
+        for param in self.params:
+            assert isinstance(param.grad, DTensor)
+            found = param.grad.to_local()
+            if found.data_ptr() != param.main_grad.data_ptr():  # type: ignore[attr-defined]
+                param.main_grad.copy_(found)  # type: ignore[attr-defined]
+                self.attach_grads()
+
+    def whole_views(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(name, all rows of a tensor of which each process has its shard, flat or not); every process calls this."""
+        for name, param, start, shard in zip(self.names, self.params, self.starts, shards, strict=True):
+            whole = torch.zeros(param.numel(), dtype=shard.dtype, device=shard.device)
+            whole[start : start + shard.numel()] = shard.reshape(-1)
+            all_reduce(whole, self.reduction.shards)
+            yield name, whole.view(param.shape)
+
+    def broadcast_params(self, group: Group) -> None:
+        """Nothing: no two processes hold the same elements."""
+
+
+def local_shard(param: nn.Parameter) -> Tensor:
+    """This process's rows, as plain memory that is shared with the parameter."""
+    detached = param.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def first_element(param: nn.Parameter, shards: Group) -> int:
+    """Where this process's rows begin in the parameter's flat memory."""
+    rows = param.shape[0]
+    rows_per_process = -(-rows // shards.size())
+    return min(rows, shards.rank() * rows_per_process) * (param.numel() // max(rows, 1))

@@ -1,0 +1,164 @@
+"""Replicas that divide parameters, gradients and optimizer state, through torch's fully_shard (FSDP2).
+
+    forward    gather a layer's rows from all processes   compute   drop the others' rows
+    backward   gather them again                          compute   drop them; sum gradients, keep our rows
+
+ZeRO-3 (Rajbhandari et al., 2020). With ZeRO-2 the rows that were gathered stay until the step's last backward, and only
+gradients and optimizer state are divided all the time. Gathers and sums run beside the computation of the neighbouring
+layers. Tensor-parallel shards are cut further: torch sees a process's shard as the whole parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, reduction_of
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.placement import Placement, place, placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+
+
+class TorchFullyShardedDataParallel(DistributedDataParallel):
+    """Wraps the model; behaves like DistributedDataParallel towards the loop and the optimizer.
+
+    module: the network; its parameters are replaced by sharded ones, which keep their Placement. Needs at least two
+    processes that hold the same parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        self.ddp_config = ddp_config
+        self.groups = pg_collection or ProcessGroupCollection.current()
+        self.overlaps_grad_reduce = False
+        self.reduction = reduction_of(config, _dividing(ddp_config), self.groups)
+        self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
+        placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
+        self.module = self._shard(module)
+        self.flat_buffers = list(self._make_buffers(placements))  # type: ignore[arg-type]
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Main parameters in float32, cut over the replicas, one unit for each layer."""
+        ddp_config = self.ddp_config
+        first = next(module.parameters())
+        group = self.groups.dp_cp
+        assert not isinstance(group, SingleRankGroup), "one process has nothing to divide"
+        mesh = DeviceMesh.from_group(group, first.device.type)
+        reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else first.dtype
+        policy = MixedPrecisionPolicy(param_dtype=first.dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
+        for param in module.parameters():
+            param.data = param.data.float()
+        frees = ddp_config.torch_fsdp2_reshard_after_forward and not self.keeps_gathered
+        for unit in _units(module):
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+        # What belongs to no unit stays through backward.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for part in _fsdp_modules(module):
+            # A plain sum, so that all libraries and sizes round alike; then a division.
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0 / self.reduction.scale)
+        return module
+
+    def _make_buffers(self, placements: list[tuple[Placement, torch.dtype]]) -> Iterator[ShardedParamBuffer]:
+        self._model_dtypes = {placement.name: model_dtype for placement, model_dtype in placements}
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for param, (placement, model_dtype) in zip(self.module.parameters(), placements, strict=True):
+            place(param, placement)
+            if param.requires_grad:
+                by_dtype[model_dtype].append((placement.name, param))
+        for model_dtype, named_params in by_dtype.items():
+            yield ShardedParamBuffer(named_params, self.reduction, model_dtype)
+
+    # ---- gradients
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients; call before the first microbatch of a step."""
+        for buffer in self.flat_buffers:
+            buffer.zero_grad()
+        self._keep_gathered(self.keeps_gathered)
+
+    def enable_grad_sync(self) -> None:
+        """The next backward is the last of the step: what was gathered is dropped behind it."""
+        self._keep_gathered(False)
+
+    def start_grad_sync(self) -> None:
+        """Nothing: gradients are summed as they come."""
+
+    def finish_grad_sync(self) -> None:
+        """Call after the last microbatch of a step; gradients have been summed already."""
+        for buffer in self.flat_buffers:
+            buffer.collect_grads()  # type: ignore[attr-defined]
+
+    # ---- parameters
+
+    def start_param_sync(self) -> None:
+        """Nothing: forward gathers what it needs."""
+
+    def finish_param_sync(self) -> None:
+        """Drop what was gathered, so that the module's parameters are the sharded ones."""
+        for part in _fsdp_modules(self.module):
+            part.reshard()
+
+    def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
+        """Our rows as a flat slice: the memory itself, or a copy in the network's number format."""
+        flat = local_shard(param).view(-1)
+        model_dtype = self._model_dtypes[placement_of(param).name]
+        return flat if main else flat.to(model_dtype), first_element(param, self.reduction.shards)
+
+    def _keep_gathered(self, keeps: bool) -> None:
+        for part in _fsdp_modules(self.module):
+            part.set_reshard_after_backward(not keeps, recurse=False)
+
+
+def shards_parameters(ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection) -> bool:
+    """Whether this run divides its parameters: asked for, and with somebody to divide them with."""
+    return ddp_config.use_torch_fsdp2 and not isinstance(groups.dp_cp, SingleRankGroup)
+
+
+def _dividing(ddp_config: DistributedDataParallelConfig) -> DistributedDataParallelConfig:
+    """The gradients are combined as for a divided optimizer."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32
+    )
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers (elements of module lists), and the parts before and after them, embedding and output layer.
+
+    A weight that these share belongs to the whole network.
+    """
+    yield from _layers(module)
+    if not getattr(module, "share_embeddings_and_output_weights", False):
+        for child in module.children():
+            if next(_layers(child), None) is None and next(child.parameters(), None) is not None:
+                yield child
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
