@@ -3,6 +3,7 @@
     python tools/draw_schedule.py --schedule 1f1b --stages 4 --microbatches 8
     python tools/draw_schedule.py --schedule interleaved --stages 4 --chunks 2 --microbatches 8 --output schedule.svg
     python tools/draw_schedule.py --schedule all --stages 4 --microbatches 8 --output schedules.png
+    python tools/draw_schedule.py --trace DIR          a step that ran with --pipeline-trace-dir DIR, and its plan
 
 In the terminal F3 is the forward of microbatch 3, B3 its backward, W3 its deferred weight gradients; with several
 chunks F3a belongs to the first, F3b to the second. A picture (.png, .svg, .pdf) needs matplotlib.
@@ -21,6 +22,7 @@ if str(ROOT) not in sys.path:
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.optional_deps import require  # noqa: E402
+from megatron.core.pipeline_parallel.measured import read_trace  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import DEFERS_WEIGHT_GRADIENTS, ScheduleName, tables  # noqa: E402
 from megatron.core.pipeline_parallel.simulate import Costs, Event, Timeline, simulate  # noqa: E402
 from megatron.core.virtual_stages import VirtualStages  # noqa: E402
@@ -31,6 +33,8 @@ COLOURS = {"F": ("#4c78a8", "#9ecae9"), "B": ("#54a24b", "#a8d8a0"), "W": ("#b27
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WIDEST = 400
 """Columns that the terminal drawing may have."""
+MEASURED_COLUMNS = 160
+"""Those of a step that ran, whose actions are as long as they were."""
 
 
 class Drawing(NamedTuple):
@@ -39,6 +43,28 @@ class Drawing(NamedTuple):
     title: str
     chunks: int
     timeline: Timeline
+    columns: int | None = None
+    """Width in the terminal; as wide as the labels need when None."""
+
+
+def measured(directory: Path, iteration: int | None) -> list[Drawing]:
+    """A step that ran, below what the schedule plans for actions of the same mean times.
+
+    Raises DataError for a directory without a trace.
+    """
+    step = read_trace(directory, iteration)
+    plan = simulate(tables(step.schedule, step.shape, step.microbatches, step.group_size), step.shape, step.costs)
+    longest = max(plan.makespan, step.timeline.makespan)
+    drawings = []
+    for what, timeline in (("planned", plan), (f"measured in iteration {step.iteration}", step.timeline)):
+        title = (
+            f"{step.schedule}, {step.shape.stages} stages, {step.microbatches} microbatches, {what}: "
+            f"{timeline.makespan:.2f} ms, {100 * timeline.bubble:.1f} % idle, "
+            f"at most {max(timeline.peak_in_flight):g} microbatches in flight"
+        )
+        columns = max(1, round(MEASURED_COLUMNS * timeline.makespan / longest))
+        drawings.append(Drawing(title, step.shape.chunks, timeline, columns))
+    return drawings
 
 
 def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
@@ -76,7 +102,8 @@ def as_text(drawing: Drawing, ranks: int) -> str:
     events = drawing.timeline.events
     label = max(len(_label(event, drawing.chunks)) for event in events) + 1
     column = min(event.end - event.start for event in events) / label  # the shortest action fits its label
-    width = round(drawing.timeline.makespan / column)
+    width = drawing.columns or round(drawing.timeline.makespan / column)
+    column = drawing.timeline.makespan / width
     if width > WIDEST:
         raise ConfigError(
             f"{drawing.title.split(':')[0]} would be {width} columns wide; use fewer microbatches, or --output FILE.svg"
@@ -87,7 +114,8 @@ def as_text(drawing: Drawing, ranks: int) -> str:
         for event in events:
             if event.rank == rank:
                 start, end = round(event.start / column), round(event.end / column)
-                cells[start:end] = _label(event, drawing.chunks).ljust(end - start - 1, "-") + " "
+                text = _label(event, drawing.chunks).ljust(end - start - 1, "-") + " "
+                cells[start:end] = text[: end - start]
         peak = drawing.timeline.peak_in_flight[rank]
         lines.append(f"rank {rank:<2d} {''.join(cells)}  peak {peak:g}")
     return "\n".join(lines)
@@ -167,6 +195,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backward-cost", type=float, default=1.0, help="time of its backward for inputs")
     parser.add_argument("--weight-cost", type=float, default=1.0, help="time of its backward for weights")
     parser.add_argument("--transfer-cost", type=float, default=0.0, help="time from one stage to the next")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="draw a run's --pipeline-trace-dir beside its plan")
+    parser.add_argument("--iteration", type=int, help="of the trace; the last one if left out")
     parser.add_argument("--output", type=Path, help="write a picture: FILE.png, FILE.svg or FILE.pdf")
     arguments = parser.parse_args(argv)
     for name, largest in (("stages", 256), ("microbatches", 4096), ("chunks", 64)):
@@ -183,12 +213,16 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Print the schedule, or save its picture."""
     arguments = read_arguments(sys.argv[1:])
-    names = SCHEDULES if arguments.schedule == "all" else (arguments.schedule,)
-    drawings = [played(name, arguments) for name in names]
+    if arguments.trace is not None:
+        drawings = measured(arguments.trace, arguments.iteration)
+    else:
+        names = SCHEDULES if arguments.schedule == "all" else (arguments.schedule,)
+        drawings = [played(name, arguments) for name in names]
+    ranks = len(drawings[0].timeline.peak_in_flight)
     if arguments.output is None:
-        print("\n\n".join(as_text(drawing, arguments.stages) for drawing in drawings))
+        print("\n\n".join(as_text(drawing, ranks) for drawing in drawings))
         return 0
-    save_picture(drawings, arguments.stages, arguments.output)
+    save_picture(drawings, ranks, arguments.output)
     print(*(drawing.title for drawing in drawings), f"wrote {arguments.output}", sep="\n")
     return 0
 

@@ -10,6 +10,7 @@ import platform
 import re
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +130,55 @@ def _peak_of(peaks: Peaks, dtype: torch.dtype) -> float | None:
     if dtype == torch.float16 or (dtype == torch.bfloat16 and peaks.has_bfloat16):
         return peaks.half
     return peaks.fp8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else None
+
+
+# ---- time and profiles
+
+Mark = float | torch.cuda.Event
+"""A moment on the device."""
+
+
+def mark() -> Mark:
+    """Now: after all that the device was given so far. Does not wait."""
+    if not _cuda_in_use():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(earlier: Mark, later: Mark) -> float:
+    """The time between two marks; the device must have reached both."""
+    if isinstance(earlier, float) or isinstance(later, float):
+        assert isinstance(earlier, float) and isinstance(later, float), "one mark on the CPU, one on the device"
+        return later - earlier
+    return float(earlier.elapsed_time(later)) / 1000
+
+
+def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
+    """What torch.profiler can see here: the CPU, and the GPU where this process computes on one."""
+    activity = torch.profiler.ProfilerActivity
+    return [activity.CPU, *([activity.CUDA] if is_cuda(current_device()) else [])]
+
+
+def start_cuda_profiler() -> None:
+    """Tell an attached profiler such as Nsight Systems to begin."""
+    torch.cuda.cudart().cudaProfilerStart()  # type: ignore[no-untyped-call]
+
+
+def stop_cuda_profiler() -> None:
+    """Tell it to end."""
+    torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
+
+
+def record_memory_history() -> None:
+    """From now on the allocator of the GPU keeps a record of what it does."""
+    torch.cuda.memory._record_memory_history()
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write that record."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 # ---- memory

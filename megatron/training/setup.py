@@ -41,6 +41,8 @@ from megatron.training.hooks.layer_norms import LayerNormsHook
 from megatron.training.hooks.memory import MemoryHook
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.hooks.metrics import MetricsHook
+from megatron.training.hooks.pipeline_clock import PipelineClockHook
+from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.sanity import SanityHook
 from megatron.training.hooks.tensorboard import TensorBoardHook
@@ -263,6 +265,10 @@ def build_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(SanityHook(meter))
     if config.training.manual_gc:
         hooks.append(GarbageCollectionHook(config.training))
+    if config.profiling.record_memory_history:
+        hooks.append(MemoryHistoryHook(config.profiling))
+    if config.profiling.profile:
+        hooks.append(ProfilerHook(config.profiling))
     evaluates = config.validation.eval_interval is not None or config.validation.skip_train
     if evaluates and (config.validation.eval_iters > 0 or config.validation.full_validation):
         hooks.append(EvaluationHook(config.validation))
@@ -282,6 +288,8 @@ def reporting_hooks(config: RunConfig, meter: MeterHook) -> list[Hook]:
     hooks.append(ConsoleHook(logger.log_interval, meter))
     if logger.log_layer_norms:
         hooks.append(LayerNormsHook(logger.log_interval, meter))
+    if logger.timing_log_level >= 2 or config.profiling.pipeline_trace_dir is not None:
+        hooks.append(PipelineClockHook(config.profiling, logger.timing_log_level))
     if logger.timing_log_level > 0:
         hooks.append(TimingHook(logger, meter))
     if logger.log_memory_interval is not None:

@@ -45,7 +45,7 @@ def test_timing_levels_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines.count("(min, max) time across ranks (ms):") == 2
     lines = printed(capsys, "--log-interval", "6", "--timing-log-level", "2", "--timing-log-option", "max")
     assert "max time across ranks (ms):" in lines
-    assert sorted(timed_parts(lines)) == sorted([*PHASES, "batch-generator"])
+    assert sorted(timed_parts(lines)) == sorted([*PHASES, *COMPUTATION, "batch-generator"])
     lines = printed(capsys, "--log-interval", "6", "--timing-log-level", "1", "--timing-log-option", "all")
     start = lines.index("times across ranks (ms):")
     assert lines[start + 1] == "  forward-backward:"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.action_clock import ActionClock
 from megatron.core.pipeline_parallel.communication import Transfer
 from megatron.core.pipeline_parallel.grad_sync_moments import Signals, grad_sync_moments
 from megatron.core.pipeline_parallel.p2p_communication import Mail, connect_neighbours
@@ -60,6 +61,8 @@ class Executor:
         self.grad_scale_func = grad_scale_func
         self.pipeline = Pipeline.of(config, pg_collection, len(self.chunks))
         self.stages = self.pipeline.shape
+        self.clock: ActionClock | None = None
+        """Where a step's actions are timed; whoever wants that sets one before the step."""
         self._queue: WeightGradQueue | None = None
         if self.pipeline.defers_weight_gradients:
             self._queue = WeightGradQueue()
@@ -100,9 +103,10 @@ class Executor:
         signals = {} if forward_only else grad_sync_moments(actions, self.chunks, self.groups.pp.rank())
         deferred = any(action.kind == "W" for action in computed)
         if self.stages.count == 1 and not deferred:
-            _run_alone(computed, forward, signals, forward_only)
+            _run_alone(computed, forward, signals, forward_only, None if forward_only else self.clock)
         else:
             stage_run = StageRun(self.chunks, self.groups.pp.rank(), self.stages, forward, forward_only)
+            stage_run.clock = None if forward_only else self.clock
             stage_run.run(actions, signals, self._mail(), self._queue if deferred else None)
         return outputs
 
@@ -159,12 +163,15 @@ def _run_alone(
     forward: Callable[[int, bool], tuple[Tensor | None, Tensor | None]],
     signals: Signals,
     forward_only: bool,
+    clock: ActionClock | None,
 ) -> None:
     """The plain loop of a process that has the whole model: only losses are kept."""
     losses: dict[int, Tensor] = {}
     for position, action in enumerate(actions):
         for signal in signals.get(position, ()):
             signal()
+        if clock is not None:
+            clock.begin(action)
         if action.kind == "F":
             _, loss = forward(action.chunk, True)
             if loss is not None:
@@ -175,6 +182,8 @@ def _run_alone(
             losses.pop(action.microbatch).backward()
         else:
             raise ValueError(f"{action} cannot run: its forward has not run, or weight gradients are not deferred")
+        if clock is not None:
+            clock.end()
 
 
 def _detached(value: Any) -> Any:

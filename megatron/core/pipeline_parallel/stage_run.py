@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.pipeline_parallel.action_clock import ActionClock
 from megatron.core.pipeline_parallel.communication import Transfer, adjacent_transfers
 from megatron.core.pipeline_parallel.grad_sync_moments import Signals
 from megatron.core.pipeline_parallel.p2p_communication import Key, Mail
@@ -48,6 +49,7 @@ class StageRun:
         self.chunks, self.rank, self.shape = chunks, rank, shape
         self.forward, self.forward_only = forward, forward_only
         self.mail: Mail | None = None
+        self.clock: ActionClock | None = None
         self.queue: WeightGradQueue | None = None
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.outgoing: dict[Key, Tensor] = {}
@@ -78,7 +80,11 @@ class StageRun:
                 continue
             for signal in signals.get(position, ()):
                 signal()
+            if self.clock is not None:
+                self.clock.begin(step)
             self._compute(step)
+            if self.clock is not None:
+                self.clock.end()
             position += 1
         if mail is not None:
             mail.finish()
@@ -133,7 +139,10 @@ class StageRun:
         if key in self.local:
             return self.local.pop(key)
         assert self.mail is not None
-        return self.mail.take(key)
+        tensor = self.mail.take(key)
+        if self.clock is not None:
+            self.clock.inputs_arrived()
+        return tensor
 
     def _give(self, what: str, action: Action, tensor: Tensor, to_stage: int) -> None:
         rank, chunk = self.shape.holder(to_stage)

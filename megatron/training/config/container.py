@@ -16,6 +16,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
+from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.rng import RNGConfig
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.tokenizer import TokenizerConfig
@@ -43,6 +44,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     rng: RNGConfig = field(default_factory=RNGConfig)
     world_size: int = 1

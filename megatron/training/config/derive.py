@@ -176,6 +176,13 @@ _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate",
 _GATED = ("activation_func_clamp_value", "glu_linear_offset")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
 
+_TORCH = (
+    "profile_dir",
+    "pytorch_profiler_collect_shapes",
+    "pytorch_profiler_collect_callstack",
+    "pytorch_profiler_collect_chakra",
+)
+_WINDOW = ("profile_step_start", "profile_step_end")
 _WANDB = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
 _CURVES = (
     "tensorboard_log_interval",
@@ -204,6 +211,12 @@ def _without_effect(s: Settings) -> None:
         *((dest, s.wandb_project is None, "--wandb-project") for dest in _WANDB),
         ("timing_log_option", s.timing_log_level == 0, "--timing-log-level"),
         ("log_progress", s.save is None, "--save"),
+        *((dest, not (s.profile and s.use_pytorch_profiler), "--profile --use-pytorch-profiler") for dest in _TORCH),
+        ("use_pytorch_profiler", not s.profile, "--profile"),
+        ("record_shapes", not s.profile or s.use_pytorch_profiler, "--profile for Nsight Systems"),
+        ("memory_snapshot_path", not s.record_memory_history, "--record-memory-history"),
+        ("profile_ranks", not (s.profile or s.record_memory_history), "--profile"),
+        *((dest, not s.profile and s.pipeline_trace_dir is None, "--profile") for dest in _WINDOW),
         (
             "microbatch_group_size_per_vp_stage",
             s.virtual_pipeline_model_parallel_size is None or s.pipeline_schedule == "zb-v",

@@ -14,11 +14,12 @@ from megatron.training.config.checks import (
     model,
     pipeline,
     precision,
+    profiling,
     schedule,
 )
 from megatron.training.config.settings import Settings
 
-_SUBJECTS = (layout, pipeline, batch, schedule, model, precision, memory, experts, data, checkpoint)
+_SUBJECTS = (layout, pipeline, batch, schedule, model, precision, memory, experts, data, checkpoint, profiling)
 
 
 def violations(s: Settings) -> Iterator[str]:

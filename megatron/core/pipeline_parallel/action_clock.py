@@ -1,0 +1,61 @@
+"""When the actions of one step really began and ended on this process.
+
+A measured action begins when its input is there: waiting for a neighbour is idle time, as in simulate.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from megatron.core.device import Mark, mark, seconds_between, synchronize
+from megatron.core.pipeline_parallel.schedules import Action
+
+_CLOSE_ENOUGH_SECONDS = 5e-5
+_ATTEMPTS = 100
+
+
+class TimedAction(NamedTuple):
+    """Seconds since the epoch, by this machine's clock."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class ActionClock:
+    """Told by the executor about each action; the device is waited for only when the times are read."""
+
+    def __init__(self) -> None:
+        synchronize()
+        # The device's clock and the machine's, read together; again where the process was interrupted in between.
+        for _ in range(_ATTEMPTS):
+            self._zero_seconds = time.time()
+            self._zero = mark()
+            if time.time() - self._zero_seconds < _CLOSE_ENOUGH_SECONDS:
+                break
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._action: Action | None = None
+        self._begun = self._zero
+
+    def begin(self, action: Action) -> None:
+        """The action's turn has come."""
+        self._action, self._begun = action, mark()
+
+    def inputs_arrived(self) -> None:
+        """What the action under way waited for is there."""
+        self._begun = mark()
+
+    def end(self) -> None:
+        """The action under way is done."""
+        assert self._action is not None, "an action ended that had not begun"
+        self._marks.append((self._action, self._begun, mark()))
+        self._action = None
+
+    def read(self) -> list[TimedAction]:
+        """All actions so far, in the order in which they ran."""
+        synchronize()
+        return [TimedAction(action, self._seconds(begun), self._seconds(ended)) for action, begun, ended in self._marks]
+
+    def _seconds(self, moment: Mark) -> float:
+        return self._zero_seconds + seconds_between(self._zero, moment)

@@ -1,0 +1,132 @@
+"""Flags of profiling, through the real setup, step, loop and hooks of a tiny run; GPU calls are recorded, not made."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core import device
+from megatron.core.errors import ConfigError
+from tests.unit.run_flags import run_config
+from tests.unit.tiny_training import prepare, train_tiny
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+TORCH = ("--profile", "--use-pytorch-profiler", "--log-interval", "1")
+
+
+def updates(path: Path) -> int:
+    """Optimizer steps in a trace."""
+    return sum(event.get("name") == "aten::_fused_adamw_" for event in trace(path))
+
+
+@pytest.mark.flags("--profile", "--use-pytorch-profiler", "--profile-step-start", "--profile-step-end", "--profile-dir")
+def test_torch_profiler_records_the_window(tmp_path: Path) -> None:
+    train_tiny(*TORCH, "--profile-dir", tmp_path / "one", "--profile-step-start", "2", "--profile-step-end", "3")
+    train_tiny(*TORCH, "--profile-dir", tmp_path / "four", "--profile-step-start", "2", "--profile-step-end", "60")
+    one, four = (updates(tmp_path / name / "rank-0.json.gz") for name in ("one", "four"))
+    assert one > 0 and four == 4 * one, "iterations 3 to 6; a run that ends inside the window keeps what it has"
+    train_tiny("--profile-dir", tmp_path / "none", "--use-pytorch-profiler", "--train-iters", "3")
+    assert not (tmp_path / "none").exists(), "nothing without --profile"
+
+
+@pytest.mark.flags(
+    "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack", "--pytorch-profiler-collect-chakra"
+)
+def test_torch_profiler_options(tmp_path: Path) -> None:
+    window = ("--profile-step-start", "1", "--profile-step-end", "2", "--train-iters", "2")
+    train_tiny(*TORCH, *window, "--profile-dir", tmp_path / "plain")
+    options = ("--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack",
+               "--pytorch-profiler-collect-chakra")  # fmt: skip
+    train_tiny(*TORCH, *window, "--profile-dir", tmp_path / "all", *options)
+    plain, full = (trace(tmp_path / name / "rank-0.json.gz") for name in ("plain", "all"))
+    for found, expected in ((plain, False), (full, True)):
+        assert any("Input Dims" in event.get("args", {}) for event in found) == expected
+        assert any("step.py" in event.get("name", "") for event in found) == expected
+    assert not (tmp_path / "plain" / "rank-0.chakra.json").exists()
+    chakra = json.loads((tmp_path / "all" / "rank-0.chakra.json").read_text())
+    assert any("aten::" in node["name"] for node in chakra["nodes"])
+
+
+@pytest.mark.flags("--profile-ranks")
+def test_only_the_chosen_ranks_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--profile-ranks 3 is none of the 2 ranks; give numbers below 2"):
+        run_config("--profile --use-pytorch-profiler --profile-ranks 1 3", world_size=2)
+    run = prepare(*TORCH, "--profile-ranks", "0")
+    hook = next(hook for hook in run.hooks.hooks if type(hook).__name__ == "ProfilerHook")  # type: ignore[attr-defined]
+    begun: list[int] = []
+    monkeypatch.setattr(hook, "_begin", lambda run: begun.append(1))
+    run.progress.iteration = 10
+    hook.on_step_start(run)
+    hook.config.profile_ranks = [1]
+    hook.on_step_start(run)
+    assert begun == [1]
+
+
+def test_the_window_must_not_be_empty() -> None:
+    with pytest.raises(ConfigError, match="--profile-step-end 5 is not after --profile-step-start 5"):
+        run_config("--profile --profile-step-start 5 --profile-step-end 5")
+
+
+def test_what_needs_a_gpu_is_refused_without() -> None:
+    with pytest.raises(ConfigError, match="--profile marks .* on the CPU; add --use-pytorch-profiler"):
+        prepare("--profile")
+    with pytest.raises(ConfigError, match="--record-memory-history records the allocator of a GPU"):
+        prepare("--record-memory-history")
+
+
+@pytest.fixture
+def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hooks take this process for one with a GPU; what they would tell it is written down."""
+    calls: list[Any] = []
+
+    @contextlib.contextmanager
+    def ranges(record_shapes: bool) -> Iterator[None]:
+        calls.append(("ranges", record_shapes))
+        yield
+        calls.append("ranges end")
+
+    monkeypatch.setattr("torch.autograd.profiler.emit_nvtx", ranges)
+    for name in ("start_cuda_profiler", "stop_cuda_profiler", "record_memory_history"):
+        monkeypatch.setattr(device, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(device, "dump_memory_snapshot", lambda path: calls.append(path))
+    return calls
+
+
+def train_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    for name in ("ProfilerHook", "MemoryHistoryHook"):
+        hook = getattr(__import__("megatron.training.hooks.profiler", fromlist=[name]), name)
+        built = hook.__init__
+
+        def with_gpu(self: Any, config: Any, built: Any = built) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(device, "is_cuda", lambda _: True)
+                built(self, config)
+
+        monkeypatch.setattr(hook, "__init__", with_gpu)
+    train_tiny(*flags)
+
+
+@pytest.mark.flags("--profile", "--record-shapes")
+@pytest.mark.parametrize("shapes", [False, True])
+def test_window_for_nsight_systems(gpu_calls: list[Any], monkeypatch: pytest.MonkeyPatch, shapes: bool) -> None:
+    flags = ["--profile", "--profile-step-start", "1", "--profile-step-end", "3", *(["--record-shapes"] * shapes)]
+    train_as_on_a_gpu(monkeypatch, *flags)
+    assert gpu_calls == ["start_cuda_profiler", ("ranges", shapes), "ranges end", "stop_cuda_profiler"]
+
+
+@pytest.mark.flags("--record-memory-history", "--memory-snapshot-path")
+def test_memory_history(gpu_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    train_as_on_a_gpu(monkeypatch, "--record-memory-history", "--memory-snapshot-path", "memory.pickle")
+    assert gpu_calls == ["record_memory_history", Path("memory.pickle")]
