@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets.blending_order import build_blending_indices
 from megatron.core.datasets.index_builders import (
-    build_blending_indices,
     build_document_index,
     build_sample_index,
     build_shuffle_index,

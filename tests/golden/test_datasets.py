@@ -14,10 +14,9 @@ import pytest
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blending_order import build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.index_builders import (
-    build_blending_indices,
-    build_exhaustive_blending_indices,
     build_sample_index,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder

@@ -80,6 +80,7 @@ WITHOUT_TORCH_AND_NUMPY = [
 ]
 WITHOUT_TORCH = [
     "megatron.core.datasets.blend",
+    "megatron.core.datasets.blending_order",
     "megatron.core.datasets.index_builders",
     "megatron.core.datasets.indexed_dataset",
     "megatron.core.num_microbatches_calculator",

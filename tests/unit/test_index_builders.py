@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import index_builders
 from megatron.core.datasets.index_builders import (
-    build_blending_indices,
     build_document_index,
-    build_exhaustive_blending_indices,
     build_sample_index,
     build_shuffle_index,
     plan_epochs,
@@ -103,63 +100,8 @@ def test_separate_last_epoch_comes_last() -> None:
     assert sorted(order) == list(range(133))
 
 
-def draws_by_the_rule(weights: Any, size: int, limits: Any = None) -> list[int]:
-    counts = [0] * len(weights)
-    draws = []
-    for s in range(size):
-        behind = [w * max(s, 1) - c for w, c in zip(weights.tolist(), counts, strict=True)]
-        for d, count in enumerate(counts):
-            if limits is not None and count >= limits[d]:
-                behind[d] = float("-inf")
-        best = behind.index(max(behind))
-        draws.append(best)
-        counts[best] += 1
-    return draws
-
-
-def blend_weights(n: int, seed: int, concentration: float) -> Any:
-    return np.random.RandomState(seed).dirichlet(np.full(n, concentration)) if concentration else np.full(n, 1 / n)
-
-
-@pytest.mark.parametrize("segments", [3, 50, 700])
-@pytest.mark.parametrize("few", [0, 10])
-@pytest.mark.parametrize("concentration", [0, 1.0, 0.1])
-@pytest.mark.parametrize("n", [1, 2, 3, 11])
-def test_blending_in_segments_equals_the_rule(
-    n: int, concentration: float, few: int, segments: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Side by side or one by one, with equal weights (ties at every step) and with very small ones."""
-    monkeypatch.setattr(index_builders, "_PLAIN_BELOW", 0)
-    monkeypatch.setattr(index_builders, "_SEGMENTS", segments)
-    monkeypatch.setattr(index_builders, "_FEW_SEGMENTS", few)
-    monkeypatch.setattr(index_builders, "_MAX_ROUNDS", 2 if few else 1000)
-    weights = blend_weights(n, segments, concentration)
-    dataset_index, sample_index = build_blending_indices(weights, 1500)
-    assert dataset_index.tolist() == draws_by_the_rule(weights, 1500)
-    for d in range(n):
-        assert sample_index[dataset_index == d].tolist() == list(range(int((dataset_index == d).sum())))
-
-    sizes = np.random.RandomState(n).randint(1, 1500 // n + 1, size=n)
-    total = int(sizes.sum())
-    dataset_index, _ = build_exhaustive_blending_indices(sizes)
-    assert dataset_index.tolist() == draws_by_the_rule(sizes / total, total, sizes)
-    assert np.bincount(dataset_index).tolist() == sizes.tolist()
-
-
-def test_blending_of_a_million_samples_needs_no_compiler() -> None:
-    weights = blend_weights(5, 1, 1.0)
-    started_at = time.perf_counter()
-    fast, _ = build_blending_indices(weights, 1_000_000)
-    elapsed_seconds = time.perf_counter() - started_at
-    plain, _ = index_builders._draw_plainly(weights, 0, 30_000, np.zeros(5, dtype=np.int64), None)
-    np.testing.assert_array_equal(fast[:30_000], plain)
-    assert elapsed_seconds < 5
-
-
 def test_index_code_needs_no_torch() -> None:
-    modules = (
-        "blend gpt_sample index_builders index_cache indexed_dataset blended_dataset blended_megatron_dataset_builder"
-    )
+    modules = "blend gpt_sample blending_order index_builders index_cache indexed_dataset blended_dataset blended_megatron_dataset_builder"
     imports = "; ".join(f"import megatron.core.datasets.{name}" for name in modules.split())
     root = Path(__file__).resolve().parents[2]
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"

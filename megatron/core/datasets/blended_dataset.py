@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.core.datasets.blend import normalize
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.index_builders import build_blending_indices, build_exhaustive_blending_indices
+from megatron.core.datasets.blending_order import build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.index_cache import Arrays, IndexCache
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.errors import DataError
