@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""How fast sample indices and blends are built in numpy against the same rules in C++, and how fast samples are read.
+"""How fast sample indices and blends are built in numpy, against the same rules as plain loops in C++.
 
     python benchmarks/index_building.py                        # 500,000 documents, 1,000,000 blended samples
     python benchmarks/index_building.py --documents 10000000 --samples 10000000
 
 Documents have 1 to 1997 random tokens (999 in the mean), samples 4096. The loops are compiled with g++ -O3 where it
-exists. Every round runs each variant once, in turn; a figure is the best of its rounds, in CPU seconds of this process.
-Ratios (ours / C++) are the result; seconds depend on the machine.
+exists; they give the same bits, shuffles included. "End to end" is a GPTDataset from files whose indices are not cached
+yet: open and check the index file, build, write the cache; for C++ the loops build instead of numpy. Every round runs
+each variant once, in turn; a figure is the best of its rounds, in CPU seconds of this process. Ratios (ours / C++) are
+the result; seconds depend on the machine. Memory is the peak of what numpy and Python allocate, mapped files apart.
 """
 
 # ruff: noqa: E402 (the path is put right before the imports)
@@ -26,22 +28,67 @@ import shutil
 import subprocess
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets.blend import Split
 from megatron.core.datasets.blending_order import build_blending_indices
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.index_builders import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_epochs,
 )
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path
+
+SEED = 1
 
 LOOPS = r"""
 #include <cstdint>
+#include <vector>
+// The Mersenne Twister and numpy.random.RandomState's way to draw a number up to a limit, and to shuffle.
+struct Twister {
+    uint32_t state[624];
+    int next_word = 624;
+    explicit Twister(uint32_t seed) {
+        state[0] = seed;
+        for (int i = 1; i < 624; i++) state[i] = 1812433253u * (state[i - 1] ^ (state[i - 1] >> 30)) + i;
+    }
+    uint32_t word() {
+        if (next_word == 624) {
+            for (int i = 0; i < 624; i++) {
+                uint32_t y = (state[i] & 0x80000000u) | (state[(i + 1) % 624] & 0x7fffffffu);
+                state[i] = state[(i + 397) % 624] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
+            }
+            next_word = 0;
+        }
+        uint32_t y = state[next_word++];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        return y ^ (y >> 18);
+    }
+    uint32_t up_to(uint32_t limit) {
+        uint32_t mask = limit, drawn;
+        for (int shift = 1; shift < 32; shift *= 2) mask |= mask >> shift;
+        while ((drawn = word() & mask) > limit) {}
+        return drawn;
+    }
+    template <class T> void shuffle(T* values, int64_t count) {
+        for (int64_t i = count - 1; i > 0; i--) {
+            int64_t j = up_to((uint32_t)i);
+            T value = values[i];
+            values[i] = values[j];
+            values[j] = value;
+        }
+    }
+};
 extern "C" {
 // Walk over the documents; rows of (position, offset), one for each start of a sample.
 void sample_index(const int32_t* sizes, const int32_t* documents, int64_t samples, int32_t length, int32_t* rows) {
@@ -60,6 +107,16 @@ void sample_index(const int32_t* sizes, const int32_t* documents, int64_t sample
         rows[2 * i] = (int32_t)position;
         rows[2 * i + 1] = offset;
     }
+}
+// All three indices of one epoch.
+void indices(const int32_t* sizes, int32_t count, int64_t samples, int32_t length, uint32_t seed, int32_t* documents,
+             int32_t* rows, uint32_t* order) {
+    Twister random(seed);
+    for (int32_t i = 0; i < count; i++) documents[i] = i;
+    random.shuffle(documents, count);
+    sample_index(sizes, documents, samples, length, rows);
+    for (int64_t i = 0; i < samples; i++) order[i] = (uint32_t)i;
+    random.shuffle(order, samples);
 }
 // Each step takes from the dataset that is furthest behind its share.
 void blend(const double* weights, int32_t n, int64_t size, int16_t* dataset, int64_t* sample, int64_t* drawn) {
@@ -88,41 +145,91 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         loops = compiled_loops(Path(name))
         print_conditions(loops is not None)
-        compare_sample_index(arguments, loops)
+        compare_indices(arguments, loops, Path(name))
+        print(f"\n{arguments.samples:,} blended samples")
         for n in (2, 10, 100):
             compare_blend(n, arguments, loops)
-        measure_reading(Path(name), arguments)
 
 
-def compare_sample_index(arguments: argparse.Namespace, loops: ctypes.CDLL | None) -> None:
-    length = arguments.sequence_length
-    sizes = np.random.default_rng(0).integers(1, 1998, arguments.documents, dtype=np.int32)
-    documents = np.arange(arguments.documents, dtype=np.int32)
-    tokens = int(sizes.sum(dtype=np.int64))
-    samples = (tokens - 1) // length
-    print(f"\n{arguments.documents:,} documents, {tokens:,} tokens, {samples:,} samples of {length}")
-    order = build_document_index(documents, plan_epochs(tokens, None, length, 1), np.random.RandomState(1))
-    rows = np.empty((samples + 1, 2), dtype=np.int32)
+class Dataset:
+    """Documents of random lengths on disk, and the two ways to build their indices."""
 
-    def ours() -> Any:
-        return build_sample_index(sizes, order, length)
+    def __init__(self, folder: Path, documents: int, length: int, loops: ctypes.CDLL | None) -> None:
+        self.folder, self.documents, self.length, self.loops = folder, documents, length, loops
+        self.prefix = str(folder / f"data{documents}")
+        self.tokens = write_lengths(self.prefix, documents)
+        self.samples = (self.tokens - 1) // length
+        self.sizes = np.ascontiguousarray(IndexedDataset(self.prefix).sequence_lengths)
 
-    def theirs() -> Any:
-        assert loops is not None
-        loops.sample_index(pointer(sizes), pointer(order), ctypes.c_int64(samples), length, pointer(rows))
-        return rows
+    def with_numpy(self) -> dict[str, Any]:
+        random = np.random.RandomState(SEED)
+        plan = plan_epochs(self.tokens, None, self.length, 1)
+        order = build_document_index(np.arange(self.documents, dtype=np.int32), plan, random)
+        rows = build_sample_index(self.sizes, order, self.length)
+        shuffled = build_shuffle_index(self.samples, self.samples, random)
+        return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
-    def shuffles() -> Any:
-        random = np.random.RandomState(1)
-        build_document_index(documents, plan_epochs(tokens, None, length, 1), random)
-        return build_shuffle_index(samples, samples, random)
+    def with_loops(self) -> dict[str, Any]:
+        assert self.loops is not None
+        order, shuffled = np.empty(self.documents, np.int32), np.empty(self.samples, np.uint32)
+        rows = np.empty((self.samples + 1, 2), np.int32)
+        results = [pointer(array) for array in (order, rows, shuffled)]
+        sizes, samples = pointer(self.sizes), ctypes.c_int64(self.samples)
+        self.loops.indices(sizes, self.documents, samples, self.length, SEED, *results)
+        return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
-    variants = {"numpy": ours, "shuffles": shuffles} | ({"C++": theirs} if loops else {})
-    best = rounds(variants, arguments.rounds)
-    report("sample index", best)
-    if loops is not None:
-        assert (ours() == theirs()).all(), "the two disagree"
-        report("with both shuffles", {name: best[name] + best["shuffles"] for name in ("numpy", "C++")})
+    def end_to_end(self, build: Callable[[], dict[str, Any]]) -> None:
+        """A dataset on an empty cache."""
+        cache = tempfile.mkdtemp(dir=self.folder)
+        config = GPTDatasetConfig(
+            random_seed=SEED,
+            sequence_length=self.length,
+            blend=([self.prefix], None),
+            split="1",
+            path_to_cache=cache,
+        )
+        dataset_class = type("GPTDataset", (GPTDataset,), {"_build_indices": lambda _: build()})
+        low_level = GPTDataset.build_low_level_dataset(self.prefix, config)
+        documents = np.arange(self.documents, dtype=np.int32)
+        dataset_class(low_level, self.prefix, documents, None, Split.train, config)
+        shutil.rmtree(cache)
+
+
+def compare_indices(arguments: argparse.Namespace, loops: ctypes.CDLL | None, folder: Path) -> None:
+    for documents in (arguments.documents // 4, arguments.documents // 2, arguments.documents):
+        dataset = Dataset(folder, documents, arguments.sequence_length, loops)
+        print(f"\n{documents:,} documents, {dataset.tokens:,} tokens, {dataset.samples:,} samples of {dataset.length}")
+        builders = {"numpy": dataset.with_numpy} | ({"C++": dataset.with_loops} if loops else {})
+        best = rounds(builders, arguments.rounds)
+        report("indices", best)
+        wholes = {name: partial(dataset.end_to_end, build) for name, build in builders.items()}
+        best_whole = rounds(wholes, arguments.rounds)
+        report("end to end", best_whole)
+        if loops is not None:
+            pairs = zip(dataset.with_numpy().values(), dataset.with_loops().values(), strict=True)
+            assert all((a == b).all() for a, b in pairs), "the two disagree"
+        tracemalloc.start()
+        dataset.end_to_end(dataset.with_numpy)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        print(
+            f"numpy: {best['numpy'] / documents * 1e9:.1f} ns per document, end to end "
+            f"{best_whole['numpy'] / documents * 1e9:.1f}; peak memory {peak_bytes / 2**20:.0f} MiB "
+            f"({peak_bytes / documents:.1f} bytes per document)"
+        )
+
+
+def write_lengths(prefix: str, documents: int) -> int:
+    """A dataset of which only the lengths matter: .bin is a hole of the right size. Returns the number of tokens."""
+    lengths = np.random.default_rng(0).integers(1, 1998, documents, dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    with open(get_idx_path(prefix), "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, DType.code_from_dtype(np.uint16), documents, documents + 1))
+        for values in (lengths, (ends - lengths) * 2, np.arange(documents + 1, dtype=np.int64)):
+            file.write(values.data)
+    with open(get_bin_path(prefix), "wb") as file:
+        file.truncate(2 * int(ends[-1]))
+    return int(ends[-1])
 
 
 def compare_blend(n: int, arguments: argparse.Namespace, loops: ctypes.CDLL | None) -> None:
@@ -144,27 +251,6 @@ def compare_blend(n: int, arguments: argparse.Namespace, loops: ctypes.CDLL | No
     )
     if loops is not None:
         assert all((a == b).all() for a, b in zip(ours(), theirs(), strict=True)), "the two disagree"
-
-
-def measure_reading(folder: Path, arguments: argparse.Namespace) -> None:
-    """Tokens per second of dataset[i] in one process, without collating."""
-    from megatron.core.datasets.blend import Split
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
-    length = arguments.sequence_length
-    prefix = str(folder / "data")
-    random = np.random.default_rng(0)
-    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
-        for size in random.integers(1, 1998, 5000).tolist():
-            builder.add_document(random.integers(0, 50_000, size, dtype=np.uint16), [size])
-        builder.finalize(f"{prefix}.idx")
-    config = GPTDatasetConfig(
-        random_seed=1, sequence_length=length, blend=([prefix], None), split="1", create_attention_mask=False
-    )
-    low_level = GPTDataset.build_low_level_dataset(prefix, config)
-    dataset = GPTDataset(low_level, prefix, np.arange(5000, dtype=np.int32), None, Split.train, config)
-    best = rounds({"read": lambda: [len(dataset[i]["tokens"]) for i in range(len(dataset))]}, arguments.rounds)["read"]
-    print(f"\nreading {len(dataset):,} samples of {length}: {len(dataset) * length / best / 1e6:.1f} million tokens/s")
 
 
 def rounds(variants: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:

@@ -252,12 +252,10 @@ def test_I13_replaced_data_is_indexed_again(
 
 DIE_WHILE_BUILDING = """
 import os, signal, sys
-from megatron.core.datasets.index_cache import IndexCache
-cache = IndexCache(sys.argv[1], "x", "y", ("a",))
-def build():
-    open(cache._path("a.npy.tmp0"), "wb").write(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-cache.load_or_build(build)
+import numpy as np
+from megatron.core.datasets import index_cache
+index_cache._checksum = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+index_cache.IndexCache(sys.argv[1], "x", "y", ("a",)).load_or_build(lambda: {"a": np.arange(7)})
 """
 
 
@@ -265,9 +263,42 @@ def test_I14_killed_builder_leaves_no_lock_and_no_file(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run([sys.executable, "-c", DIE_WHILE_BUILDING, str(tmp_path)], capture_output=True, cwd=root)
     assert run.returncode == -signal.SIGKILL, run.stderr
-    assert list(tmp_path.glob("*.tmp0"))
+    assert list(tmp_path.glob("*.tmp"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         arrays = IndexCache(str(tmp_path), "x", "y", ("a",)).load_or_build(lambda: {"a": np.arange(5)})
     assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
     assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_indices_of_many_datasets_are_not_held_in_memory(tmp_path: Path) -> None:
+    """Built or found, what is large is a mapping, and the documents of a split are no array."""
+    prefixes = [write_dataset(tmp_path / f"data{i}", [5] * 12_000, seed=i) for i in range(3)]
+    blend = ([str(prefix) for prefix in prefixes], [1.0, 2.0, 3.0])
+    for _ in range(2):
+        blended = build_gpt(prefixes[0], tmp_path / "cache", blend=blend, sizes=(30_000, 0, 0))[0]
+        for part in [blended, *blended.datasets]:
+            held = sum(a.nbytes for a in vars(part).values() if isinstance(a, np.ndarray) and not _is_mapped(a))
+            assert held < 1 << 17, (type(part), held)
+    assert blended.datasets[0].indices.tolist() == list(range(12_000))
+
+
+def _is_mapped(array: Any) -> bool:
+    return isinstance(array, np.memmap)
+
+
+MANY_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (600, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from pathlib import Path
+from tests.faults.small_datasets import build_gpt
+blend = ([sys.argv[1]] * 400, None)
+print(len(build_gpt(Path(sys.argv[1]), Path(sys.argv[2]), blend=blend, sizes=(500, 0, 0))[0].datasets))
+"""
+
+
+def test_I15_a_blend_raises_its_own_limit_of_open_files(prefix: Path, tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", MANY_FILES, str(prefix), str(tmp_path / "cache")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert run.stdout.strip() == "400", run.stderr

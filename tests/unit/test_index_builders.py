@@ -101,8 +101,28 @@ def test_separate_last_epoch_comes_last() -> None:
 
 
 def test_index_code_needs_no_torch() -> None:
-    modules = "blend gpt_sample blending_order index_builders index_cache indexed_dataset blended_dataset blended_megatron_dataset_builder"
+    modules = (
+        "blend gpt_sample blending_order index_builders index_cache indexed_dataset blended_dataset "
+        "blended_megatron_dataset_builder"
+    )
     imports = "; ".join(f"import megatron.core.datasets.{name}" for name in modules.split())
     root = Path(__file__).resolve().parents[2]
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+def test_lengths_in_an_index_file_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie at an odd address there; numpy's take would copy all of them for every chunk."""
+    aligned: list[bool] = []
+
+    class Watched(np.ndarray):  # type: ignore[type-arg]
+        def take(self, *arguments: Any, **options: Any) -> Any:
+            aligned.append(bool(self.flags.aligned))
+            return super().take(*arguments, **options)
+
+    buffer = b"xx" + np.full(1000, 7, dtype=np.int32).tobytes()
+    sizes = np.frombuffer(buffer, dtype=np.int32, offset=2).view(Watched)
+    assert not sizes.flags.aligned
+    monkeypatch.setattr(index_builders, "_DOCUMENTS_AT_ONCE", 100)
+    assert len(build_sample_index(sizes, np.arange(1000, dtype=np.int32), 10)) == 700
+    assert aligned == [True] * 10

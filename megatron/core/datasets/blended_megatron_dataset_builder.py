@@ -11,12 +11,14 @@ import numpy as np
 from megatron.core.datasets.blend import Blend, Split, SplitMatrix, normalize, samples_per_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.indexed_format import file_size
+from megatron.core.datasets.indexed_format import allow_open_files, file_size
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.errors import ConfigError, DataError
 
 Dataset = MegatronDataset | BlendedDataset
 Sizes = Sequence[int | None]
+
+_FILES_PER_DATASET = 2 + 3 * len(Split)  # .bin, .idx and the cached indices of each split stay mapped
 
 
 class BlendedMegatronDatasetBuilder:
@@ -158,7 +160,8 @@ class BlendedMegatronDatasetBuilder:
         return built
 
     def _check_files(self, blends: Sequence[Blend]) -> None:
-        """Every file of every blend must be there before the first is worked on."""
+        """Every file of every blend must be there before the first is worked on, and all can be open at once."""
+        allow_open_files(_FILES_PER_DATASET * sum(len(prefixes) for prefixes, _ in blends))
         for prefixes, _ in blends:
             for prefix in prefixes:
                 for path in self.cls.source_files(prefix):

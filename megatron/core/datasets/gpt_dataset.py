@@ -188,18 +188,18 @@ class GPTDataset(MegatronDataset):
         return sample
 
     def _build_indices(self) -> Arrays:
-        lengths = self.dataset.sequence_lengths
-        tokens_per_epoch = int(lengths[self.indices].sum(dtype=np.int64)) if len(self.indices) else 0
+        lengths, documents = self.dataset.sequence_lengths, self.indices
+        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
         extra = self._extra
         if tokens_per_epoch <= extra or (self.num_samples is None and tokens_per_epoch < self._length + extra):
             raise DataError(
-                f"{self.dataset_path or 'mock data'}: the {self.index_split.name} split has {len(self.indices)} "
+                f"{self.dataset_path or 'mock data'}: the {self.index_split.name} split has {len(documents)} "
                 f"documents with {tokens_per_epoch} tokens, too few for one sample of {self._length + extra} tokens; "
                 "give this split a larger share with --split, or more data"
             )
         random = np.random.RandomState(self.config.random_seed)
         plan = plan_epochs(tokens_per_epoch, self.num_samples, self._length, extra)
-        document_index = build_document_index(self.indices, plan, random)
+        document_index = build_document_index(documents, plan, random)
         sample_index = build_sample_index(
             lengths,
             document_index,

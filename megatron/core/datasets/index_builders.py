@@ -5,14 +5,14 @@
     shuffle_index    the order in which samples are served
 
 All documents of an epoch are laid end to end and cut every `sequence_length` tokens, so the start of sample i is the
-place of token i * sequence_length: a search in the running sum of lengths, for all samples at once. The results, down
+place of token i * sequence_length: found from the running sum of lengths for all samples at once. The results, down
 to the draws of numpy's RandomState, are those of Megatron-LM, whose index caches and runs can therefore be continued.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 _SEPARATE_LAST_EPOCH_BELOW = 0.80  # share of an epoch
 _INT32_MAX = np.iinfo(np.int32).max
-_DOCUMENTS_AT_ONCE = 1 << 18  # their running sum stays in the processor's cache
+_DOCUMENTS_AT_ONCE = 1 << 16  # their running sum stays in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ def build_document_index(documents: Array, plan: EpochPlan, random: np.random.Ra
     A separate last epoch is shuffled by itself and stands at the end.
     """
     parts = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
+    documents = documents.astype(np.int32, copy=False)
     shuffled = []
     for epochs in parts:
-        part = np.tile(documents.astype(np.int32), epochs)
+        part = np.tile(documents, epochs) if epochs > 1 else documents.copy()
         random.shuffle(part)
         shuffled.append(part)
     return np.concatenate(shuffled) if len(shuffled) > 1 else shuffled[0]
@@ -74,8 +75,9 @@ def build_sample_index(
     add_extra_token    a sample reads one token more than sequence_length, which is also the first of the next sample
     """
     extra = int(add_extra_token)
-    side: Literal["left", "right"] = "right" if add_extra_token else "left"
+    sizes = np.require(sizes, requirements=["ALIGNED"])  # in an index file they are not; each take would copy them all
     fits = max(len(document_index), int(sizes.max())) <= _INT32_MAX
+    numbers = np.arange(_DOCUMENTS_AT_ONCE, dtype=np.int32)
     pieces = []
     tokens = samples = 0
     for first in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
@@ -83,11 +85,13 @@ def build_sample_index(
         ends = np.cumsum(lengths, dtype=np.int64)
         ends += tokens
         tokens = int(ends[-1])
-        # With the extra token, a start at a document's end is the first token of the next document that has any;
-        # without it, the end of a sample is written as the end of the document that holds its last token.
-        stop = -(tokens // -sequence_length) if add_extra_token else tokens // sequence_length + 1
+        # The last start in each document or before it. With the extra token, a start at a document's end is the first
+        # token of the next document that has any; without it, the end of a sample is written as the end of the
+        # document that holds its last token.
+        last_starts = (ends - extra) // sequence_length
+        positions = np.repeat(numbers[: len(ends)], np.diff(last_starts, prepend=samples - 1))
+        stop = int(last_starts[-1]) + 1
         starts = np.arange(samples, stop, dtype=np.int64) * sequence_length
-        positions = np.searchsorted(ends, starts, side=side)
         rows = np.empty((len(starts), 2), dtype=np.int32 if fits else np.int64)
         rows[:, 0] = positions + first
         rows[:, 1] = starts - (ends[positions] - lengths[positions])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -33,7 +32,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 _LOCK_TIMEOUT_SECONDS = 120.0
 _READ_BYTES = 1 << 24
-_MAPPED_ABOVE_BYTES = 1 << 20  # a mapping holds a file descriptor, and a blend has three arrays per dataset
+_MAPPED_ABOVE_BYTES = 1 << 16  # a mapping holds a file descriptor, and a blend has three arrays per dataset
 
 
 class IndexCache:
@@ -53,7 +52,11 @@ class IndexCache:
         self._stem = None if directory is None else os.path.join(directory, f"{key}-{name}")
 
     def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays from disk (large ones mapped, read-only) or else from `build`, then kept for the next time."""
+        """The arrays from disk, or else from `build`, then kept for the next time.
+
+        Large ones are mapped read-only, also when they were just built: a blend of many datasets does not hold the
+        indices of all of them in memory.
+        """
         if self._stem is None:
             return build()
         arrays = self.load()
@@ -66,11 +69,12 @@ class IndexCache:
             return build()
         with self._lock() as locked:
             if locked:
-                self._remove_leftovers()
                 arrays = self.load()  # another process may have built them meanwhile
             if arrays is None:
                 arrays = build()
-                self._store(arrays)
+                # The holder of the lock writes under fixed names: what it leaves when it is killed, the next one uses.
+                if self._store(arrays, "tmp" if locked else f"tmp-{uuid.uuid4().hex}"):
+                    arrays = self._open() or arrays
         return arrays
 
     def load(self) -> Arrays | None:
@@ -78,46 +82,50 @@ class IndexCache:
         try:
             with open(self._path("checksums.json"), encoding="utf-8") as file:
                 checksums = json.load(file)
-            arrays = {}
             for name in self.array_names:
-                path = self._path(f"{name}.npy")
-                if checksums[name] != _checksum(path):
+                if checksums[name] != _checksum(self._path(f"{name}.npy")):
                     return None
-                is_large = checksums[name][1] > _MAPPED_ABOVE_BYTES
-                arrays[name] = np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False)
-            return arrays
         except (OSError, ValueError, LookupError, TypeError):
             return None
+        return self._open()
 
-    def _remove_leftovers(self) -> None:
-        """Temporary files of a process that was killed: only the holder of the lock writes them."""
-        for path in glob.glob(f"{glob.escape(str(self._stem))}-*.tmp*"):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-
-    def _store(self, arrays: Arrays) -> None:
+    def _open(self) -> Arrays | None:
+        """The arrays on disk, which are known to be good; None where they have gone."""
+        arrays = {}
         try:
-            checksums = {name: self._write_array(f"{name}.npy", arrays[name]) for name in self.array_names}
-            self._write_text("description.txt", self.description)
-            self._write_text("checksums.json", json.dumps(checksums, indent=1))
+            for name in self.array_names:
+                path = self._path(f"{name}.npy")
+                is_large = os.path.getsize(path) > _MAPPED_ABOVE_BYTES
+                arrays[name] = np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False)
+        except (OSError, ValueError):
+            return None
+        return arrays
+
+    def _store(self, arrays: Arrays, ending: str) -> bool:
+        """Write the arrays, first with an ending to their names; False, and a warning, where that is not possible."""
+        try:
+            checksums = {}
+            for name in self.array_names:
+                with self._written(f"{name}.npy", ending) as temporary:
+                    with open(temporary, "wb") as file:
+                        _write_npy(file, arrays[name])
+                    checksums[name] = _checksum(temporary)
+            for suffix, text in (
+                ("description.txt", self.description),
+                ("checksums.json", json.dumps(checksums, indent=1)),
+            ):
+                with self._written(suffix, ending) as temporary, open(temporary, "w", encoding="utf-8") as file:
+                    file.write(text)
         except OSError as error:
             self._warn(error)
-
-    def _write_array(self, suffix: str, array: npt.NDArray[Any]) -> list[int]:
-        with self._written(suffix) as temporary:
-            with open(temporary, "wb") as file:
-                _write_npy(file, array)
-            return _checksum(temporary)
-
-    def _write_text(self, suffix: str, text: str) -> None:
-        with self._written(suffix) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+            return False
+        return True
 
     @contextlib.contextmanager
-    def _written(self, suffix: str) -> Iterator[str]:
+    def _written(self, suffix: str, ending: str) -> Iterator[str]:
         """A temporary name that becomes the final one at the end of the block, or disappears."""
         path = self._path(suffix)
-        temporary = f"{path}.tmp-{uuid.uuid4().hex}"
+        temporary = f"{path}.{ending}"
         try:
             yield temporary
             os.replace(temporary, path)

@@ -18,7 +18,10 @@ The format is Megatron-LM's. An empty document has an entry in document_indices 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import stat
 import struct
 from dataclasses import dataclass
@@ -37,6 +40,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 _VERSION_AT, _DTYPE_AT, _SEQUENCES_AT, _DOCUMENTS_AT = 9, 17, 18, 26
 _CHUNK = 1 << 20  # sequences checked at once: bounds the temporary memory of the check
+_OTHER_FILES = 512  # what a training process has open besides
 
 REMEDY = "copy the dataset again or write it anew with tools/preprocess_data.py"
 
@@ -122,6 +126,16 @@ def file_size(path: str) -> int:
     return status.st_size
 
 
+def allow_open_files(count: int) -> None:
+    """Raise this process's own limit so that `count` further files can be open, as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
 def map_file(path: str, size: int) -> Array:
     """The file as uint8 [size], mapped read-only; an ordinary empty array for an empty file."""
     if size == 0:
@@ -129,7 +143,8 @@ def map_file(path: str, size: int) -> Array:
     try:
         return np.memmap(path, dtype=np.uint8, mode="r", shape=(size,))
     except OSError as error:
-        raise StorageError(f"{path}: cannot be mapped into memory: {error.strerror}") from error
+        remedy = "; raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
+        raise StorageError(f"{path}: cannot be mapped into memory: {error.strerror}{remedy}") from error
 
 
 def read_index(path_prefix: str, multimodal: bool = False) -> SequenceIndex:

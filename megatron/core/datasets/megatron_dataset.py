@@ -38,11 +38,20 @@ class MegatronDataset(ABC):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = dataset_path
-        self.indices = indices
+        # The indices of a blend's datasets would stay in memory; those of a split are consecutive.
+        is_range = len(indices) > 0 and bool((np.diff(indices) == 1).all())
+        self._indices = range(int(indices[0]), int(indices[0]) + len(indices)) if is_range else indices
         self.num_samples = num_samples
         self.index_split = index_split
         self.config = config
         self.unique_description = json.dumps(self.describe(), indent=4)
+
+    @property
+    def indices(self) -> npt.NDArray[np.int32]:
+        """int32 [documents]: the documents of this split."""
+        if isinstance(self._indices, range):
+            return np.arange(self._indices.start, self._indices.stop, dtype=np.int32)
+        return self._indices
 
     def describe(self) -> dict[str, Any]:
         """Everything that determines the indices of this dataset, in a form that can be written as JSON."""
