@@ -88,6 +88,36 @@ def reduce_scatter_in_place(
     return reduce_scatter_tensor(tensor.chunk(group.size())[group.rank()], tensor, group, op, async_op)
 
 
+class _WideSum:
+    """Everyone's versions of our slice under way; waiting sums them in float32."""
+
+    def __init__(self, work: Handle | None, versions: torch.Tensor, slice_: torch.Tensor, divisor: int) -> None:
+        self.work, self.versions, self.slice, self.divisor = work, versions, slice_, divisor
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        total = self.versions.view(-1, self.slice.numel()).sum(dim=0, dtype=torch.float32)
+        self.slice.copy_(total.div_(self.divisor))
+
+
+def reduce_scatter_wide(tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: bool = False) -> Handle | None:
+    """As reduce_scatter_in_place for one-dimensional tensors in 16 bits ("sum" or "avg"), but summed in float32.
+
+    What is sent is as large; only the result is rounded, not each partial sum.
+    """
+    if isinstance(group, SingleRankGroup):
+        return None
+    versions = torch.empty_like(tensor)
+    work = all_to_all_single(versions, tensor, group, async_op=True)
+    own = tensor.chunk(group.size())[group.rank()]
+    handle = _WideSum(work, versions, own, group.size() if op == "avg" else 1)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
 def all_gather_in_place(tensor: torch.Tensor, group: Group, async_op: bool = False) -> Handle | None:
     """Every member has filled its slice, in group order, of a tensor [n * size]; give it everyone's."""
     if isinstance(group, SingleRankGroup):

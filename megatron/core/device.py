@@ -81,6 +81,13 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if is_cuda(device) else "gloo"
 
 
+def communication_options(high_priority: bool) -> object | None:
+    """NCCL's options for a group whose communication may overtake other kernels; None where the defaults will do."""
+    if not high_priority or not cuda_is_usable():
+        return None
+    return torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
 def synchronize() -> None:
     """Wait until the device has done what it was given; at once on the CPU."""
     if _cuda_in_use():

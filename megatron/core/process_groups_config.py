@@ -27,12 +27,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias
 
 import torch.distributed as dist
 
+from megatron.core.device import communication_options
 from megatron.core.mesh import RankGrid
 
 
@@ -114,11 +116,14 @@ class ProcessGroupCollection:
         return cls(**alone, grid=RankGrid(1))
 
     @classmethod
-    def build(cls, grid: RankGrid, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
+    def build(
+        cls, grid: RankGrid, rank: int, timeout: timedelta | None = None, high_priority: Collection[str] = ()
+    ) -> ProcessGroupCollection:
         """Create all groups of the grid; every process must call this at the same moment.
 
         rank: this process's global rank. A group of one is a SingleRankGroup; groups with the same members are one
         group. With more than one process, torch.distributed must have been initialised with the grid's world size.
+        high_priority: fields whose groups communicate on NCCL streams of high priority.
         """
         if grid.world_size == 1:
             return dataclasses.replace(cls.single(), grid=grid)
@@ -126,22 +131,28 @@ class ProcessGroupCollection:
             found = dist.get_world_size() if dist.is_initialized() else "none"
             raise RuntimeError(f"the grid has {grid.world_size} processes; torch.distributed has {found}")
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        urgent = {tuple(sorted(ranks)) for field in high_priority for ranks in grid.groups(GROUP_AXES[field])}
+
+        def create(ranks: list[int], description: str) -> dist.ProcessGroup | None:
+            options = communication_options(high_priority=tuple(sorted(ranks)) in urgent)
+            return _create(ranks, made, description, grid.world_size, timeout, options)
+
         fields: dict[str, Any] = dict.fromkeys(GROUP_AXES)
         for field, axes in GROUP_AXES.items():
             for ranks in grid.groups(axes):
-                group = _create(ranks, made, f"{field}:{ranks[0]}", grid.world_size, timeout)
+                group = create(ranks, f"{field}:{ranks[0]}")
                 if rank in ranks:
                     fields[field] = group or SingleRankGroup(rank)
         levels: list[Group] = []
         for level in range(len(grid.cp_levels)):
             for ranks in grid.cp_level_groups(level):
-                group = _create(ranks, made, f"hcp{level}:{ranks[0]}", grid.world_size, timeout)
+                group = create(ranks, f"hcp{level}:{ranks[0]}")
                 if rank in ranks:
                     levels.append(group or SingleRankGroup(rank))
         instances = zip(("optimizer_shards", "optimizer_copies"), grid.optimizer_groups(), strict=True)
         for field, lists in instances:
             for ranks in lists:
-                group = _create(ranks, made, f"{field}:{ranks[0]}", grid.world_size, timeout)
+                group = create(ranks, f"{field}:{ranks[0]}")
                 if rank in ranks:
                     fields[field] = group or SingleRankGroup(rank)
         return cls(**fields, hcp=tuple(levels), grid=grid)
@@ -204,15 +215,20 @@ def _create(
     description: str,
     world_size: int,
     timeout: timedelta | None,
+    options: Any = None,
 ) -> dist.ProcessGroup | None:
-    """The torch group of these ranks, made once; None for a single rank."""
+    """The torch group of these ranks, made once; None for a single rank. options: of the backend, where it has any."""
     key = tuple(sorted(ranks))
     if len(key) == 1:
         return None
     if key not in made:
-        everyone = len(key) == world_size
+        everyone = len(key) == world_size and options is None
         # Every process must take part in making every group, also of those it is no member of.
-        group = dist.group.WORLD if everyone else dist.new_group(list(key), timeout=timeout, group_desc=description)
+        group = (
+            dist.group.WORLD
+            if everyone
+            else dist.new_group(list(key), timeout=timeout, pg_options=options, group_desc=description)
+        )
         assert group is not None
         made[key] = group
     return made[key]

@@ -68,7 +68,7 @@ def initialize(config: RunConfig) -> Process:
             world_size=launch.world_size,
             timeout=timeout,
         )
-    groups = ProcessGroupCollection.build(grid, launch.rank, timeout)
+    groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
     groups.set_current()
     set_seeds(config.rng.seed, groups)
     return Process(launch, device, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.errors import NonFiniteError
+from megatron.core.errors import ConfigError, NonFiniteError
 from megatron.core.mesh import RankGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -23,6 +24,7 @@ from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.placement import Placement, Split, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.parallel.harness import distributed, run_distributed
+from tests.unit.run_flags import run_config
 
 VOCABULARY, WIDTH, LENGTH = 19, 6, 8
 MICROBATCHES, STEPS = 12, 5
@@ -237,3 +239,36 @@ def test_gpt_replicas_equal_one_process_whichever_way_gradients_reach_the_buffer
         assert found["norms"] == pytest.approx(single["norms"], rel=2e-6)
         for name, expected in single["weights"].items():
             assert found["weights"][name] == pytest.approx(expected, rel=1e-5, abs=2e-6), name
+
+
+@pytest.mark.flags("--ddp-reduce-scatter-with-fp32-accumulation")
+@distributed(world_size=4)
+def test_16_bit_gradients_are_summed_in_float32() -> None:
+    """256, and three times 1: bfloat16 keeps 8 binary digits, so where 256 comes first each partial sum is 256."""
+    base = "--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer"
+    found = {}
+    for flags in ("", " --ddp-reduce-scatter-with-fp32-accumulation"):
+        config = run_config(base + flags, world_size=4)
+        groups = ProcessGroupCollection.build(RankGrid(4), dist.get_rank())
+        per_token = dataclasses.replace(config.model, calculate_per_token_loss=True)  # a sum, not a mean
+        model = DistributedDataParallel(per_token, config.ddp, TinyLanguageModel(torch.bfloat16), pg_collection=groups)
+        (buffer,) = model.flat_buffers
+        assert buffer.grad_data.dtype == torch.bfloat16
+        turn = torch.arange(buffer.grad_data.numel()) % 4  # every process has the 256 of some elements
+        buffer.grad_data.copy_(torch.where(turn == dist.get_rank(), 256.0, 1.0))
+        model.finish_grad_sync()
+        own = torch.cat([buffer.grad_data[start:stop] for start, stop in buffer.owned])
+        found[flags] = (own == 260.0).all().item()
+    assert list(found.values()) == [False, True], "259 rounds to 260"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "needs --use-distributed-optimizer"),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", "second sum rounds; use 1"),
+    ],
+)
+def test_where_float32_sums_cannot_be(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_config(f"--ddp-reduce-scatter-with-fp32-accumulation {flags}", world_size=4)

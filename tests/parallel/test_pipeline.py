@@ -32,6 +32,8 @@ SCHEDULES = [
     "pp4,--pipeline-schedule=zb-h1",
     "pp2,--pipeline-schedule=zb-v",
     "pp2,--no-overlap-p2p-communication",
+    "pp2,dp2,dist-opt,overlap,--defer-embedding-wgrad-compute",
+    "pp2,vpp2,--defer-embedding-wgrad-compute,--wgrad-deferral-limit=1",
     "pp2,--decoder-first-pipeline-num-layers=1",
     "pp4,--pipeline-model-parallel-layout=E|tt|tt|L",
     "pp2,dp2,dist-opt,overlap,--pipeline-schedule=zb-v",

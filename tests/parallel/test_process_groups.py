@@ -41,6 +41,23 @@ def test_every_group_has_the_members_the_grid_says() -> None:
                 assert total.item() == len(expected)
 
 
+@distributed(world_size=4)
+def test_only_the_named_groups_get_high_priority() -> None:
+    from megatron.core import process_groups_config
+
+    made: dict[tuple[int, ...], object] = {}
+    new_group = dist.new_group
+
+    def recorded(ranks: list[int], pg_options: object = None, **named: object) -> object:
+        made[tuple(ranks)] = pg_options
+        return new_group(ranks, **named)
+
+    process_groups_config.communication_options = lambda high_priority: high_priority or None  # type: ignore[assignment]
+    dist.new_group = recorded
+    ProcessGroupCollection.build(RankGrid(4, tp=2), dist.get_rank(), high_priority=["tp", "world"])
+    assert made == {(0, 1): True, (2, 3): True, (0, 2): None, (1, 3): None, (0, 1, 2, 3): True}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("async_op", [False, True])
 @distributed(world_size=2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.errors import ConfigError
-from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
 from megatron.training import initialize as subject
 from megatron.training.initialize import comparable_flags, initialize, lost_peer, rank_grid, shut_down
 from tests.unit.run_flags import run_config
@@ -112,3 +112,31 @@ def test_order_of_the_ranks() -> None:
 
     assert pipelines("") == [[0, 2], [1, 3]]
     assert pipelines("--use-tp-pp-dp-mapping") == [[0, 1], [2, 3]]
+
+
+@pytest.mark.flags("--high-priority-stream-groups")
+def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    build = ProcessGroupCollection.build
+
+    def recorded(grid: Any, rank: int, timeout: Any, high_priority: Any) -> ProcessGroupCollection:
+        asked.append(list(high_priority))
+        return build(grid, rank, timeout, high_priority)
+
+    monkeypatch.setattr(ProcessGroupCollection, "build", recorded)
+    initialize(run_config("--high-priority-stream-groups tp dp_cp"))
+    assert asked == [["tp", "dp_cp"]]
+    with pytest.raises(ConfigError, match="--high-priority-stream-groups"):
+        run_config("--high-priority-stream-groups nodes")
+    from megatron.training.config.distributed import DistributedInitConfig
+
+    setting = next(f for f in dataclasses.fields(DistributedInitConfig) if f.name == "high_priority_stream_groups")
+    assert set(setting.metadata["flag"].choices) == set(GROUP_AXES)
+
+
+@pytest.mark.flags("--use-gloo-process-groups", "--disable-gloo-process-groups")
+def test_groups_beside_the_backends_own() -> None:
+    assert any(
+        "--disable-gloo-process-groups has no effect" in n for n in run_config("--disable-gloo-process-groups").notes
+    )
+    assert run_config("--use-gloo-process-groups").distributed.use_gloo_process_groups

@@ -105,9 +105,33 @@ def test_receives_are_posted_early_or_when_needed() -> None:
     assert read(f"{flags} --overlap-p2p-communication").model.overlap_p2p_comm
 
 
+@pytest.mark.flags("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
+def test_the_output_layer_may_wait() -> None:
+    def products(flags: str, rank: int) -> list[tuple[int, str]]:
+        """(microbatch, kind of the action before it) of every weight gradient that has an action of its own."""
+        actions = [step for step in pipeline(flags).program(rank, 4) if isinstance(step, Action)]
+        return [(step.microbatch, actions[i - 1].kind) for i, step in enumerate(actions) if step.kind == "W"]
+
+    assert products("", 1) == []
+    assert products("--defer-embedding-wgrad-compute", 0) == []
+    assert products("--defer-embedding-wgrad-compute", 1) == [(0, "B"), (1, "W"), (2, "W"), (3, "W")]
+    limited = products("--defer-embedding-wgrad-compute --wgrad-deferral-limit 1", 1)
+    assert limited == [(1, "B"), (2, "B"), (3, "B"), (0, "W")]
+
+
+@pytest.mark.flags("--overlap-p2p-communication-warmup-flush")
+def test_transfers_overlap_in_every_phase() -> None:
+    notes = read("--overlap-p2p-communication-warmup-flush").notes
+    assert any("transfers overlap in every phase already" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("flags", "stages", "sentence"),
     [
+        ("--defer-embedding-wgrad-compute", 1, "needs --pipeline-model-parallel-size of at least 2, not 1"),
+        ("--defer-embedding-wgrad-compute --pipeline-schedule zb-h1", 2, "defers all weight gradients; leave out"),
+        ("--defer-embedding-wgrad-compute --compile", 2, "which --compile rules out"),
+        ("--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication", 2, "contradicts"),
         ("--pipeline-schedule gpipe", 1, "needs --pipeline-model-parallel-size of at least 2, not 1"),
         ("--pipeline-schedule interleaved", 2, "add --num-virtual-stages-per-pipeline-rank"),
         ("--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2", 2, "ask for 2; use --pipeline-schedule"),

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.collectives import Handle, Op, all_gather_in_place, all_reduce, reduce_scatter_in_place
+from megatron.core.collectives import (
+    Handle,
+    Op,
+    all_gather_in_place,
+    all_reduce,
+    reduce_scatter_in_place,
+    reduce_scatter_wide,
+)
 from megatron.core.process_groups_config import Group, SingleRankGroup
 
 
@@ -32,6 +39,8 @@ class Reduction:
     op: Op = "sum"
     scale: float = 1.0
     """What each process's gradients are multiplied by before they are summed."""
+    sums_in_fp32: bool = False
+    """Over `shards`, add 16-bit gradients in float32."""
 
     @property
     def is_needed(self) -> bool:
@@ -66,9 +75,9 @@ class Bucket:
         if reduction.scale != 1.0 and reduction.is_needed:
             self.grads.mul_(reduction.scale)
         if not isinstance(reduction.shards, SingleRankGroup):
-            self._waiting.append(
-                lambda: reduce_scatter_in_place(self.grads, reduction.shards, reduction.op, async_op=True)
-            )
+            is_wide = reduction.sums_in_fp32 and self.grads.itemsize < 4
+            reduce_scatter = reduce_scatter_wide if is_wide else reduce_scatter_in_place
+            self._waiting.append(lambda: reduce_scatter(self.grads, reduction.shards, reduction.op, async_op=True))
         if not isinstance(reduction.copies, SingleRankGroup):
             own = reduction.own(self.grads)
             self._waiting.append(lambda: all_reduce(own, reduction.copies, reduction.op, async_op=True))

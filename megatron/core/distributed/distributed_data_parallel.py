@@ -150,11 +150,12 @@ def reduction_of(
                 f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances}: the process "
                 f"groups were made for {copies.size()}; build them from a RankGrid with as many optimizer_instances"
             )
+    wide = ddp_config.reduce_scatter_with_fp32_accumulation
     if config.calculate_per_token_loss:
-        return Reduction(shards, copies)
+        return Reduction(shards, copies, sums_in_fp32=wide)
     if ddp_config.average_in_collective:
-        return Reduction(shards, copies, op="avg")
-    return Reduction(shards, copies, scale=1.0 / whole.size())
+        return Reduction(shards, copies, op="avg", sums_in_fp32=wide)
+    return Reduction(shards, copies, scale=1.0 / whole.size(), sums_in_fp32=wide)
 
 
 def _check(ddp_config: DistributedDataParallelConfig) -> None:

@@ -48,6 +48,9 @@ class DistributedDataParallelConfig:
     """Pad every bucket to a multiple of 65536 elements, over which NCCL's algorithms run fastest."""
     average_in_collective: bool = flag(False, names=("--ddp-average-in-collective",))
     """Let the collective compute the mean, instead of dividing each process's gradients before they are summed."""
+    reduce_scatter_with_fp32_accumulation: bool = flag(False, names=("--ddp-reduce-scatter-with-fp32-accumulation",))
+    """With --use-distributed-optimizer, send gradients in their own (16-bit) format to the process that updates them,
+    and sum them there in float32, instead of rounding every partial sum."""
     check_for_nan_in_grad: bool = flag(True, names=("--check-for-nan-in-loss-and-grad",),
                                        off_names=("--no-check-for-nan-in-loss-and-grad",))  # fmt: skip
     """Stop with the name of the first parameter whose gradient, or the step whose loss, is not a number."""

@@ -68,6 +68,9 @@ class Executor:
             self._queue = WeightGradQueue()
             for chunk in self.chunks:
                 attach_queue(chunk.parameters(), self._queue)
+        elif self.pipeline.defers_head(pg_collection.pp.rank()):
+            self._queue = WeightGradQueue()
+            attach_queue(_output_weight(self.chunks[-1]), self._queue)
         connect_neighbours(pg_collection.pp, self.stages, current_device())
 
     def run(
@@ -156,6 +159,11 @@ def activation_shape(
     """Shape of the hidden states between stages: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h]."""
     parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     return seq_length // parts, micro_batch_size, config.hidden_size
+
+
+def _output_weight(chunk: nn.Module) -> list[nn.Parameter]:
+    """The weight of the output layer, by upstream's name for it."""
+    return [param for name, param in chunk.named_parameters() if name.endswith("output_layer.weight")]
 
 
 def _run_alone(

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.communication import Program, programs
 from megatron.core.pipeline_parallel.schedules import (
     DEFERS_WEIGHT_GRADIENTS,
+    Action,
     ScheduleName,
     forward_tables,
     interleaved_problem,
@@ -28,6 +29,8 @@ class Pipeline:
     """Of the interleaved schedule: consecutive microbatches of a chunk; the number of stages when None."""
     overlap: bool = True
     """Receives are posted early, and sends are not waited for at once."""
+    head_deferral: int | None = None
+    """Microbatches whose output layer gets its weight gradient after the last backward; 0: all; None: none."""
 
     @classmethod
     def of(cls, config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
@@ -41,12 +44,19 @@ class Pipeline:
             schedule=name,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             overlap=getattr(config, "overlap_p2p_comm", True),
+            head_deferral=config.wgrad_deferral_limit
+            if getattr(config, "defer_embedding_wgrad_compute", False)
+            else None,
         )
 
     @property
     def defers_weight_gradients(self) -> bool:
         """Whether weight gradients are computed by actions of their own."""
         return self.schedule in DEFERS_WEIGHT_GRADIENTS
+
+    def defers_head(self, rank: int) -> bool:
+        """Whether this rank has the output layer and computes its weight gradient later than the others."""
+        return self.head_deferral is not None and rank == self.shape.holder(self.shape.count - 1)[0]
 
     def program(self, rank: int, microbatches: int, forward_only: bool = False) -> Program:
         """What a rank does in a step. Raises ConfigError where the schedule does not exist for this number."""
@@ -67,4 +77,20 @@ def _plan(pipeline: Pipeline, microbatches: int, forward_only: bool) -> list[Pro
         if forward_only
         else tables(pipeline.schedule, pipeline.shape, microbatches, pipeline.group_size)
     )
-    return programs(actions, pipeline.shape, overlap=pipeline.overlap)
+    plan = programs(actions, pipeline.shape, overlap=pipeline.overlap)
+    if pipeline.head_deferral is not None and not forward_only:
+        rank, chunk = pipeline.shape.holder(pipeline.shape.count - 1)
+        plan[rank] = _with_head_gradients(plan[rank], chunk, pipeline.head_deferral or microbatches)
+    return plan
+
+
+def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program:
+    """The output layer's weight gradients as actions: of the first microbatches at the end, others after backward."""
+    steps: Program = []
+    waiting: Program = []
+    for step in program:
+        steps.append(step)
+        if isinstance(step, Action) and step.kind == "B" and step.chunk == chunk:
+            product = Action("W", step.microbatch, chunk)
+            (waiting if len(waiting) < deferred else steps).append(product)
+    return steps + waiting

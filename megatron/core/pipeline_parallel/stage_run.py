@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class StageRun:
         self.mail: Mail | None = None
         self.clock: ActionClock | None = None
         self.queue: WeightGradQueue | None = None
+        self.deferred: set[tuple[int, ...]] = set()
+        """(microbatch, chunk) of backwards whose weight gradients have actions of their own."""
         self.waiting: dict[tuple[int, int], Waiting] = {}
         self.outgoing: dict[Key, Tensor] = {}
         self.local: dict[Key, Tensor] = {}
@@ -69,6 +71,7 @@ class StageRun:
         gradients that have their own actions. Raises ValueError for an action whose turn it cannot be.
         """
         self.mail, self.queue = mail, queue
+        self.deferred = {(a.microbatch, a.chunk) for a in program if isinstance(a, Action) and a.kind == "W"}
         position = 0
         while position < len(program):
             step = program[position]
@@ -122,7 +125,7 @@ class StageRun:
     def _run_backward(self, action: Action) -> None:
         stage = self.shape.index(self.rank, action.chunk)
         hidden_states, root, loss = self.waiting.pop((action.microbatch, action.chunk))
-        with self._collecting((action.microbatch, action.chunk)):
+        with self._collecting(action.microbatch, action.chunk):
             if loss is not None:
                 loss.backward()
             else:
@@ -131,8 +134,8 @@ class StageRun:
             assert hidden_states.grad is not None, f"stage {stage} does not use the hidden states it is given"
             self._give("B", action, hidden_states.grad, stage - 1)
 
-    def _collecting(self, key: Hashable) -> AbstractContextManager[None]:
-        return nullcontext() if self.queue is None else self.queue.collect(key)
+    def _collecting(self, *key: int) -> AbstractContextManager[None]:
+        return self.queue.collect(key) if self.queue is not None and key in self.deferred else nullcontext()
 
     def _take(self, what: str, action: Action) -> Tensor:
         key = (what, action.microbatch, action.chunk)

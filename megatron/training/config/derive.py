@@ -36,6 +36,10 @@ def _layout(s: Settings) -> None:
     if s.expert_tensor_parallel_size is None:
         s.derive(expert_tensor_parallel_size=s.tensor_model_parallel_size)
     s.derive(virtual_pipeline_model_parallel_size=_virtual_stages(s))
+    if s.overlap_p2p_comm_warmup_flush:
+        s.note("--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already")
+    if not s.use_gloo_process_groups:
+        s.note("--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend")
 
 
 def _virtual_stages(s: Settings) -> int | None:
@@ -230,6 +234,11 @@ def _without_effect(s: Settings) -> None:
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("data_parallel_sharding_strategy", not s.given & {"use_torch_fsdp2"}, "--use-torch-fsdp2"),
         ("torch_fsdp2_reshard_after_forward", not s.use_torch_fsdp2, "--use-torch-fsdp2"),
+        (
+            "reduce_scatter_with_fp32_accumulation",
+            s.use_distributed_optimizer and (s.grad_reduce_in_fp32 or not (s.bf16 or s.fp16)),
+            "gradients in 16 bits, --grad-reduce-in-bf16",
+        ),
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),

@@ -38,3 +38,12 @@ class PipelineFields:
         True, names=("--overlap-p2p-communication",), off_names=("--no-overlap-p2p-communication",)
     )
     """Post receives early and go on computing while tensors travel between stages."""
+    overlap_p2p_comm_warmup_flush: bool = flag(False, names=("--overlap-p2p-communication-warmup-flush",))
+    """Overlap transfers also while the pipeline fills and empties. Part of --overlap-p2p-communication here, as a
+    note says."""
+    defer_embedding_wgrad_compute: bool = False
+    """Compute the weight gradient of the output layer after the last stage's backwards, while earlier stages still
+    work, instead of making all stages wait for it in every microbatch."""
+    wgrad_deferral_limit: int = flag(0, minimum=0, unit="microbatches")
+    """With --defer-embedding-wgrad-compute, the first so many microbatches of a step, whose activations then stay; all
+    when 0."""

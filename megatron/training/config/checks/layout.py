@@ -265,6 +265,13 @@ def overlap_has_its_needs(s: Settings) -> Iterator[str]:
             f"{s.say('num_distributed_optimizer_instances')} does not divide the {replicas} model copies; "
             f"use {divisors_near(replicas, instances)}"
         )
+    if s.reduce_scatter_with_fp32_accumulation and not s.use_distributed_optimizer:
+        yield "--ddp-reduce-scatter-with-fp32-accumulation needs --use-distributed-optimizer; add it or leave it out"
+    if s.reduce_scatter_with_fp32_accumulation and instances > 1:
+        yield (
+            f"--ddp-reduce-scatter-with-fp32-accumulation cannot be combined with "
+            f"{s.say('num_distributed_optimizer_instances')}, whose second sum rounds; use 1"
+        )
     if s.wgrad_deferral_limit and not s.defer_embedding_wgrad_compute:
         yield f"{s.say('wgrad_deferral_limit')} needs --defer-embedding-wgrad-compute"
 

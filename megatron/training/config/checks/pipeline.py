@@ -45,6 +45,25 @@ def weight_gradients_can_wait(s: Settings) -> Iterator[str]:
             yield f"{s.say('pipeline_schedule')} computes weight gradients later, which {flag} rules out; keep one"
 
 
+def output_layer_can_wait(s: Settings) -> Iterator[str]:
+    if not s.defer_embedding_wgrad_compute:
+        return
+    flag = "--defer-embedding-wgrad-compute"
+    if s.pipeline_model_parallel_size == 1:
+        yield f"{flag} needs --pipeline-model-parallel-size of at least 2, not 1"
+    if s.pipeline_schedule in DEFERS_WEIGHT_GRADIENTS:
+        yield f"{s.say('pipeline_schedule')} defers all weight gradients; leave out {flag}"
+    whole = {"--compile": s.compile, "--no-gradient-accumulation-fusion": not s.gradient_accumulation_fusion}
+    for other, is_given in whole.items():
+        if is_given:
+            yield f"{flag} computes weight gradients later, which {other} rules out; keep one"
+
+
+def transfers_overlap_or_not(s: Settings) -> Iterator[str]:
+    if s.overlap_p2p_comm_warmup_flush and not s.overlap_p2p_comm:
+        yield "--overlap-p2p-communication-warmup-flush contradicts --no-overlap-p2p-communication; keep one"
+
+
 def microbatches_fill_groups(s: Settings) -> Iterator[str]:
     """Every step of the run, and the evaluations; a batch size that grows is looked at when the run is set up."""
     stages, chunks, batch = s.pipeline_model_parallel_size, s.virtual_pipeline_model_parallel_size, s.global_batch_size
@@ -65,4 +84,10 @@ def microbatches_fill_groups(s: Settings) -> Iterator[str]:
         yield f"{s.say('global_batch_size')}: {problem}"
 
 
-CHECKS = (schedule_fits_the_stages, weight_gradients_can_wait, microbatches_fill_groups)
+CHECKS = (
+    schedule_fits_the_stages,
+    weight_gradients_can_wait,
+    output_layer_can_wait,
+    transfers_overlap_or_not,
+    microbatches_fill_groups,
+)
