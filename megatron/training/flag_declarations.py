@@ -79,7 +79,10 @@ class Flag:
         """How a user writes this value: `--lr 0.1`, `--bf16`, `--no-bias-linear`."""
         if self.is_switch:
             return (self.names if value else self.off_names or self.names)[0]
-        written = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        written = str(value)
+        if isinstance(value, list | tuple):  # of several values, or one that is written as a tuple or list
+            written = (" " if self.nargs else ",").join(map(str, value))
+            written = f"[{written}]" if isinstance(value, list) and not self.nargs else written
         return f"{self.name} {written}"
 
 
@@ -151,13 +154,13 @@ def _kind_of(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:
     """Type of one value, nargs and choices of a type annotation."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        (hint,) = [part for part in inner if part is not type(None)]
-        return _kind_of(hint)
+        parts = [part for part in inner if part is not type(None)]
+        return _kind_of(parts[0]) if len(parts) == 1 else (str, None, None)  # several: `parse` tells them apart
     if origin is Literal:
         return type(inner[0]), None, inner
     if origin is list:
         return inner[0], "+", None
-    return hint, None, None
+    return (str if origin is tuple else hint), None, None
 
 
 @functools.cache

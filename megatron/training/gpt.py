@@ -86,6 +86,8 @@ def build_gpt_model(
         position_embedding_type=cast(Any, config.model.position_embedding_type),
         rotary_percent=config.gpt.rotary_percent,
         rotary_base=config.gpt.rotary_base,
+        rope_scaling=config.gpt.use_rope_scaling,
+        rope_scaling_factor=config.gpt.rope_scaling_factor,
         seq_len_interpolation_factor=config.gpt.rotary_seq_len_interpolation_factor,
         pg_collection=pg_collection,
         vp_stage=vp_stage,

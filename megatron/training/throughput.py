@@ -31,7 +31,8 @@ def training_flops_per_token(
     hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key_and_value = 2 * model.num_query_groups * model.kv_channels
-    projections = hidden * (query + key_and_value) + query * hidden
+    gates = query if model.attention_output_gate else 0
+    projections = hidden * (query + gates + key_and_value) + query * hidden
     scores_and_values = 2 * query * seq_length // 2
     mlp = (3 if model.gated_linear_unit else 2) * hidden * model.ffn_hidden_size * mlps_per_token
     products = model.num_layers * (projections + scores_and_values + mlp) + hidden * padded_vocab_size

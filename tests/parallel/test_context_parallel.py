@@ -316,16 +316,18 @@ def test_heads_that_cannot_be_shared_are_refused_by_the_layer() -> None:
 
 
 def outputs_with_dropout() -> list[Tensor]:
-    """In evaluation, then twice in training."""
+    """In evaluation, then twice in training, and without dropout."""
     groups = build_groups({"cp": 2})
     attention = DotProductAttention(model_config({"cp": 2}, attention_dropout=0.5), 1, groups)
     torch.manual_seed(5)
     q, k, v = (torch.randn(8, 1, 4, 8) for _ in range(3))
-    return [attention.eval()(q, k, v), attention.train()(q, k, v), attention(q, k, v)]
+    plain = DotProductAttention(model_config({"cp": 2}), 1, groups)
+    return [attention.eval()(q, k, v), attention.train()(q, k, v), attention(q, k, v), plain(q, k, v)]
 
 
 def test_attention_dropout_in_the_ring() -> None:
-    for evaluated, first, second in run_distributed(outputs_with_dropout, 2):
+    for evaluated, first, second, plain in run_distributed(outputs_with_dropout, 2):
+        torch.testing.assert_close(evaluated, plain)
         assert not torch.allclose(evaluated, first)
         assert not torch.allclose(first, second)
         assert first.isfinite().all()

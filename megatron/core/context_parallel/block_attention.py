@@ -30,12 +30,12 @@ class BlockKernel(Protocol):
     name: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int = 0
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """O_i in the dtype of q, and L_i.
 
         causal: query and key of one index stand at one position (s = t). mask: bool, True where a key may not be seen,
-        broadcastable to [b, n, s, t]. seed: of this block's dropout.
+        broadcastable to [b, n, s, t]. seed: of this block's dropout; None for none.
         """
         ...
 
@@ -47,7 +47,7 @@ class BlockKernel(Protocol):
         *,
         causal: bool,
         mask: Tensor | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Gradients:
         """What this block adds to the gradients; inputs: q, k, v; merged: O, in the dtype of q, and L
         over all blocks."""
@@ -59,14 +59,16 @@ class PlainKernel:
 
     name = "plain blocks"
 
-    def __init__(self, scale: float, dropout: float = 0.0) -> None:
-        self.scale, self.dropout = scale, dropout
+    def __init__(self, scale: float, dropout: float = 0.0, softcap: float | None = None) -> None:
+        """softcap: bound on the scores, score -> softcap * tanh(score / softcap), whose slope is 1 - (s / softcap)^2
+        where s is the bounded score."""
+        self.scale, self.dropout, self.softcap = scale, dropout, softcap
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int = 0
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
-        scores = self._scores(q, k, causal, mask)
+        scores = self._masked(self._scores(q, k), causal, mask)
         log_sum = scores.logsumexp(-1)
         probabilities = (scores - _finite(log_sum).unsqueeze(-1)).exp_()
         self._drop_(probabilities, seed)
@@ -81,25 +83,36 @@ class PlainKernel:
         *,
         causal: bool,
         mask: Tensor | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Gradients:
         """See BlockKernel. With dropout M: dP = M * (dO V^T), and rowsum(P * dP) = rowsum(dO * O) all the same."""
         (q, k, v), (out, log_sum) = inputs, merged
-        p = (self._scores(q, k, causal, mask) - _finite(log_sum).unsqueeze(-1)).exp_()
+        scores = self._scores(q, k)
+        slope = None if self.softcap is None else 1 - (scores / self.softcap).square()
+        p = (self._masked(scores, causal, mask) - _finite(log_sum).unsqueeze(-1)).exp_()
         row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
         grad_p = _by_head(torch.matmul(_by_group(grad, k), v.transpose(-1, -2)), q).float()
         dropped = p.clone() if self.dropout else p
         self._drop_(dropped, seed)
         self._drop_(grad_p, seed)
-        grad_scores = _by_group((p * (grad_p - row_sum) * self.scale).to(q.dtype), k)  # [b, g, n/g * s, t]
+        grad_scores = p * (grad_p - row_sum) * self.scale
+        grad_scores = grad_scores if slope is None else grad_scores * slope
+        grad_scores = _by_group(grad_scores.to(q.dtype), k)  # [b, g, n/g * s, t]
         grad_q = _by_head(torch.matmul(grad_scores, k), q)
         grad_k = torch.matmul(grad_scores.transpose(-1, -2), _by_group(q, k))
         grad_v = torch.matmul(_by_group(dropped.to(v.dtype), k).transpose(-1, -2), _by_group(grad, k))
         return grad_q, grad_k, grad_v
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-        """[b, n, s, t] float32, minus infinity where masked."""
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[b, n, s, t] float32, scaled and bounded."""
+        if q.dtype == torch.float16:  # whose largest number a product can exceed
+            q, k = q.float(), k.float()
         scores = _by_head(torch.matmul(_by_group(q, k) * self.scale, k.transpose(-1, -2)), q).float()
+        return scores if self.softcap is None else (scores / self.softcap).tanh_().mul_(self.softcap)
+
+    @staticmethod
+    def _masked(scores: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+        """Minus infinity where masked; may overwrite its input."""
         if causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
             scores.masked_fill_(future, float("-inf"))
@@ -107,9 +120,9 @@ class PlainKernel:
             scores = scores.masked_fill(mask, float("-inf"))
         return scores
 
-    def _drop_(self, x: Tensor, seed: int) -> None:
+    def _drop_(self, x: Tensor, seed: int | None) -> None:
         """The same elements for the same seed."""
-        if not self.dropout:
+        if not self.dropout or seed is None:
             return
         generator = torch.Generator(x.device).manual_seed(seed)
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
@@ -126,7 +139,7 @@ class CPUFlashKernel:
         self.plain = PlainKernel(scale)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int = 0
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
         if mask is not None:
@@ -144,7 +157,7 @@ class CPUFlashKernel:
         *,
         causal: bool,
         mask: Tensor | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> Gradients:
         """See BlockKernel."""
         if mask is not None:
@@ -173,6 +186,19 @@ class Merged:
         own = self.out[:, :, queries]
         own.mul_((before - shift).exp().unsqueeze(-1)).add_(out.float() * (log_sum - shift).exp().unsqueeze(-1))
         self.log_sum[:, :, queries] = total
+
+
+def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """O [b, n, s, d] and L [b, n, s] over all keys -> the same with a further key of score sinks [n] and without value;
+    O in float32."""
+    total = torch.logaddexp(log_sum, sinks.view(-1, 1))
+    return out.float() * (log_sum - total).exp().unsqueeze(-1), total
+
+
+def grad_of_sinks(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient [n] of the sinks' scores; grad, O [b, n, s, d], L [b, n, s] with the sinks: -sum P_sink rowsum(dO O)."""
+    row_sum = (grad.float() * out.float()).sum(-1)
+    return -((sinks.view(-1, 1) - log_sum).exp() * row_sum).sum((0, 2))
 
 
 def _finite(log_sum: Tensor) -> Tensor:

@@ -25,27 +25,36 @@ from megatron.core.transformer.attention_backends.documents import attention_in_
 class GatheredKeysAttention:
     """Attention over sequences whose zigzag shards the group's ranks hold."""
 
-    def __init__(self, backend: AttentionBackend, group: Group) -> None:
-        self.backend, self.group = backend, group
+    def __init__(self, backend: AttentionBackend, group: Group, *, has_window: bool = False) -> None:
+        self.backend, self.group, self.has_window = backend, group, has_window
         self.name = f"keys and values gathered from {group.size()} ranks, {backend.name}"
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Documents | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See SequenceAttention."""
         key, value = self._gathered(key, value)  # [s, b, g, d]
-        if isinstance(attention_mask, Tensor):
-            return self.backend(query, key, value, attention_mask, training)
+        if isinstance(attention_mask, Tensor) and not self.has_window:
+            return self.backend(query, key, value, attention_mask, training, sinks)
         pieces = pieces_of_rank(self.group.rank(), self.group.size())
         length = query.shape[0] // 2
         contexts = []
-        for queries, piece in zip(query.split(length), pieces, strict=True):
+        for index, (queries, piece) in enumerate(zip(query.split(length), pieces, strict=True)):
             end = (piece + 1) * length
-            if attention_mask is None:
-                contexts.append(self.backend(queries, key[:end], value[:end], None, training))
-            else:
+            if isinstance(attention_mask, Documents):
                 inputs, first = (queries, key, value), end - length
-                contexts.append(attention_in_documents(self.backend, inputs, attention_mask, first, training))
+                contexts.append(attention_in_documents(self.backend, inputs, attention_mask, first, training, sinks))
+            else:
+                mask = None
+                if attention_mask is not None:
+                    mask = attention_mask[..., index * length : (index + 1) * length, :end]
+                contexts.append(self.backend(queries, key[:end], value[:end], mask, training, sinks))
         return torch.cat(contexts)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,13 +53,20 @@ class HeadExchangeAttention:
         self.name = f"sequence exchanged for heads among {group.size()} ranks, {inner.name}"
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Documents | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See SequenceAttention."""
         query, key, value = self._whole_sequence(query, key, value)  # [s, b, heads / cp, d]
         mask = self._whole_mask(attention_mask) if isinstance(attention_mask, Tensor) else attention_mask
-        context = self.inner(query, key, value, mask, training).unflatten(-1, query.shape[2:])  # [s, b, n/cp, d]
-        return self._own_tokens(context).flatten(2)
+        own_sinks = None if sinks is None else sinks.chunk(self.group.size())[self.group.rank()]
+        context = self.inner(query, key, value, mask, training, own_sinks)  # [s, b, n/cp * d]
+        return self._own_tokens(context.unflatten(-1, query.shape[2:])).flatten(2)
 
     def _whole_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Heads for tokens, in one exchange: [s/cp, b, n, d], [s/cp, b, g, d] -> [s, b, n/cp, d], [s, b, g'/cp, d]."""

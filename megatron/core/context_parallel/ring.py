@@ -9,7 +9,7 @@ so that every step after the first is half a square, on every rank. The next blo
 Backward goes round once more, and the gradients of keys and values travel with them until they are home.
 
 A given mask [b or 1, 1, s, t] replaces the causal one: then all queries meet all keys, and its columns are cut to the
-block's. Documents hide more of a block, or all of it: then it is only passed on.
+block's. Documents and sliding windows hide more of a block, or all of it: then it is only passed on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.context_parallel.block_attention import BlockKernel, Merged
+from megatron.core.context_parallel.block_attention import BlockKernel, Merged, grad_of_sinks, with_sinks
 from megatron.core.context_parallel.sharding import positions_of_rank, shard_sequence
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import Group, SingleRankGroup, group_ranks
@@ -73,31 +73,42 @@ class _Call:
     kernel: BlockKernel
     group: Group
     mask: Tensor | Documents | None
-    seed: int
+    window: int | None
+    seed: int | None
 
     def block(self, step: int, like: Tensor) -> tuple[Block, dict[str, Any]] | None:
         """The block of one step, for tokens [s/cp, ...], and the kernel's options for it; None for nothing to see."""
         rank, size = self.group.rank(), self.group.size()
         source = (rank - step) % size
-        options: dict[str, Any] = {"seed": self.seed + source}
+        options: dict[str, Any] = {"seed": None if self.seed is None else self.seed + source}
+        whole = like.shape[0] * size
         if isinstance(self.mask, Tensor):
             mask = shard_sequence(self.mask, source, size, dim=-1)
+            if self.window is not None:
+                queries, keys = (positions_of_rank(whole, r, size, like.device) for r in (rank, source))
+                own = queries.unsqueeze(1)
+                mask = mask | (keys > own) | (keys < own - self.window)
             return Block(_ALL, _ALL, False), options | {"causal": False, "mask": mask}
         block = visible_block(rank, source, like.shape[0])
-        if self.mask is not None:
-            positions = (positions_of_rank(self.mask.length, r, size) for r in (rank, source))
+        if self.mask is not None or self.window is not None:
+            positions = (positions_of_rank(whole, r, size) for r in (rank, source))
             queries, keys = (own[part] for own, part in zip(positions, block[:2], strict=True))
-            starts = self.mask.starts[queries]
-            if starts.min() > keys.max():
+            firsts = self._first_visible(queries)
+            if firsts.min() > keys.max():
                 return None
-            if starts.max() > keys.min():
-                options["mask"] = (keys < starts.unsqueeze(1)).to(like.device, non_blocking=True)
+            if firsts.max() > keys.min():
+                options["mask"] = (keys < firsts.unsqueeze(1)).to(like.device, non_blocking=True)
         return block, options | {"causal": block.causal}
+
+    def _first_visible(self, queries: Tensor) -> Tensor:
+        """For each of these positions the first that it sees, by its document and by the window."""
+        firsts = torch.zeros_like(queries) if self.window is None else queries - self.window
+        return torch.maximum(firsts, self.mask.starts[queries]) if isinstance(self.mask, Documents) else firsts
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q = _heads_first(query)
         size = call.group.size()
         merged, at_hand = Merged(q), torch.stack((key, value))  # [2, s, b, g, d]
@@ -109,14 +120,17 @@ class _RingAttention(torch.autograd.Function):
                 k, v = (_heads_first(x)[:, :, keys] for x in at_hand)
                 merged.add(rows, *call.kernel.forward(q[:, :, rows], k, v, **options))
             at_hand = passing.wait() if passing is not None else at_hand
-        output = merged.out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, d] -> [s, b, n, d]
+        out, log_sum = merged.out, merged.log_sum
+        if sinks is not None:
+            out, log_sum = with_sinks(out, log_sum, sinks)
+        output = out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, d] -> [s, b, n, d]
         ctx.call = call
-        ctx.save_for_backward(query, key, value, output, merged.log_sum)
+        ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        query, key, value, output, log_sum = ctx.saved_tensors
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
         call: _Call = ctx.call
         size = call.group.size()
         q, out, grad = (_heads_first(x) for x in (query, output, grad_output))
@@ -144,23 +158,33 @@ class _RingAttention(torch.autograd.Function):
             at_hand = passing.wait() if passing is not None else at_hand
         assert grads_under_way is not None
         grad_key, grad_value = grads_under_way.wait().to(key.dtype)
-        return grad_q.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None
+        grad_sinks = None if sinks is None else grad_of_sinks(grad, out, log_sum, sinks)
+        return grad_q.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, grad_sinks, None
 
 
 class RingAttention:
     """Attention over sequences whose zigzag shards the group's ranks hold."""
 
-    def __init__(self, kernel: BlockKernel, group: Group, *, draws_dropout: bool = False) -> None:
-        self.kernel, self.group, self.draws_dropout = kernel, group, draws_dropout
+    def __init__(
+        self, kernel: BlockKernel, group: Group, *, draws_dropout: bool = False, window: int | None = None
+    ) -> None:
+        self.kernel, self.group, self.draws_dropout, self.window = kernel, group, draws_dropout, window
         self.name = f"keys and values passed around {group.size()} ranks, {kernel.name}"
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Documents | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See SequenceAttention."""
         # From the stream that the caller chose, on the CPU: nothing has to wait for the device.
-        seed = int(torch.randint(2**40, ())) if self.draws_dropout and training else 0
-        result: Tensor = _RingAttention.apply(query, key, value, _Call(self.kernel, self.group, attention_mask, seed))
+        seed = int(torch.randint(2**40, ())) if self.draws_dropout and training else None
+        call = _Call(self.kernel, self.group, attention_mask, self.window, seed)
+        result: Tensor = _RingAttention.apply(query, key, value, sinks, call)
         return result.flatten(2)  # [s/cp, b, n, d] -> [s/cp, b, n * d]
 
 

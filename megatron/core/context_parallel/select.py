@@ -18,9 +18,10 @@ from megatron.core.context_parallel.head_exchange import HeadExchangeAttention, 
 from megatron.core.context_parallel.ring import RingAttention
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.transformer.attention_backends.base import SequenceAttention
+from megatron.core.transformer.attention_backends.base import AttentionOptions, SequenceAttention
 from megatron.core.transformer.attention_backends.documents import ByDocument
 from megatron.core.transformer.attention_backends.select import build_attention_backend
+from megatron.core.transformer.layer_patterns import window_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -53,9 +54,10 @@ def build_sequence_attention(
         return ByDocument(backend)
     kind = comm_type_of(config, layer_number)
     if kind == "all_gather":
-        return GatheredKeysAttention(backend, groups.cp)
+        has_window = window_of_layer(config, layer_number) is not None
+        return GatheredKeysAttention(backend, groups.cp, has_window=has_window)
     if kind == "p2p":
-        return _ring(config, groups.cp, device)
+        return _ring(config, layer_number, groups.cp, device)
     if kind == "a2a":
         return _exchange(config, ByDocument(backend), groups.cp, groups, "--cp-comm-type a2a")
     if len(groups.hcp) != 2:
@@ -64,14 +66,16 @@ def build_sequence_attention(
             f"ranks of a ring, whose product is --context-parallel-size {groups.cp.size()}"
         )
     neighbours, beyond = groups.hcp
-    inner = ByDocument(backend) if beyond.size() == 1 else _ring(config, beyond, device)
+    inner = ByDocument(backend) if beyond.size() == 1 else _ring(config, layer_number, beyond, device)
     if neighbours.size() == 1:
         return inner
     return _exchange(config, inner, neighbours, groups, "--cp-comm-type a2a+p2p")
 
 
-def _ring(config: TransformerConfig, group: Group, device: torch.device) -> RingAttention:
-    return RingAttention(_block_kernel(config, device), group, draws_dropout=config.attention_dropout > 0)
+def _ring(config: TransformerConfig, layer_number: int, group: Group, device: torch.device) -> RingAttention:
+    options = AttentionOptions.of(config, layer_number)
+    kernel = _block_kernel(config, options, device)
+    return RingAttention(kernel, group, draws_dropout=options.dropout > 0, window=options.window)
 
 
 def _exchange(
@@ -81,16 +85,14 @@ def _exchange(
     return HeadExchangeAttention(inner, group)
 
 
-def _block_kernel(config: TransformerConfig, device: torch.device) -> BlockKernel:
+def _block_kernel(config: TransformerConfig, options: AttentionOptions, device: torch.device) -> BlockKernel:
     """What --attention-backend means for one block of a ring: scores and softmax always in float32."""
-    assert config.kv_channels is not None
-    scale = config.kv_channels**-0.5
     if config.attention_backend == "fused":
         raise ConfigError(
             "--attention-backend fused cannot merge the blocks of --cp-comm-type p2p; use --attention-backend auto, "
             "or --cp-comm-type all_gather or a2a"
         )
-    by_kernel = config.attention_backend in ("auto", "flash") and config.attention_dropout == 0
+    by_kernel = config.attention_backend in ("auto", "flash") and options.dropout == 0 and options.softcap is None
     if by_kernel and device.type == "cpu":
-        return CPUFlashKernel(scale)
-    return PlainKernel(scale, config.attention_dropout)
+        return CPUFlashKernel(options.scale)
+    return PlainKernel(options.scale, options.dropout, options.softcap)

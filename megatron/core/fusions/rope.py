@@ -79,7 +79,7 @@ def _rotate_back_into(target: Tensor, grad: Tensor, rotation: Rotation) -> None:
 
 def _split(packed: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of [s, b, groups, heads_per_group + 2, d]: queries, keys and values, each with a head dimension."""
-    return packed[..., :heads_per_group, :], packed[..., heads_per_group, :], packed[..., heads_per_group + 1, :]
+    return packed[..., :heads_per_group, :], packed[..., -2, :], packed[..., -1, :]
 
 
 def _merge_heads(query: Tensor) -> Tensor:
@@ -90,7 +90,8 @@ def _merge_heads(query: Tensor) -> Tensor:
 def split_qkv(packed: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Split the packed projection by elementary operations.
 
-    packed: [s, b, groups, heads_per_group + 2, d]. Returns query [s, b, heads, d], key and value [s, b, groups, d].
+    packed: [s, b, groups, heads_per_group + 2, d]; what lies between a group's queries and its key is left out. Returns
+    query [s, b, heads, d], key and value [s, b, groups, d].
     """
     query, key, value = _split(packed, heads_per_group)
     return _merge_heads(query), key, value

@@ -14,14 +14,29 @@ MASKED_SCORE = -10000.0
 """Stands for minus infinity: its exponential is zero, and a row without any visible position stays finite."""
 
 
-def scaled_masked_softmax_reference(scores: Tensor, mask: Tensor | None, scale: float, softmax_in_fp32: bool) -> Tensor:
-    """Probabilities from scores [b, heads, sq, sk]; mask is True where a position may not be seen, broadcastable."""
+def scaled_masked_softmax_reference(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softmax_in_fp32: bool,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Probabilities from scores [b, heads, sq, sk]; mask is True where a position may not be seen, broadcastable.
+
+    softcap: bound on the scaled scores, by tanh. sinks: [heads], score of a further key whose probability is left out.
+    """
     wide = scores.float() if softmax_in_fp32 else scores
     if scale != 1.0:
         wide = wide * scale
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
     if mask is not None:
         wide = wide.masked_fill(mask, MASKED_SCORE)
-    return torch.softmax(wide, dim=-1).to(scores.dtype)
+    if sinks is None:
+        return torch.softmax(wide, dim=-1).to(scores.dtype)
+    sink = sinks.to(wide.dtype).view(-1, 1, 1).expand(*wide.shape[:-1], 1)
+    return torch.softmax(torch.cat((wide, sink), dim=-1), dim=-1)[..., :-1].to(scores.dtype)
 
 
 class _ScaledMaskedSoftmax(torch.autograd.Function):

@@ -4,6 +4,8 @@ The packed projection is group-interleaved, as upstream stores it: each query gr
 
     linear_qkv.weight rows:  | q0 q1 .. k v | q q .. k v | ...      g groups of (n / g + 2) heads of d channels
 
+With an output gate a group's queries are followed by as many gates: | q0 q1 .. gate0 gate1 .. k v | ...
+
 Tensor-parallel ranks share the groups; where they are more than the groups, several of them share a group's queries and
 each holds its key and value (Placement.replicated_parts), whose gradients are summed over them before the update.
 
@@ -12,9 +14,11 @@ b: batch, s: sequence, n: query heads, g: query groups (key-value heads), d: cha
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
@@ -45,7 +49,8 @@ class SelfAttentionSubmodules:
 def uses_fused_rope(config: TransformerConfig) -> bool:
     """Whether split and rotation run as one operation; norms of queries and keys come in between, and a compiler fuses
     the elementary ones itself."""
-    return config.apply_rope_fusion and not config.qk_layernorm and not config.compile
+    has_more = config.qk_layernorm or config.attention_output_gate
+    return config.apply_rope_fusion and not has_more and not config.compile
 
 
 class SelfAttention(MegatronModule):
@@ -68,15 +73,18 @@ class SelfAttention(MegatronModule):
         self.heads_per_group = heads // max(query_groups, groups.tp.size())
         self.head_width = width
         self.is_rope_fused = uses_fused_rope(config)
+        queries = Part(heads // query_groups * width, name="query")
+        self.gates = self.heads_per_group if config.attention_output_gate else 0
         group_blocks = (
-            Part(heads // query_groups * width, name="query"),
+            queries,
+            *([dataclasses.replace(queries, name="gate")] if self.gates else []),
             Part(width, replicated=True, name="key"),
             Part(width, replicated=True, name="value"),
         )
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            (heads + 2 * query_groups) * width,
+            ((2 if self.gates else 1) * heads + 2 * query_groups) * width,
             config=config,
             init_method=input_initialiser(config),
             bias=config.add_bias_linear or config.add_qkv_bias,
@@ -118,17 +126,27 @@ class SelfAttention(MegatronModule):
     ) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask as in DotProductAttention, causal when
         None."""
-        query, key, value = self.query_key_value(hidden_states, rotation)
+        packed = self._packed(hidden_states)
+        query, key, value = self._split_and_rotate(packed, rotation)
         if inference_context is not None:
             key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, d]
         context = self.core_attention(query, key, value, attention_mask)  # [s, b, n * d]
+        if self.gates:
+            gate = packed[..., self.heads_per_group : 2 * self.heads_per_group, :].flatten(2)  # [s, b, n * d]
+            context = context * torch.sigmoid(gate.float()).to(context.dtype)
         output: LayerOutput = self.linear_proj(context)
         return output
 
     def query_key_value(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] -> query [s, b, n, d], key and value [s, b, g, d], normalised and rotated as configured."""
-        packed, _ = self.linear_qkv(hidden_states)
-        packed = packed.unflatten(-1, (-1, self.heads_per_group + 2, self.head_width))  # [s, b, g, n/g + 2, d]
+        return self._split_and_rotate(self._packed(hidden_states), rotation)
+
+    def _packed(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, g, n/g + 2, d], and with an output gate n/g more."""
+        packed: Tensor = self.linear_qkv(hidden_states)[0]
+        return packed.unflatten(-1, (-1, self.heads_per_group + self.gates + 2, self.head_width))
+
+    def _split_and_rotate(self, packed: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.is_rope_fused:
             return split_and_rotate(packed, self.heads_per_group, rotation)
         query, key, value = split_qkv(packed, self.heads_per_group)

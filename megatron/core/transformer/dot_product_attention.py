@@ -1,16 +1,20 @@
-"""The core of attention as a module: no parameters, a backend, and the random stream for its dropout."""
+"""The core of attention as a module: a backend, the sinks' scores where it has sinks, and the random stream for its
+dropout."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.context_parallel.select import build_sequence_attention
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import tensor_parallel_split
+from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
 from megatron.core.tensor_parallel.random import model_parallel_stream
 from megatron.core.transformer.attention_backends.base import AttentionBackend, SequenceAttention
 from megatron.core.transformer.attention_backends.documents import ByDocument
+from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -24,6 +28,15 @@ class DotProductAttention(MegatronModule):
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.tp_size = groups.tp.size()
+        heads = config.num_attention_heads
+        assert heads is not None
+        self.num_heads_per_rank = heads // self.tp_size
+        self.softmax_offset: nn.Parameter | None = None  # scores of the sinks, [n]
+        if config.softmax_type == "learnable":
+            splits = tensor_parallel_split(0, groups.tp)
+            self.softmax_offset = declare_parameter(
+                (heads,), init=input_initialiser(config), dtype=parameter_dtype(config), splits=splits
+            )
         # The device modules are being built on: GPTModel sets it before it builds.
         self.attention = build_sequence_attention(config, layer_number, groups, torch.get_default_device())
 
@@ -42,10 +55,17 @@ class DotProductAttention(MegatronModule):
         """
         # With sequence parallelism the whole block draws from the rank's own stream already.
         is_drawn_alike = self.tp_size > 1 and not self.config.sequence_parallel
+        sinks = self._sinks(query)
         if not self.training or self.config.attention_dropout == 0.0 or not is_drawn_alike:
-            return self.attention(query, key, value, attention_mask, self.training)
+            return self.attention(query, key, value, attention_mask, self.training, sinks)
         with model_parallel_stream(self.tp_size):  # each rank's heads drop other elements
-            return self.attention(query, key, value, attention_mask, self.training)
+            return self.attention(query, key, value, attention_mask, self.training, sinks)
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """The score of each head's further key, float32 [n]; None without one."""
+        if self.config.softmax_type == "off-by-one":
+            return query.new_zeros(self.num_heads_per_rank, dtype=torch.float32)
+        return None if self.softmax_offset is None else self.softmax_offset.float()
 
     def extra_repr(self) -> str:
         """The implementation, for print(model)."""

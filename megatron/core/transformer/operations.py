@@ -27,11 +27,12 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
         return fused if is_fused else plain
 
+    layer_backends = [build_attention_backend(config, index + 1, device).name for index in range(config.num_layers)]
     into_main_grad = choose_linear(config) is not F.linear
     gate = "gated " if config.gated_linear_unit else ""
     return {
         "linear": "torch matmul, weight gradient " + ("added into main_grad" if into_main_grad else "by autograd"),
-        "attention": build_attention_backend(config, 1, device).name,
+        "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
         + fused_or_plain(uses_fused_activation(config), "fused, keeps only its input"),

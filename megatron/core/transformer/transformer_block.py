@@ -12,6 +12,7 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_stream
+from megatron.core.transformer.layer_patterns import rotary_kind_of_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.pipeline_layout import layers_of_stage
@@ -37,6 +38,7 @@ class TransformerBlock(MegatronModule):
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         layers = layers_of_stage(config, groups.pp, vp_stage)
         self.first_layer = layers.start
+        self.rotary_kinds = [rotary_kind_of_layer(config, index + 1) for index in layers]
         self.tp_size = groups.tp.size()
         self.layers = nn.ModuleList(
             build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
@@ -50,11 +52,14 @@ class TransformerBlock(MegatronModule):
         attention_mask: Tensor | Documents | None = None,
         rotation: Rotation | None = None,
         inference_context: InferenceContext | None = None,
+        local_rotation: Rotation | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None."""
+        """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None. local_rotation: for
+        layers with a sliding window, where these have angles of their own."""
+        rotations = {"global": rotation, "local": local_rotation, "none": None}
         with self._random_stream():
-            for layer in self.layers:
-                hidden_states = layer(hidden_states, attention_mask, rotation, inference_context)
+            for layer, kind in zip(self.layers, self.rotary_kinds, strict=True):
+                hidden_states = layer(hidden_states, attention_mask, rotations[kind], inference_context)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states

@@ -11,10 +11,14 @@ from megatron.core.transformer.config_fields.architecture import ArchitectureFie
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
+from megatron.core.transformer.config_fields.positions import PositionFields
+from megatron.core.transformer.layer_patterns import pattern_problems
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(ArchitectureFields, AttentionFields, InitializationFields, PipelineFields, ModelParallelConfig):
+class TransformerConfig(
+    ArchitectureFields, AttentionFields, PositionFields, InitializationFields, PipelineFields, ModelParallelConfig
+):
     """Shape, number formats and kernels of a transformer.
 
     Fields left None that have a derived value (ffn_hidden_size, kv_channels, num_query_groups) are filled in on
@@ -89,4 +93,4 @@ class TransformerConfig(ArchitectureFields, AttentionFields, InitializationField
             )
         if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
             problems.append(f"--qk-norm-scope all is an RMSNorm, not {self.normalization}; add --normalization RMSNorm")
-        return problems
+        return [*problems, *pattern_problems(self)]

@@ -83,6 +83,8 @@ def _last_batch_size(schedule: str) -> int | None:
 def _model(s: Settings) -> None:
     if s.use_rotary_position_embeddings:
         s.derive(position_embedding_type="rope")
+    if s.rope_type == "yarn" and s.position_embedding_type == "rope":
+        s.derive(position_embedding_type="yarn")
     if not s.add_position_embedding and s.position_embedding_type == "learned_absolute":
         s.derive(position_embedding_type="none")
     if s.max_position_embeddings is None and s.position_embedding_type != "learned_absolute":
@@ -178,7 +180,14 @@ def _checkpoint(s: Settings) -> None:
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token")
 _GATED = ("activation_func_clamp_value", "glu_linear_offset")
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
+_ROTARY = (
+    "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "rotary_interleaved", "no_rope_freq",
+    "rotary_base_local",
+)  # fmt: skip
+_YARN = (
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "yarn_original_max_position_embeddings", "yarn_beta_fast",
+    "yarn_beta_slow", "yarn_correction_range_round_to_int",
+)  # fmt: skip
 
 _TORCH = (
     "profile_dir",
@@ -203,6 +212,7 @@ def _is_gated(s: Settings) -> bool:
 
 def _without_effect(s: Settings) -> None:
     """Flags that the other settings leave nothing to do."""
+    has_rotary = s.position_embedding_type in ("rope", "yarn")
     idle = [
         ("save_interval", s.save is None, "--save"),
         ("eval_iters", s.eval_interval is None and s.eval_iters > 0, "--eval-interval"),
@@ -244,7 +254,12 @@ def _without_effect(s: Settings) -> None:
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),
         *((dest, not _is_gated(s), "--swiglu, --geglu or --quick-geglu") for dest in _GATED),
         *((dest, not s.fim_data, "--fim-data") for dest in _FILL_IN),
-        *((dest, s.position_embedding_type != "rope", "--position-embedding-type rope") for dest in _ROTARY),
+        *((dest, not has_rotary, "--position-embedding-type rope") for dest in (*_ROTARY, "rope_type")),
+        *((dest, s.position_embedding_type != "yarn", "--position-embedding-type yarn") for dest in _YARN),
+        ("use_rope_scaling", s.position_embedding_type != "rope", "--position-embedding-type rope"),
+        ("rope_scaling_factor", not s.use_rope_scaling, "--use-rope-scaling"),
+        ("rotary_base_local", s.window_size is None, "--window-size"),
+        ("window_attn_skip_freq", s.window_size is None, "--window-size"),
     ]
     for dest, is_idle, needed in idle:
         if is_idle and dest in s.given and s.values[dest] != s.flags[dest].default:

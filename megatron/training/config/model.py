@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.config_base import flag
 from megatron.training.config.flag_values import whole_or_decimal
+from megatron.training.config.list_expressions import layer_pattern, window
 
 
 @dataclass(kw_only=True)
@@ -20,11 +21,12 @@ class GPTModelFlags:
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
-        planned_choices=("yarn",),
-        coming="the remaining position embeddings",
         unsupported_choices=("mrope", "relative"),
     )
-    """How tokens know their position: a learned table, rotary (Su et al., 2021), or not at all."""
+    """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
+    before (YaRN; Peng et al., 2023), or not at all."""
+    rope_type: str | None = flag(None, choices=("rope", "yarn"))
+    """Which rotary positions, where --position-embedding-type rope asks for some."""
     use_rotary_position_embeddings: bool = False
     """Earlier spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, names=("--position-embedding",), off_names=("--no-position-embedding",))
@@ -35,6 +37,17 @@ class GPTModelFlags:
     """Share of each head's channels that is rotated."""
     rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1)
     """Divide positions by this before rotating (Chen et al., 2023)."""
+    use_rope_scaling: bool = False
+    """Stretch slow rotary frequencies as Llama 3.1 does, for sequences longer than its first 8192 tokens."""
+    rope_scaling_factor: float = flag(8.0, minimum=1)
+    """By how much --use-rope-scaling stretches them."""
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
+    window_size: tuple[int, int] | None = flag(None, parse=window)
+    """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
+    it."""
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""
     untie_embeddings_and_output_weights: bool = False
     """Separate weights for the token embedding and the output layer."""
     make_vocab_size_divisible_by: int = flag(128, minimum=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ from torch import Tensor
 from megatron.core.context_parallel.sharding import rotation_of_rank
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
+from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -39,9 +41,9 @@ class GPTModel(LanguageModule):
         fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute",
         rotary_percent: float = 1.0,
-        rotary_base: int = 10000,
+        rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         seq_len_interpolation_factor: float | None = None,
@@ -56,10 +58,10 @@ class GPTModel(LanguageModule):
         super().__init__(config, pg_collection)
         if fp16_lm_cross_entropy:
             raise ConfigError("fp16_lm_cross_entropy is not supported: the loss is computed in float32; leave it False")
-        if position_embedding_type not in ("learned_absolute", "rope", "none"):
+        if position_embedding_type not in ("learned_absolute", "rope", "yarn", "none"):
             raise ConfigError(
                 f"--position-embedding-type {position_embedding_type} is not supported; "
-                "use learned_absolute, rope or none"
+                "use learned_absolute, rope, yarn or none"
             )
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
@@ -83,17 +85,17 @@ class GPTModel(LanguageModule):
                 if share_embeddings_and_output_weights and not post_process and not is_folded:
                     self.share_gradient_with_last_stage(self.embedding.word_embeddings.weight)
             self.rotary_pos_emb: RotaryEmbedding | None = None
-            if position_embedding_type == "rope":
+            self.local_rotary_pos_emb: RotaryEmbedding | None = None  # of layers with a sliding window
+            if position_embedding_type in ("rope", "yarn"):
                 assert config.kv_channels is not None
-                self.rotary_pos_emb = RotaryEmbedding(
-                    config.kv_channels,
-                    rotary_percent,
-                    config.rotary_interleaved,
-                    seq_len_interpolation_factor,
-                    rotary_base,
-                    rope_scaling,
-                    rope_scaling_factor,
-                )
+                shape = (config.kv_channels, rotary_percent, config.rotary_interleaved)
+                stretched = (*shape, seq_len_interpolation_factor, rotary_base)
+                if position_embedding_type == "yarn":
+                    self.rotary_pos_emb = YarnRotaryEmbedding(*stretched, **_yarn_options(config))
+                else:
+                    self.rotary_pos_emb = RotaryEmbedding(*stretched, rope_scaling, rope_scaling_factor)
+                if config.rotary_base_local is not None:
+                    self.local_rotary_pos_emb = RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
             self.decoder = TransformerBlock(
                 config,
                 transformer_layer_spec,
@@ -166,25 +168,34 @@ class GPTModel(LanguageModule):
             self._check_length(input_ids.shape[1] * self.pg_collection.cp.size())
         hidden_states = self._hidden_states_in(input_ids, position_ids, decoder_input)
         offset = 0 if inference_context is None else inference_context.sequence_len_offset
-        rotation = None
-        if self.rotary_pos_emb is not None:
-            whole = self.rotary_pos_emb.rotation(self._sequence_length(hidden_states), offset, hidden_states.device)
-            rotation = rotation_of_rank(whole, self.pg_collection.cp)
+        rotation, local_rotation = (
+            self._rotation(angles, hidden_states, offset) for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
+        )
         visible: Tensor | Documents | None = attention_mask
         if packed_seq_params is not None:
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
             assert attention_mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
             visible = packed_seq_params.documents(self._sequence_length(hidden_states))
-        hidden_states = self.decoder(hidden_states, visible, rotation, inference_context)
+        hidden_states = self.decoder(hidden_states, visible, rotation, inference_context, local_rotation)
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.config.logit_scale != 1.0:
             hidden_states = hidden_states * self.config.logit_scale  # cheaper here than on the logits
         logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v / tp]
+        bound = self.config.final_logit_softcapping
+        if bound is not None:
+            logits = bound * torch.tanh(logits / bound)
         if labels is None:
             return logits.transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
         return self.compute_language_model_loss(labels, logits)
+
+    def _rotation(self, angles: RotaryEmbedding | None, hidden_states: Tensor, offset: int) -> Rotation | None:
+        """Cosines and sines of this rank's tokens, the first token of the sequence being at position `offset`."""
+        if angles is None:
+            return None
+        whole = angles.rotation(self._sequence_length(hidden_states), offset, hidden_states.device)
+        return rotation_of_rank(whole, self.pg_collection.cp)
 
     def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None) -> Tensor:
         if decoder_input is not None:
@@ -207,3 +218,21 @@ class GPTModel(LanguageModule):
         """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return int(hidden_states.shape[0]) * parts * self.pg_collection.cp.size()
+
+
+def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
+    original = config.yarn_original_max_position_embeddings
+    if original is None:
+        raise ConfigError(
+            "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of the "
+            "training before, such as 4096"
+        )
+    return {
+        "scaling_factor": config.rotary_scaling_factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": 32.0 if config.yarn_beta_fast is None else config.yarn_beta_fast,
+        "beta_slow": 1.0 if config.yarn_beta_slow is None else config.yarn_beta_slow,
+        "mscale": config.mscale,
+        "mscale_all_dim": config.mscale_all_dim,
+        "correction_range_round_to_int": config.yarn_correction_range_round_to_int,
+    }

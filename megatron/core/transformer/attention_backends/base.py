@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import Documents
+from megatron.core.transformer.layer_patterns import window_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,12 +24,19 @@ class AttentionBackend(Protocol):
     """For the log: which implementation, in words."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """query [s, b, n, d], key and value [t, b, g, d] -> [s, b, n * d].
 
         attention_mask: bool [b or 1, 1, s, t], True where a position may not be seen; causal when None, the queries
-        being the last s of the t positions.
+        being the last s of the t positions. In a layer with a sliding window they always are, and a mask only hides
+        more. sinks: float32 [n], the score of a further key without value.
         """
         ...
 
@@ -39,12 +47,18 @@ class SequenceAttention(Protocol):
     name: str
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Documents | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """query [s/cp, b, n, d], key and value [s/cp, b, g, d] -> [s/cp, b, n * d].
 
         attention_mask: bool [b or 1, 1, s/cp, s], this rank's queries and all keys in the order of the sequence; or the
-        documents of the whole sequence, where b = 1; causal when None.
+        documents of the whole sequence, where b = 1; causal when None. sinks: as above, of the n heads at hand.
         """
         ...
 
@@ -54,27 +68,45 @@ class AttentionOptions:
     """What of the config concerns core attention, in one layer."""
 
     scale: float
-    """Factor on the scores: 1 / sqrt(d)."""
+    """Factor on the scores, such as 1 / sqrt(d)."""
     layer_number: int
     dropout: float
     softmax_in_fp32: bool
     query_key_layer_scaling: bool
     masked_softmax_fusion: bool
+    window: int | None
+    """Tokens before itself that a token sees; None for all."""
+    softcap: float | None
+    """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
         """The options of one layer, counted from 1."""
         assert config.kv_channels is not None
         return cls(
-            scale=config.kv_channels**-0.5,
+            scale=config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale,
             layer_number=layer_number,
             dropout=config.attention_dropout,
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
             query_key_layer_scaling=config.apply_query_key_layer_scaling,
             masked_softmax_fusion=config.masked_softmax_fusion and not config.compile,
+            window=window_of_layer(config, layer_number),
+            softcap=config.attn_logit_softcapping,
         )
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[s, t], True where a query may not look: the queries are the last of the key positions."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(keys - queries + 1)
+def causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> Tensor:
+    """[s, t], True where a query may not look: the queries are the last of the key positions, and with a window see
+    only as many keys before their own."""
+    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    future = every.triu(keys - queries + 1)
+    return future if window is None else future | every.tril(keys - queries - window - 1)
+
+
+def whole_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
+    """What a backend hides from queries [s, ...] of keys [t, ...]; None where nothing need be hidden."""
+    queries, keys = query.shape[0], key.shape[0]
+    if window is None or keys <= window + 1 and queries == 1:
+        return causal_mask(queries, keys, query.device) if attention_mask is None and queries > 1 else attention_mask
+    band = causal_mask(queries, keys, query.device, window)
+    return band if attention_mask is None else band | attention_mask

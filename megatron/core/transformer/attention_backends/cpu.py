@@ -23,12 +23,18 @@ class CPUAttention:
         self.otherwise = SDPAttention(options, "auto")
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
         if attention_mask is None and self._fits(query, key) and not (training and self.options.dropout):
             return blocked_causal_attention(query, key, value, self.options.scale).flatten(2)  # -> [s, b, n * d]
-        return self.otherwise(query, key, value, attention_mask, training)
+        return self.otherwise(query, key, value, attention_mask, training, sinks)
 
     @staticmethod
     def _fits(query: Tensor, key: Tensor) -> bool:

@@ -17,16 +17,27 @@ class ByDocument:
         self.name = backend.name
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | Documents | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend. With Documents, query, key and value are the whole packed sequence [t, 1, heads, d]."""
         if not isinstance(attention_mask, Documents):
-            return self.backend(query, key, value, attention_mask, training)
-        return attention_in_documents(self.backend, (query, key, value), attention_mask, 0, training)
+            return self.backend(query, key, value, attention_mask, training, sinks)
+        return attention_in_documents(self.backend, (query, key, value), attention_mask, 0, training, sinks)
 
 
 def attention_in_documents(
-    backend: AttentionBackend, inputs: tuple[Tensor, Tensor, Tensor], documents: Documents, first: int, training: bool
+    backend: AttentionBackend,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    documents: Documents,
+    first: int,
+    training: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[q, 1, n, d] queries, which stand at `first` and after it in the packed sequence -> [q, 1, n * d].
 
@@ -38,5 +49,5 @@ def attention_in_documents(
     for start, begin, end in documents.stretches(first, first + query.shape[0]):
         own = query[begin - first : end - first]
         # Queries are the last of the positions they are given with: causal within the document.
-        contexts.append(backend(own, key[start:end], value[start:end], None, training))
+        contexts.append(backend(own, key[start:end], value[start:end], None, training, sinks))
     return torch.cat(contexts)

@@ -1,7 +1,8 @@
 """Attention written out: scores, mask, softmax, dropout, weighted sum. The reference for every other backend.
 
 Query-key layer scaling (for float16): scores are divided by the layer number before they are stored and multiplied by
-it again inside the float32 softmax, so that deep layers' scores stay below the largest float16.
+it again inside the float32 softmax, so that deep layers' scores stay below the largest float16. A bound on the scores
+(soft-capping) and sinks are applied there too, in elementary operations.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions.softmax import scaled_masked_softmax, scaled_masked_softmax_reference
-from megatron.core.transformer.attention_backends.base import AttentionOptions, causal_mask
+from megatron.core.transformer.attention_backends.base import AttentionOptions, whole_mask
 
 
 class LocalAttention:
@@ -28,7 +29,13 @@ class LocalAttention:
         self.name = "local reference, " + ("fused" if options.masked_softmax_fusion else "plain") + " softmax"
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
         heads_per_group = query.shape[2] // key.shape[2]
@@ -37,9 +44,13 @@ class LocalAttention:
             value = value.repeat_interleave(heads_per_group, dim=2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
         scores = self._scores(q, k)  # [b, n, s, t]
-        if attention_mask is None and q.shape[2] > 1:
-            attention_mask = causal_mask(q.shape[2], k.shape[2], q.device)
-        probabilities = self.softmax(scores, attention_mask, self.softmax_scale, self.options.softmax_in_fp32)
+        mask = whole_mask(attention_mask, query, key, self.options.window)
+        if sinks is None and self.options.softcap is None:
+            probabilities = self.softmax(scores, mask, self.softmax_scale, self.options.softmax_in_fp32)
+        else:
+            probabilities = scaled_masked_softmax_reference(
+                scores, mask, self.softmax_scale, self.options.softmax_in_fp32, self.options.softcap, sinks
+            )
         probabilities = F.dropout(probabilities.to(v.dtype), p=self.options.dropout, training=training)
         context = torch.matmul(probabilities, v)  # [b, n, s, d]
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]

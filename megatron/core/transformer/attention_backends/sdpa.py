@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.transformer.attention_backends.base import AttentionOptions, causal_mask
+from megatron.core.transformer.attention_backends.base import AttentionOptions, whole_mask
 
 _KERNELS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -36,14 +36,21 @@ class SDPAttention:
         return sdpa_kernel(self.kernel)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        training: bool,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
+        assert sinks is None and self.options.softcap is None, "torch's operator has neither sinks nor a bound"
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d], views
         queries, keys = q.shape[2], k.shape[2]
-        is_causal = attention_mask is None and queries == keys
-        if attention_mask is None and 1 < queries < keys:
-            attention_mask = causal_mask(queries, keys, q.device)
+        is_causal = attention_mask is None and self.options.window is None and queries == keys
+        if not is_causal:
+            attention_mask = whole_mask(attention_mask, query, key, self.options.window)
         with self._chosen():
             context = F.scaled_dot_product_attention(
                 q,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.attention_backends.base import AttentionBackend, AttentionOptions
 from megatron.core.transformer.attention_backends.cpu import CPUAttention
 from megatron.core.transformer.attention_backends.local import LocalAttention
+from megatron.core.transformer.attention_backends.query_blocks import QueryBlocksAttention
 from megatron.core.transformer.attention_backends.sdpa import SDPAttention
+from megatron.core.transformer.layer_patterns import has_windows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,7 +27,25 @@ def attention_problems(config: TransformerConfig, device: torch.device) -> list[
         )
     if backend == "fused" and on_cpu:
         problems.append("--attention-backend fused needs a GPU with cuDNN, and this runs on the CPU; use auto or flash")
+    kernels = {"flash": "the flash kernel", "fused": "the cuDNN kernel", "unfused": "torch's math kernel"}
+    for flag, what in _beyond_the_kernels(config, backend):
+        problems.append(
+            f"--attention-backend {backend}: {kernels[backend]} has no {what} ({flag}); use --attention-backend auto, "
+            "or local"
+        )
     return problems
+
+
+def _beyond_the_kernels(config: TransformerConfig, backend: str) -> Iterator[tuple[str, str]]:
+    """(flag, what it asks for) of everything that torch's kernel of this name cannot do."""
+    if backend not in ("flash", "fused", "unfused"):
+        return
+    if has_windows(config) and backend != "unfused":  # which takes a window as a mask
+        yield "--window-size", "sliding window"
+    if config.softmax_type != "vanilla":
+        yield f"--softmax-type {config.softmax_type}", "attention sinks"
+    if config.attn_logit_softcapping is not None:
+        yield f"--attn-logit-softcapping {config.attn_logit_softcapping:g}", "bound on scores"
 
 
 def build_attention_backend(config: TransformerConfig, layer_number: int, device: torch.device) -> AttentionBackend:
@@ -32,8 +54,11 @@ def build_attention_backend(config: TransformerConfig, layer_number: int, device
     if problems:
         raise ConfigError(problems)
     options = AttentionOptions.of(config, layer_number)
-    if config.attention_backend == "local":
+    has_more = config.softmax_type != "vanilla" or options.softcap is not None
+    if config.attention_backend == "local" or (has_more and config.compile):
         return LocalAttention(options)
+    if config.attention_backend == "auto" and not config.compile and (has_more or options.window is not None):
+        return QueryBlocksAttention(options)
     if config.attention_backend == "auto" and device.type == "cpu" and not config.compile:
         return CPUAttention(options)
     return SDPAttention(options, config.attention_backend)

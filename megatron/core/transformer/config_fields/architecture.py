@@ -66,3 +66,5 @@ class ArchitectureFields:
     """The MLP's activation (with its bias or gate) as one differentiable operation that keeps only its inputs."""
     bias_dropout_fusion: bool = flag(True)
     """Bias, dropout and residual as one operation."""
+    final_logit_softcapping: float | None = flag(None, above=0)
+    """Bound on the output layer's logits: logit -> bound x tanh(logit / bound) (Gemma 2)."""

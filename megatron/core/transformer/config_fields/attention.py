@@ -1,7 +1,8 @@
-"""Attention and position options."""
+"""Attention options."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.config_base import derived, flag
@@ -9,7 +10,7 @@ from megatron.core.config_base import derived, flag
 
 @dataclass(kw_only=True)
 class AttentionFields:
-    """Heads, positions, and which attention kernel."""
+    """Heads, windows, softmax, and which attention kernel."""
 
     num_attention_heads: int = flag(None, minimum=1, maximum=65536)
     """Query heads."""
@@ -34,11 +35,20 @@ class AttentionFields:
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
     apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",))
     """Rotary positions as one differentiable operation on queries and keys."""
-    rotary_interleaved: bool = False
-    """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
+    softmax_scale: float | None = flag(None, above=0)
+    """Factor on attention scores; 1 / sqrt(width of a head) when not given."""
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    """What attention may leave unspent: nothing; off-by-one: a further key with score 0 and without value; learnable:
+    with a score that each head learns (attention sinks, gpt-oss)."""
+    attn_logit_softcapping: float | None = flag(None, above=0)
+    """Bound on attention scores: score -> bound x tanh(score / bound) (Gemma 2)."""
+    attention_output_gate: bool = False
+    """Each head's output is multiplied by the sigmoid of a further projection of the layer's input (Qwen3-Next)."""
     cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE")
     """How ranks that share a sequence (--context-parallel-size) exchange what attention needs, for all layers or one
     word for each: p2p passes keys and values round a ring; all_gather gathers them; a2a exchanges tokens for heads;
     a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
-    position_embedding_type: str = derived("learned_absolute")
-    """learned_absolute, rope or none."""
+    window_size: Sequence[int] | None = derived(None)
+    """(left, 0): a token sees `left` tokens before itself; all of them when None (layer_patterns.py)."""
+    window_attn_skip_freq: int | Sequence[int] | None = derived(None)
+    """Layers that see everything in spite of the window."""

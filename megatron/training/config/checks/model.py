@@ -60,7 +60,7 @@ def determinism_is_possible(s: Settings) -> Iterator[str]:
 
 
 def rotation_takes_pairs(s: Settings) -> Iterator[str]:
-    if s.position_embedding_type != "rope" or not (s.num_attention_heads and s.hidden_size):
+    if s.position_embedding_type not in ("rope", "yarn") or not (s.num_attention_heads and s.hidden_size):
         return
     width = s.kv_channels or s.hidden_size // s.num_attention_heads
     rotated = int(width * s.rotary_percent)
@@ -72,7 +72,22 @@ def rotation_takes_pairs(s: Settings) -> Iterator[str]:
         )
 
 
+def rotary_kinds_agree(s: Settings) -> Iterator[str]:
+    if s.position_embedding_type != "yarn":
+        return
+    if s.rope_type == "rope":
+        yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
+    if s.use_rope_scaling:
+        yield "--use-rope-scaling and --position-embedding-type yarn both scale rotary frequencies; keep one"
+    if s.yarn_original_max_position_embeddings is None:
+        yield (
+            "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of the "
+            "training before, such as 4096"
+        )
+
+
 CHECKS = (
     sequence_is_given, positions_reach_the_sequence, one_activation, latent_attention_stands_alone,
-    further_tokens_have_positions, rotation_takes_pairs, cross_entropy_is_ours, determinism_is_possible,
+    further_tokens_have_positions, rotation_takes_pairs, rotary_kinds_agree, cross_entropy_is_ours,
+    determinism_is_possible,
 )  # fmt: skip

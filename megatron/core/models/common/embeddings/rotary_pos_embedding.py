@@ -45,7 +45,7 @@ class RotaryEmbedding(nn.Module):
         rotary_percent: float,
         rotary_interleaved: bool = False,
         seq_len_interpolation_factor: float | None = None,
-        rotary_base: int = 10000,
+        rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
     ) -> None:
@@ -56,9 +56,11 @@ class RotaryEmbedding(nn.Module):
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.inv_freq = 1.0 / (rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
+        self.magnitude = 1.0
+        """Factor on the rotated channels."""
         if rope_scaling:
             self.inv_freq = Llama3Scaling(factor=rope_scaling_factor).apply(self.inv_freq)
-        self._table: tuple[Tensor, Tensor] | None = None  # cos, sin [positions, channels / 2]
+        self._table: tuple[Tensor, ...] | None = None  # cos, sin [positions, channels / 2]
 
     def angles(self, length: int, offset: int = 0) -> Tensor:
         """Position * frequency of positions [offset, offset + length), [length, channels / 2] float32."""
@@ -81,6 +83,6 @@ class RotaryEmbedding(nn.Module):
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:
             known = 0 if self._table is None else self._table[0].shape[0]
             angles = self.angles(max(end, 2 * known if known < end and offset else end))
-            self._table = (angles.cos().to(device), angles.sin().to(device))
+            self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
         cos, sin = self._table
         return Rotation(cos[offset:end], sin[offset:end], self.rotary_interleaved)

@@ -1,0 +1,39 @@
+"""Options of rotary positions that the layers and the angles need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.config_base import derived, flag
+
+
+@dataclass(kw_only=True)
+class PositionFields:
+    """Rotary positions: scaling, YaRN, and layers that differ."""
+
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
+    rotary_base_local: int | None = flag(None, minimum=1)
+    """Base of the rotary frequencies in layers with a sliding window, where they are neither scaled nor interpolated
+    (Gemma 3); those layers are like the others when not given."""
+    rotary_scaling_factor: float = flag(1.0, minimum=1)
+    """YaRN: how much longer than the original sequences are (Peng et al., 2023)."""
+    yarn_original_max_position_embeddings: int | None = flag(None, minimum=1, unit="tokens")
+    """YaRN: longest sequence of the training before."""
+    yarn_beta_fast: float | None = flag(None, above=0)
+    """YaRN: frequencies with more turns than this in the original length are kept; 32 when not given."""
+    yarn_beta_slow: float | None = flag(None, above=0)
+    """YaRN: frequencies with fewer turns than this in the original length are divided by the factor; 1 when not
+    given."""
+    yarn_correction_range_round_to_int: bool = flag(True)
+    """YaRN: the blend between kept and divided frequencies begins and ends at whole channel pairs."""
+    mscale: float = flag(1.0, minimum=0)
+    """YaRN: queries and keys are multiplied by (0.1 x this x ln(factor) + 1), divided by the same of
+    --mscale-all-dim."""
+    mscale_all_dim: float = flag(0.0, minimum=0)
+    """YaRN: the divisor's share, see --mscale."""
+    no_rope_freq: int | Sequence[int] | None = derived(None)
+    """Layers without rotary positions (layer_patterns.py)."""
+    position_embedding_type: str = derived("learned_absolute")
+    """learned_absolute, rope, yarn or none."""

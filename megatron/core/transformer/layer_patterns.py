@@ -1,0 +1,78 @@
+"""Which layers have a sliding window, and which have rotary positions: arithmetic on layer numbers, counted from 1.
+
+| setting                       | value      | meaning                                                        |
+|-------------------------------|------------|----------------------------------------------------------------|
+| --window-size                 | 127,0      | a token sees itself and 127 tokens before it                   |
+| --window-attn-skip-freq       | not given  | every layer has the window                                     |
+|                               | 4          | every fourth layer sees everything: 3 windows, 1 full, ...     |
+|                               | [1,1,0]    | one entry per layer, 1 for a window                            |
+| --no-rope-freq                | 4          | every fourth layer has no rotary positions                     |
+|                               | [0,0,1]    | one entry per layer, 1 for none                                |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+LayerPattern = int | Sequence[int]
+"""Every n-th layer, or one 0 or 1 per layer."""
+
+
+def window_of_layer(config: TransformerConfig, layer_number: int) -> int | None:
+    """How many tokens before itself a token sees in this layer; None for all."""
+    if config.window_size is None or config.window_size[0] < 0:
+        return None
+    full = config.window_attn_skip_freq
+    is_full = isinstance(full, int) and layer_number % full == 0
+    is_full = is_full or (isinstance(full, Sequence) and not full[layer_number - 1])
+    return None if is_full else config.window_size[0]
+
+
+def has_windows(config: TransformerConfig) -> bool:
+    """Whether any layer has a sliding window."""
+    assert config.num_layers is not None
+    return any(window_of_layer(config, index + 1) is not None for index in range(config.num_layers))
+
+
+def rotary_kind_of_layer(config: TransformerConfig, layer_number: int) -> Literal["global", "local", "none"]:
+    """Which rotary positions a layer gets: the model's, those of layers with a window, or none."""
+    skipped = config.no_rope_freq
+    if isinstance(skipped, int) and layer_number % skipped == 0:
+        return "none"
+    if isinstance(skipped, Sequence) and skipped[layer_number - 1]:
+        return "none"
+    is_local = config.rotary_base_local is not None and window_of_layer(config, layer_number) is not None
+    return "local" if is_local else "global"
+
+
+def pattern_problems(config: TransformerConfig) -> Iterator[str]:
+    """What is wrong with the windows and patterns of a config."""
+    if config.window_size is not None:
+        left, right = config.window_size
+        if left < -1 or right not in (0, -1):
+            yield (
+                f"--window-size {left},{right} is not a window of a causal model; give the tokens that a token sees "
+                "before itself and 0, such as 127,0"
+            )
+    for flag, pattern in (
+        ("--window-attn-skip-freq", config.window_attn_skip_freq),
+        ("--no-rope-freq", config.no_rope_freq),
+    ):
+        if isinstance(pattern, int) and pattern < 1:
+            yield f"{flag} {pattern} is not every n-th layer; use 1 or more, or one 0 or 1 per layer"
+        if isinstance(pattern, Sequence):
+            yield from _list_problems(flag, pattern, config.num_layers)
+    every = config.no_rope_freq
+    if isinstance(every, int) and every > 0 and config.num_layers % every:
+        yield f"--no-rope-freq {every} does not divide --num-layers {config.num_layers}; use a divisor, or a list"
+
+
+def _list_problems(flag: str, pattern: Sequence[int], num_layers: int) -> Iterator[str]:
+    if len(pattern) != num_layers:
+        yield f"{flag} lists {len(pattern)} layers, and --num-layers is {num_layers}; give one entry per layer"
+    if set(pattern) - {0, 1}:
+        yield f"{flag} lists {next(x for x in pattern if x not in (0, 1))}; use only 0 and 1"
