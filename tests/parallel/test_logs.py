@@ -43,7 +43,7 @@ def alone() -> Statistics:
 
 
 @pytest.mark.flags("--log-layer-norms", "--log-num-zeros-in-grad", "--timing-log-option")
-@pytest.mark.parametrize("layout", ["tp4,sp", "pp2", "dp2,dist-opt"])
+@pytest.mark.parametrize("layout", ["tp4,sp", "pp2", "dp2,dist-opt", "dp2,fsdp2"])
 def test_statistics_are_those_of_one_process(layout: str) -> None:
     *norms, zeros, _ = alone()
     assert list(norms[0])[0].startswith("embedding") and "output_layer" in norms[0]

@@ -50,9 +50,9 @@ def layer_norms(
     shards = None
     for buffer in buffers:
         shards = buffer.reduction.shards
-        flat = buffer.param_data if of == "parameters" else buffer.grad_data
         for name, ranges in _counted(buffer, groups):
-            squares[_layer_of(name)] += sum(float(sum_of_squares(flat[start:stop])) for start, stop in ranges)
+            values = (buffer.values(*r) if of == "parameters" else buffer.grad_data[slice(*r)] for r in ranges)
+            squares[_layer_of(name)] += sum(float(sum_of_squares(part)) for part in values)
     assert shards is not None, "a model without a buffer"
     for group in (groups.mp, shards):
         squares = _added(all_gather_object(dict(squares), group))
@@ -65,9 +65,11 @@ def _counted(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -> Iter
         placement = placement_of(param, name)
         if placement.is_copy or ("tp" not in placement.axes and groups.tp.rank() != 0):
             continue
-        boxes = [block.local_box for block in placement.pieces() if block.owned]
-        inside = (found for box in boxes for found in ranges_of_box(param.shape, box))
-        ranges = sorted((slot.start + start, slot.start + stop) for start, stop in inside)
+        blocks = placement.pieces()
+        ranges = [(slot.start, slot.start + slot.numel)]
+        if not all(block.owned for block in blocks):
+            inside = (found for block in blocks if block.owned for found in ranges_of_box(param.shape, block.local_box))
+            ranges = sorted((slot.start + start, slot.start + stop) for start, stop in inside)
         yield placement.name, common(ranges, buffer.owned)
 
 
