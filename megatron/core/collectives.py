@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.core.process_groups_config import Group, SingleRankGroup, group_ranks
+from megatron.core.process_groups_config import Group, MeteredGroup, SingleRankGroup, group_ranks, torch_group
+from megatron.core.traffic import Kind
 
 Op = Literal["sum", "max", "min", "avg"]
 T = TypeVar("T")
@@ -46,8 +47,9 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: boo
     """Combine the tensors of all members, element by element; every member gets the result."""
     if isinstance(group, SingleRankGroup):
         return None
-    reduce_op, divide = _reduce_op(group, op)
-    work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=async_op)
+    counted = _counted(group, "all_reduce", tensor)
+    reduce_op, divide = _reduce_op(counted, op)
+    work = dist.all_reduce(tensor, op=reduce_op, group=counted, async_op=async_op)
     return _finish(work, tensor, group.size() if divide else 1)
 
 
@@ -58,8 +60,9 @@ def reduce_scatter_tensor(
     if isinstance(group, SingleRankGroup):
         _copy(output, input)
         return None
-    reduce_op, divide = _reduce_op(group, op)
-    work = _reduce_scatter_single(output, input, op=reduce_op, group=group, async_op=async_op)
+    counted = _counted(group, "reduce_scatter", input)
+    reduce_op, divide = _reduce_op(counted, op)
+    work = _reduce_scatter_single(output, input, op=reduce_op, group=counted, async_op=async_op)
     return _finish(work, output, group.size() if divide else 1)
 
 
@@ -70,7 +73,8 @@ def all_gather_into_tensor(
     if isinstance(group, SingleRankGroup):
         _copy(output, input)
         return None
-    work: Handle | None = _all_gather_single(output, input, group=group, async_op=async_op)
+    counted = _counted(group, "all_gather", output)
+    work: Handle | None = _all_gather_single(output, input, group=counted, async_op=async_op)
     return work
 
 
@@ -83,7 +87,7 @@ def reduce_scatter_in_place(
     """
     if isinstance(group, SingleRankGroup):
         return None
-    if dist.get_backend(group) == "gloo":
+    if dist.get_backend(torch_group(group)) == "gloo":
         return all_reduce(tensor, group, op, async_op)
     return reduce_scatter_tensor(tensor.chunk(group.size())[group.rank()], tensor, group, op, async_op)
 
@@ -137,8 +141,12 @@ def all_to_all_single(
     if isinstance(group, SingleRankGroup):
         _copy(output, input)
         return None
+    # An equal share stays here, or as many rows as the splits say.
+    rows, size = input.shape[0], group.size()
+    stays = rows // size if input_splits is None else input_splits[group.rank()]
+    counted = _counted(group, "all_to_all", input, share=(rows - stays) / max(rows, 1))
     work: Handle | None = dist.all_to_all_single(
-        output, input, output_splits, input_splits, group=group, async_op=async_op
+        output, input, output_splits, input_splits, group=counted, async_op=async_op
     )
     return work
 
@@ -147,14 +155,39 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: boo
     """Overwrite every member's tensor with that of `source`, a rank within the group."""
     if isinstance(group, SingleRankGroup):
         return None
-    work: Handle | None = dist.broadcast(tensor, src=group_ranks(group)[source], group=group, async_op=async_op)
+    counted = _counted(group, "broadcast", tensor)
+    work: Handle | None = dist.broadcast(tensor, src=group_ranks(group)[source], group=counted, async_op=async_op)
     return work
+
+
+def send(tensor: torch.Tensor, group: Group, to: int, tag: int = 0) -> Handle:
+    """Begin to send to a rank within the group, which must receive as much under the same tag."""
+    assert not isinstance(group, SingleRankGroup), "a group of one has nobody to send to"
+    work: Handle = dist.isend(tensor, group=_counted(group, "send", tensor), group_dst=to, tag=tag)  # type: ignore[assignment]
+    return work
+
+
+def receive(tensor: torch.Tensor, group: Group, source: int, tag: int = 0) -> Handle:
+    """Begin to receive from a rank within the group; the tensor is overwritten."""
+    assert not isinstance(group, SingleRankGroup), "a group of one has nobody to receive from"
+    work: Handle = dist.irecv(tensor, group=torch_group(group), group_src=source, tag=tag)  # type: ignore[assignment]
+    return work
+
+
+def pass_on(sent: torch.Tensor, received: torch.Tensor, group: Group, tag: int = 0) -> list[Handle]:
+    """Begin to send to the next member and to receive from the previous one, in a ring."""
+    assert not isinstance(group, SingleRankGroup), "a ring of one passes nothing on"
+    ranks, rank, size = group_ranks(group), group.rank(), group.size()
+    counted = _counted(group, "send", sent)
+    outgoing = dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], counted, tag)
+    incoming = dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], counted, tag)
+    return list(dist.batch_isend_irecv([outgoing, incoming]))
 
 
 def barrier(group: Group) -> None:
     """Wait until every member has come here."""
     if not isinstance(group, SingleRankGroup):
-        dist.barrier(group=group)
+        dist.barrier(group=torch_group(group))
 
 
 def all_gather_object(value: T, group: Group) -> list[T]:
@@ -162,7 +195,7 @@ def all_gather_object(value: T, group: Group) -> list[T]:
     if isinstance(group, SingleRankGroup):
         return [value]
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=torch_group(group))
     return values
 
 
@@ -170,9 +203,19 @@ def broadcast_object(value: T | None, group: Group, source: int = 0) -> T:
     """The value of `source`, a rank within the group, on every member."""
     values: list[Any] = [value]
     if not isinstance(group, SingleRankGroup):
-        dist.broadcast_object_list(values, src=group_ranks(group)[source], group=group)
+        dist.broadcast_object_list(values, src=group_ranks(group)[source], group=torch_group(group))
     result: T = values[0]
     return result
+
+
+def _counted(
+    group: dist.ProcessGroup | MeteredGroup, kind: Kind, tensor: torch.Tensor, share: float = 1.0
+) -> dist.ProcessGroup:
+    """torch's group; where traffic is counted, count this call. share: how much of the tensor the call is about."""
+    if isinstance(group, MeteredGroup):
+        group.traffic.add(group.axis, kind, round(tensor.nbytes * share), group.size())
+        return group.group
+    return group
 
 
 def _reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:

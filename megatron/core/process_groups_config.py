@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from megatron.core.device import communication_options
 from megatron.core.mesh import RankGrid
+from megatron.core.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,24 @@ class SingleRankGroup:
         return 0
 
 
-Group: TypeAlias = "dist.ProcessGroup | SingleRankGroup"
+@dataclass(frozen=True, eq=False)
+class MeteredGroup:
+    """A group whose members count what they send over it, as traffic of an axis. Collectives see the group inside."""
+
+    group: dist.ProcessGroup
+    axis: str
+    traffic: Traffic
+
+    def size(self) -> int:
+        """Number of members."""
+        return self.group.size()
+
+    def rank(self) -> int:
+        """This process's place among them."""
+        return self.group.rank()
+
+
+Group: TypeAlias = "dist.ProcessGroup | MeteredGroup | SingleRankGroup"
 """What a collective runs over: has size() and rank()."""
 
 GROUP_AXES: dict[str, str] = {
@@ -76,6 +94,14 @@ GROUP_AXES: dict[str, str] = {
     "world": "world",
 }
 """Field -> the axes of RankGrid.groups() it runs along."""
+_TRAFFIC_OF = GROUP_AXES | {
+    "dp_cp": "dp",
+    "embd": "pp",
+    "pos_embd": "pp",
+    "optimizer_shards": "dp",
+    "optimizer_copies": "dp",
+}
+"""Field -> the axis whose traffic it is: replicas average gradients, copies of embeddings belong to stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +210,15 @@ class ProcessGroupCollection:
         """Whether a collection was set."""
         return ProcessGroupCollection._current is not None
 
+    def metered(self, traffic: Traffic) -> ProcessGroupCollection:
+        """The same groups, which from now on count into `traffic`."""
+
+        def meter(group: Any, axis: str) -> Any:
+            return MeteredGroup(group, axis, traffic) if isinstance(group, dist.ProcessGroup) else group
+
+        fields: dict[str, Any] = {field: meter(getattr(self, field), axis) for field, axis in _TRAFFIC_OF.items()}
+        return dataclasses.replace(self, **fields, hcp=tuple(meter(group, "cp") for group in self.hcp))
+
     # ---- questions that many ask
 
     @property
@@ -206,7 +241,12 @@ def group_ranks(group: Group) -> list[int]:
     """Global ranks of the group's members, in group order."""
     if isinstance(group, SingleRankGroup):
         return [group.global_rank]
-    return list(dist.get_process_group_ranks(group))
+    return list(dist.get_process_group_ranks(torch_group(group)))
+
+
+def torch_group(group: dist.ProcessGroup | MeteredGroup) -> dist.ProcessGroup:
+    """What torch.distributed knows it as."""
+    return group.group if isinstance(group, MeteredGroup) else group
 
 
 def _create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import time
@@ -25,6 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, sch
 from megatron.core.pipeline_parallel.executor import Executor, activation_shape
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
 from megatron.training.checkpointing import load_checkpoint, prepare_save
@@ -47,6 +49,7 @@ from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.sanity import SanityHook
 from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.hooks.timing import TimingHook
+from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.hooks.wandb import WandbHook
 from megatron.training.initialize import Process
 from megatron.training.run import Hook, Progress, Run
@@ -69,6 +72,9 @@ class Task:
 
 def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task) -> Run:
     """Build everything and restore what --load holds. Raises MegatronError for whatever the user can mend."""
+    traffic = Traffic()
+    if config.logger.log_comm_volume:
+        process = metered(process, traffic, task)
     groups, device = process.groups, process.device
     prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
     batch_size = batch_size_calculator(config)
@@ -107,7 +113,7 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         batch_size=batch_size,
         data=TrainingData(dict(zip(SPLITS, datasets, strict=True)), settings),
         progress=progress,
-        hooks=Hooks(build_hooks(config)),
+        hooks=Hooks(build_hooks(config, traffic)),
         timers=build_timers(config, process),
     )
     load_checkpoint(run)
@@ -258,9 +264,20 @@ def build_timers(config: RunConfig, process: Process) -> Timers:
     return Timers(logger.timing_log_level, synchronizes=True, barrier_group=process.groups.world if waits else None)
 
 
-def build_hooks(config: RunConfig) -> list[Hook]:
+def metered(process: Process, traffic: Traffic, task: Task) -> Process:
+    """The process with groups that count. Raises ConfigError for a model that is not handed its groups."""
+    parameters = inspect.signature(task.build_model).parameters
+    if "pg_collection" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(
+            "--log-comm-volume counts in the process groups that the model is handed: give model_provider the "
+            "parameter pg_collection, and hand it on to the model"
+        )
+    return dataclasses.replace(process, groups=process.groups.metered(traffic))
+
+
+def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
     """Everything periodic, in the order of one iteration: measure, report, check, evaluate, decide, save."""
-    hooks: list[Hook] = reporting_hooks(config, meter := MeterHook())
+    hooks: list[Hook] = reporting_hooks(config, traffic, meter := MeterHook())
     if config.ddp.check_for_nan_in_grad:
         hooks.append(SanityHook(meter))
     if config.training.manual_gc:
@@ -279,10 +296,12 @@ def build_hooks(config: RunConfig) -> list[Hook]:
     return hooks
 
 
-def reporting_hooks(config: RunConfig, meter: MeterHook) -> list[Hook]:
+def reporting_hooks(config: RunConfig, traffic: Traffic, meter: MeterHook) -> list[Hook]:
     """Measure, then print, then write curves."""
     logger = config.logger
     hooks: list[Hook] = [meter]
+    if logger.log_comm_volume:
+        hooks.append(TrafficHook(logger.log_interval, traffic, meter))
     if logger.metrics_dir is not None:
         hooks.append(MetricsHook(logger.metrics_dir, meter))
     hooks.append(ConsoleHook(logger.log_interval, meter))

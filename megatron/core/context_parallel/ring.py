@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collectives import pass_on
 from megatron.core.context_parallel.block_attention import BlockKernel, Merged, grad_of_sinks, with_sinks
 from megatron.core.context_parallel.sharding import positions_of_rank, shard_sequence
 from megatron.core.packed_seq_params import Documents
-from megatron.core.process_groups_config import Group, SingleRankGroup, group_ranks
+from megatron.core.process_groups_config import Group
 
 _KEYS_TAG, _GRADS_TAG = 1, 2
 _ALL = slice(None)
@@ -52,12 +52,8 @@ class _Passing:
     """A tensor on its way to the next rank, and the one that comes from the previous rank."""
 
     def __init__(self, sent: Tensor, group: Group, tag: int) -> None:
-        ranks, rank, size = group_ranks(group), group.rank(), group.size()
         self.sent, self.received = sent.contiguous(), torch.empty_like(sent, memory_format=torch.contiguous_format)
-        assert not isinstance(group, SingleRankGroup), "a ring of one passes nothing on"
-        send = dist.P2POp(dist.isend, self.sent, ranks[(rank + 1) % size], group, tag)
-        receive = dist.P2POp(dist.irecv, self.received, ranks[(rank - 1) % size], group, tag)
-        self.works = dist.batch_isend_irecv([send, receive])
+        self.works = pass_on(self.sent, self.received, group, tag)
 
     def wait(self) -> Tensor:
         """What has come."""

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
 from megatron.core.errors import CheckpointError, MegatronError, StorageError
-from megatron.core.process_groups_config import Group, SingleRankGroup
+from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
 
 METADATA_NAME = ".metadata"
 
@@ -167,7 +167,7 @@ class _KnownReader(FileSystemReader):
 
 
 def _torch_group(group: Group) -> dist.ProcessGroup | None:
-    return None if isinstance(group, SingleRankGroup) else group
+    return None if isinstance(group, SingleRankGroup) else torch_group(group)
 
 
 @contextlib.contextmanager

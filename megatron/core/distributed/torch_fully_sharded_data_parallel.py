@@ -25,7 +25,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Placement, place, placement_of
-from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup, torch_group
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -60,7 +60,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         first = next(module.parameters())
         group = self.groups.dp_cp
         assert not isinstance(group, SingleRankGroup), "one process has nothing to divide"
-        mesh = DeviceMesh.from_group(group, first.device.type)
+        mesh = DeviceMesh.from_group(torch_group(group), first.device.type)
         reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else first.dtype
         policy = MixedPrecisionPolicy(param_dtype=first.dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collectives import receive, send
 from megatron.core.pipeline_parallel.communication import SENDS_UNDER_WAY, Transfer
-from megatron.core.process_groups_config import Group, SingleRankGroup
+from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
 from megatron.core.virtual_stages import VirtualStages
 
 Key = tuple[str, int, int]
@@ -65,11 +66,11 @@ class Mail:
                 f"the next one expects {self.tensor_shape} {self.dtype}"
             )
             tensor = tensor.contiguous()
-            work = dist.isend(tensor, group=self.group, group_dst=transfer.peer, tag=transfer.tag)  # type: ignore[arg-type]
+            work = send(tensor, self.group, transfer.peer, transfer.tag)
             self._leaving.append((work, tensor))
             return work
         tensor = torch.empty(self.tensor_shape, dtype=self.dtype, device=self.device)
-        work = dist.irecv(tensor, group=self.group, group_src=transfer.peer, tag=transfer.tag)  # type: ignore[arg-type]
+        work = receive(tensor, self.group, transfer.peer, transfer.tag)
         self._arriving[key] = (work, tensor)
         return work
 
@@ -79,13 +80,13 @@ def connect_neighbours(group: Group, shape: VirtualStages, device: torch.device)
 
     NCCL makes one when it is first used, and waits there for the partner, who may be waiting elsewhere.
     """
-    if isinstance(group, SingleRankGroup) or dist.get_backend(group) != "nccl":
+    if isinstance(group, SingleRankGroup) or dist.get_backend(torch_group(group)) != "nccl":
         return
     holders = [shape.holder(stage)[0] for stage in range(shape.count)]
     pairs = {(min(pair), max(pair)) for pair in zip(holders, holders[1:], strict=False) if pair[0] != pair[1]}
     token = torch.zeros(1, device=device)
     for low, high in sorted(pairs):
         if group.rank() == low:
-            dist.send(token, group=group, group_dst=high)
+            send(token, group, high).wait()
         elif group.rank() == high:
-            dist.recv(token, group=group, group_src=low)
+            receive(token, group, low).wait()

@@ -19,6 +19,8 @@ class LoggerConfig:
     """Also log how many elements of the gradient are zero."""
     log_layer_norms: bool = False
     """Print the norms of every layer's parameters and gradients with each progress line."""
+    log_comm_volume: bool = False
+    """Add to the progress line what a step sends over each axis of the mesh; kinds apart in the metrics and curves."""
     log_throughput: bool = False
     """Also write TFLOP/s per device, MFU and tokens/s to TensorBoard; the progress line always has them."""
     log_progress: bool = False

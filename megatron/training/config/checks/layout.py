@@ -302,6 +302,8 @@ def _torch_fsdp2_fits(s: Settings) -> Iterator[str]:
         )
     if s.compile:
         yield "--use-torch-fsdp2 cannot be combined with --compile; leave one out"
+    if s.log_comm_volume:
+        yield "--log-comm-volume does not see what --use-torch-fsdp2 sends; leave one out"
 
 
 CHECKS = (
