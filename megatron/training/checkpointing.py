@@ -140,6 +140,8 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     with_rng = not (weights_only or settings.no_load_rng)
     if with_optimizer and state["optimizer"] is None:
         raise CheckpointError(f"{found.path} was saved with --no-save-optim; pass --no-load-optim or --finetune")
+    if with_optimizer:
+        run.optimizer.check_state(state["optimizer"])
     random_numbers = _rng_document(found, run) if with_rng else None
 
     tensors = sharded_model_state(run, main=not with_optimizer)

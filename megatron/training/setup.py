@@ -52,6 +52,7 @@ from megatron.training.hooks.timing import TimingHook
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.hooks.wandb import WandbHook
 from megatron.training.initialize import Process
+from megatron.training.param_group_map import write_param_group_map
 from megatron.training.run import Hook, Progress, Run
 
 PROGRAM_STARTED_AT = time.monotonic()
@@ -95,6 +96,8 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
     )
     model = build_model(config, process, task)
     optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    if config.training.dump_param_to_param_group_map is not None:
+        write_param_group_map(config.training.dump_param_to_param_group_map, optimizer, groups)
     executor = build_executor(config, process, model, batch_size)
     executor.grad_scale_func = optimizer.grad_scale_func
     run = Run(

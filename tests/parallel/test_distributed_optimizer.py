@@ -67,7 +67,7 @@ def train(world_size: int, dtype: torch.dtype, ddp: dict[str, Any], instances: i
         "params_norms": param_norms,
         "weights": {name: value.detach().float().numpy() for name, value in model.state_dict().items()},
         "elements": sum(tensor.numel() for kinds in optimizer.named_state().values() for tensor in kinds.values()),
-        "allocated": sum(state.exp_avg.numel() for state in optimizer._states),
+        "allocated": sum(state.tensors["exp_avg"].numel() for state in optimizer._states),
         "buffer": sum(buffer.layout.numel for buffer in model.flat_buffers),
     }
 

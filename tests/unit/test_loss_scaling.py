@@ -156,6 +156,7 @@ def test_contradictions_are_refused() -> None:
 
 
 @pytest.mark.flags("--fp16")
+@pytest.mark.usefixtures("no_yardstick")
 def test_a_run_skips_overflows_reports_them_and_resumes_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

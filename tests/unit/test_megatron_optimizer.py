@@ -231,4 +231,4 @@ def test_optimizer_flag_takes_the_rule_that_exists_and_refuses_the_others() -> N
     model, _ = wrapped(tiny_network())
     assert get_megatron_optimizer(run_config("--optimizer adam").optimizer, [model]).step_count == 0
     with pytest.raises(ConfigError, match="--optimizer"):
-        run_config("--optimizer muon")
+        run_config("--optimizer soap")

@@ -51,7 +51,10 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self.reduction = reduction_of(config, _dividing(ddp_config), self.groups)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
+        marks = [_marks(param) for param in module.parameters()]
         self.module = self._shard(module)
+        for param, mark in zip(self.module.parameters(), marks, strict=True):
+            vars(param).update(mark)
         self.flat_buffers = list(self._make_buffers(placements))  # type: ignore[arg-type]
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -138,6 +141,11 @@ def _dividing(ddp_config: DistributedDataParallelConfig) -> DistributedDataParal
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32
     )
+
+
+def _marks(param: nn.Parameter) -> dict[str, Any]:
+    """What the model says of a parameter, such as is_embedding_or_output_parameter."""
+    return {name: value for name, value in vars(param).items() if name.startswith("is_")}
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.errors import ConfigError, NonFiniteError
+from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron.core.optimizer.clip_grads import clip_divisor, counted, counted_ranges, global_norm
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.group_state import StateSlice
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import BufferState, ParamGroup, StateSlice, make_param_groups
+from megatron.core.optimizer.param_groups import ParamKey, make_param_groups
+from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -36,16 +38,21 @@ class UpdateResult(NamedTuple):
 
 
 class MegatronOptimizer:
-    """AdamW (Loshchilov and Hutter, 2019) over the flat buffers of this process's model chunks.
+    """Updates the flat buffers of this process's model chunks, by the rule of each group of parameters.
 
     Parameters in bfloat16 or float16 are updated through float32 main parameters; in float16 the loss is scaled
     (grad_scaler.py). With use_distributed_optimizer the replicas divide the state: each updates its slice of every
-    bucket, then the parameters are gathered. `param_groups` is what OptimizerParamScheduler sets. A non-finite gradient
-    makes the fused kernel leave everything as it is, so the update need not wait for the host to look.
+    bucket, then the parameters are gathered. `param_groups` is what OptimizerParamScheduler sets. Where the rules are
+    fused kernels, a non-finite gradient makes them leave everything as it is, so that the update need not wait for the
+    host to look. update_rule: one of your own for all parameters, in place of the config's.
     """
 
     def __init__(
-        self, config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[DistributedDataParallel],
+        groups: ProcessGroupCollection,
+        update_rule: UpdateRule | None = None,
     ) -> None:
         self.config = config
         self.groups = groups
@@ -54,19 +61,27 @@ class MegatronOptimizer:
         buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
         if not buffers:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
-        self._states = [BufferState(buffer) for buffer in buffers]
-        self._groups = make_param_groups(self._states, config)
-        self._counted = [counted_ranges(buffer, groups) for buffer in buffers]
+        self._groups = make_param_groups(buffers, config, lambda name: update_rule or self._rule(name))
+        self._states = [state for group in self._groups for state in group.states]
+        self._looks_first = not all(group.rule.keeps_still for group in self._groups)
+        self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
         self._counted_grads = [view for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)]
         self._shards = buffers[0].reduction.shards
         self._device = buffers[0].device
         self._step = torch.zeros((), device=self._device)
         self.grad_scaler = make_grad_scaler(config, self._device)
 
+    def _rule(self, name: str) -> UpdateRule:
+        return elementwise_rule(name, self.config)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Options of each group: lr, weight_decay, lr_mult, wd_mult, betas, eps, params."""
+        """Options of each group: lr, weight_decay, lr_mult, wd_mult, params, and the constants of its rule."""
         return [group.options for group in self._groups]
+
+    def param_keys(self) -> dict[str, ParamKey]:
+        """Name in the whole model of every parameter here -> its group's key."""
+        return {member.name: group.key for group in self._groups for state in group.states for member in state.members}
 
     @property
     def step_count(self) -> int:
@@ -93,16 +108,26 @@ class MegatronOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors of `named_slices`: plain numbers."""
-        state: dict[str, Any] = {"step_count": self.step_count}
+        state: dict[str, Any] = {"step_count": self.step_count, "optimizer": self.config.optimizer}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`, also from a run in another number format."""
+        self.check_state(state)
         self.step_count = state["step_count"]
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where the state is another update rule's, which has other tensors."""
+        saved = state.get("optimizer", "adam")
+        if saved != self.config.optimizer:
+            raise CheckpointError(
+                f"the checkpoint has the optimizer state of --optimizer {saved}, this run has --optimizer "
+                f"{self.config.optimizer}; use the same, or start with a fresh state: --no-load-optim"
+            )
 
     @torch.no_grad()
     def step(self) -> UpdateResult:
@@ -119,8 +144,9 @@ class MegatronOptimizer:
         if self.grad_scaler is not None:
             divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
         self._step += 1.0 - found_inf
-        for group in self._groups:
-            self._update(group, divisor, found_inf)
+        if not (self._looks_first and found_inf.item()):
+            for group in self._groups:
+                group.rule.update(group, self._step, divisor, found_inf)
         self._write_back()
         for chunk in self.model_chunks:
             chunk.start_param_sync()
@@ -131,36 +157,12 @@ class MegatronOptimizer:
             raise NonFiniteError(self._describe_non_finite(used_scale))
         return UpdateResult(succeeded, grad_norm)
 
-    def _update(self, group: ParamGroup, divisor: Tensor | None, found_inf: Tensor) -> None:
-        """One fused pass over all shards: divide the gradient, update moments, decay, update."""
-        options = group.options
-        beta1, beta2 = options["betas"]
-        shards = list(group.shards())
-        if shards:
-            torch._fused_adamw_(
-                [shard.param for shard in shards],
-                [shard.grad for shard in shards],
-                [shard.exp_avg for shard in shards],
-                [shard.exp_avg_sq for shard in shards],
-                [],
-                [self._step] * len(shards),
-                lr=options["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=options["weight_decay"],
-                eps=options["eps"],
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=found_inf,
-            )
-
     def params_norm(self) -> Tensor:
         """Global L2 norm of the parameters (main parameters where there are any); a float32 scalar."""
         views = [
             state.values(piece, place)
-            for state, ranges in zip(self._states, self._counted, strict=True)
-            for piece, place in state.pieces(ranges)
+            for state in self._states
+            for piece, place in state.pieces(self._counted[id(state.buffer)])
         ]
         return global_norm(views, self.groups, self._device, self._shards)
 
@@ -169,8 +171,8 @@ class MegatronOptimizer:
         return dict(entry for state in self._states for entry in state.named_slices())
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """State of every parameter by its name in the whole model: exp_avg, exp_avg_sq and, where it is other memory
-        than the parameter, main_param. Views in the shard's shape, so that a loader copies into them; where the
+        """State of every parameter by its name in the whole model: its rule's kinds and, where it is other memory than
+        the parameter, main_param. Views in the shard's shape, so that a loader copies into them; where the
         replicas divide the state, those of this process's slices, flat (`named_slices` tells their place)."""
         return {name: found.tensors for name, found in self.named_slices().items()}
 
@@ -221,16 +223,18 @@ def get_megatron_optimizer(
     model_chunks: Sequence[DistributedDataParallel],
     *,
     pg_collection: ProcessGroupCollection | None = None,
+    update_rule: UpdateRule | None = None,
 ) -> MegatronOptimizer:
     """The optimizer of this process's model chunks.
 
-    pg_collection: the process groups; the current ones when None. Raises ConfigError for an update rule that does not
-    exist yet and TypeError for a model that is not wrapped in DistributedDataParallel.
+    pg_collection: the process groups; the current ones when None. update_rule: one of your own in place of the
+    config's. Raises ConfigError for an update rule that does not exist yet and TypeError for a model that is not
+    wrapped in DistributedDataParallel.
     """
-    if config.optimizer != "adam":
-        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam")
+    if update_rule is None and config.optimizer not in ("adam", "sgd", "lion"):
+        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd or lion")
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
             found = type(chunk).__name__
             raise TypeError(f"get_megatron_optimizer needs chunks wrapped in DistributedDataParallel; found {found}")
-    return MegatronOptimizer(config, model_chunks, pg_collection or ProcessGroupCollection.current())
+    return MegatronOptimizer(config, model_chunks, pg_collection or ProcessGroupCollection.current(), update_rule)

@@ -13,16 +13,24 @@ class OptimizerConfig:
 
     optimizer: str = flag(
         "adam", choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
-        planned_choices=("sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+        planned_choices=("muon", "dist_muon", "adaptive_muon", "soap"),
         coming="the remaining optimizers",
     )  # fmt: skip
-    """Update rule; adam is AdamW, with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+    """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023)."""
     lr: float | None = flag(None, minimum=0)
     """Learning rate at the end of the warm-up; the schedule scales it."""
     min_lr: float = flag(0.0, minimum=0)
     """Learning rate the schedule ends at, and never goes below after the warm-up."""
+    decoupled_lr: float | None = flag(None, minimum=0)
+    """Learning rate of the word embedding and the output layer at the end of the warm-up; --lr when not given."""
+    decoupled_min_lr: float | None = flag(None, minimum=0)
+    """Learning rate that the schedule of --decoupled-lr ends at; --min-lr when not given."""
     weight_decay: float = flag(0.01, minimum=0)
-    """Decoupled weight decay; biases and one-dimensional weights get none."""
+    """Weight decay, decoupled except in sgd; biases and one-dimensional weights get none."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay also for the norms of queries and keys (--qk-layernorm)."""
+    no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",))
+    """Upstream's older way to say --apply-wd-to-qk-layernorm."""
     clip_grad: float = flag(1.0, minimum=0)
     """Largest global gradient norm (L2 over all parameters); 0 switches clipping off."""
     adam_beta1: float = flag(0.9, minimum=0, maximum=1)
@@ -31,6 +39,28 @@ class OptimizerConfig:
     """Decay of the running mean of squared gradients."""
     adam_eps: float = flag(1e-8, minimum=0)
     """Added to the root of the second moment."""
+    sgd_momentum: float = flag(0.9, minimum=0)
+    """With --optimizer sgd: share of the last step's momentum that is kept; 0: no momentum, and no state."""
+    lion_beta1: float = flag(0.95, minimum=0, maximum=1)
+    """With --optimizer lion: weight of the running mean in the sign that is taken."""
+    lion_beta2: float = flag(0.98, minimum=0, maximum=1)
+    """With --optimizer lion: decay of the running mean of gradients."""
+    use_precision_aware_optimizer: bool = False
+    """With --optimizer adam: allow smaller number formats of the optimizer's memory; updates are computed in fp32."""
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    """Number format of the accumulated and summed gradients with --bf16; bf16 is --grad-reduce-in-bf16."""
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    """Number format of the main parameters in a --bf16 or --fp16 run."""
+    exp_avg_dtype: str = flag(
+        "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
+        coming="scaled optimizer state",
+    )  # fmt: skip
+    """Number format of the first moment."""
+    exp_avg_sq_dtype: str = flag(
+        "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
+        coming="scaled optimizer state",
+    )  # fmt: skip
+    """Number format of the second moment."""
     bf16: bool = derived(False)
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""
     fp16: bool = derived(False)

@@ -109,7 +109,7 @@ def _attention(s: Settings) -> None:
 
 
 def _precision(s: Settings) -> None:
-    if s.bf16 and not s.grad_reduce_in_bf16:
+    if s.bf16 and not s.grad_reduce_in_bf16 and s.main_grads_dtype == "fp32":
         s.derive(grad_reduce_in_fp32=True)
 
 
@@ -134,6 +134,8 @@ def _optimizer(s: Settings) -> None:
         for dest in ("average_in_collective", "pad_buckets_for_high_nccl_busbw"):
             if getattr(s, dest):
                 s.note(f"{s.say(dest)} has no effect with --use-torch-fsdp2")
+    if s.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm":
+        s.derive(apply_wd_to_qk_layernorm=True)
     if s.optimizer == "dist_muon":
         s.derive(optimizer="muon")
     if s.weight_decay_incr_style == "constant" and s.start_weight_decay is None and s.end_weight_decay is None:
@@ -177,6 +179,7 @@ def _checkpoint(s: Settings) -> None:
         s.derive(no_load_optim=True)
 
 
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token")
 _GATED = ("activation_func_clamp_value", "glu_linear_offset")
@@ -238,6 +241,10 @@ def _without_effect(s: Settings) -> None:
         ),
         ("overlap_p2p_comm", s.pipeline_model_parallel_size == 1, "--pipeline-model-parallel-size"),
         ("grad_reduce_in_bf16", not s.bf16, "--bf16"),
+        ("apply_wd_to_qk_layernorm", not s.qk_layernorm, "--qk-layernorm"),
+        ("sgd_momentum", s.optimizer != "sgd", "--optimizer sgd"),
+        *((dest, s.optimizer != "lion", "--optimizer lion") for dest in ("lion_beta1", "lion_beta2")),
+        *((dest, s.optimizer in ("sgd", "lion"), "--optimizer adam") for dest in _ADAM),
         *((dest, not s.fp16, "--fp16") for dest in ("loss_scale", *_DYNAMIC_LOSS_SCALE)),
         *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),

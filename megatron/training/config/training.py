@@ -36,6 +36,8 @@ class TrainingConfig:
     empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))
     """Give cached GPU memory back to the device: 1 after forward and backward of every iteration, 2 also after the
     update. Slower, but other allocations find larger pieces."""
+    dump_param_to_param_group_map: str | None = None
+    """File to write: a JSON object, parameter name -> number of its optimizer group."""
     compile: bool = False
     """Compile each transformer layer with torch.compile: slower start, faster steps."""
     samples_per_step: int | None = derived()

@@ -46,6 +46,8 @@ class LanguageModule(MegatronModule):
             skip_weight_param_allocation=is_tied and has_embedding,
             tp_group=self.pg_collection.tp,
         )
+        if layer.weight is not None:
+            layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         if is_tied and layer.weight is not None:
             copy = dataclasses.replace(
                 placement_of(layer.weight), name=WORD_EMBEDDINGS, is_copy=True, partial_grad_axes=("embd",)

@@ -34,4 +34,30 @@ def loss_scale_may_fall(s: Settings) -> Iterator[str]:
         yield f"{s.say('min_loss_scale')} is above {s.say('initial_loss_scale')}; give a smaller --min-loss-scale"
 
 
-CHECKS = (loss_scale_may_fall, residual_has_a_lower_format, one_low_precision_format, ends_in_bf16_fit_the_recipe)
+_SMALLER_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def smaller_state_has_its_optimizer(s: Settings) -> Iterator[str]:
+    """Number formats of the optimizer's memory."""
+    if s.use_precision_aware_optimizer and s.optimizer != "adam":
+        yield f"--use-precision-aware-optimizer works with --optimizer adam, not with {s.say('optimizer')}"
+    for dest in _SMALLER_STATE:
+        if getattr(s, dest) != "fp32" and not s.use_precision_aware_optimizer:
+            yield f"{s.say(dest)} needs --use-precision-aware-optimizer"
+    if s.main_grads_dtype == "bf16" and not s.bf16:
+        yield f"{s.say('main_grads_dtype')} needs --bf16"
+    if s.main_grads_dtype == "bf16" and "grad_reduce_in_fp32" in s.given and s.grad_reduce_in_fp32:
+        yield f"{s.say('main_grads_dtype')} contradicts --accumulate-allreduce-grads-in-fp32; keep one"
+    if s.main_params_dtype == "fp16" and s.use_torch_fsdp2:
+        yield f"{s.say('main_params_dtype')} cannot be had with --use-torch-fsdp2, whose main parameters are float32"
+    if s.main_params_dtype == "fp16" and not (s.bf16 or s.fp16):
+        yield f"{s.say('main_params_dtype')} needs --bf16 or --fp16: a float32 run has no main parameters"
+
+
+CHECKS = (
+    smaller_state_has_its_optimizer,
+    loss_scale_may_fall,
+    residual_has_a_lower_format,
+    one_low_precision_format,
+    ends_in_bf16_fit_the_recipe,
+)

@@ -47,6 +47,14 @@ def rates_are_ordered(s: Settings) -> Iterator[str]:
         yield f"{s.say('lr_warmup_init')} is above {s.say('lr')}, which the warm-up ends at; use {s.lr} or less"
 
 
+def decoupled_rates_are_ordered(s: Settings) -> Iterator[str]:
+    if s.decoupled_min_lr is not None and s.decoupled_lr is None:
+        yield f"{s.say('decoupled_min_lr')} needs --decoupled-lr"
+    lowest = "min_lr" if s.decoupled_min_lr is None else "decoupled_min_lr"
+    if s.decoupled_lr is not None and getattr(s, lowest) > s.decoupled_lr:
+        yield f"{s.say(lowest)} is above {s.say('decoupled_lr')}; use a --decoupled-min-lr of {s.decoupled_lr} or less"
+
+
 def stable_decay_has_its_length(s: Settings) -> Iterator[str]:
     """Warm-up, stable, decay (Hu et al., 2024)."""
     unit = "samples" if s.train_samples is not None else "iters"
@@ -76,6 +84,6 @@ def checkpoint_or_command_line(s: Settings) -> Iterator[str]:
 
 
 CHECKS = (
-    units_agree, warmup_is_given_once, warmup_ends_before_the_decay, rates_are_ordered, stable_decay_has_its_length,
-    weight_decay_is_complete, checkpoint_or_command_line,
+    units_agree, warmup_is_given_once, warmup_ends_before_the_decay, rates_are_ordered, decoupled_rates_are_ordered,
+    stable_decay_has_its_length, weight_decay_is_complete, checkpoint_or_command_line,
 )  # fmt: skip

@@ -64,6 +64,10 @@ class LanguageModelEmbedding(MegatronModule):
         self.position_embeddings: nn.Module | None = (
             PositionEmbedding(config, max_sequence_length) if add_position_embedding else None
         )
+        # For optimizers that treat tables and the output layer in a way of their own.
+        self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        if isinstance(self.position_embeddings, PositionEmbedding):
+            self.position_embeddings.weight.is_embedding_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """input_ids, position_ids [b, s] -> [s, b, h], with SP [s/tp, b, h]."""

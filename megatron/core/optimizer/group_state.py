@@ -1,0 +1,142 @@
+"""Optimizer state over flat buffers: what this process updates of one group of parameters in one buffer.
+
+    buffer   | group A ............ | group B ..... | group A .. |
+    owned        [=====================)      what this process updates (all, unless the state is divided)
+    state A      [=============)              one flat tensor of each kind, the pieces one after another
+
+Everything is float32, and updated in place, unless a smaller format is asked for; that is widened and rounded again a
+chunk at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.buffer_layout import Slot
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.flat_ranges import Range, common
+
+CHUNK = 2**24
+"""Elements that are in a temporary float32 format at a time: 64 MiB each."""
+
+
+class StateSlice(NamedTuple):
+    """State of one parameter, or of the part of it that this process updates."""
+
+    start: int
+    """First element, counted in the parameter's flat memory."""
+    is_whole: bool
+    tensors: dict[str, Tensor]
+    """The rule's kinds (exp_avg, ...) and, where it is other memory than the parameter, main_param: views in the
+    parameter's shape where they are whole, else one-dimensional."""
+
+
+class FlatShard(NamedTuple):
+    """A contiguous slice of one buffer's parameters, gradients and state in float32: what one kernel updates."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    """By kind."""
+
+
+class Member(NamedTuple):
+    """A parameter of the group."""
+
+    name: str
+    param: nn.Parameter
+    slot: Slot
+    start: int
+    """First element that lies in the buffer, counted in the parameter's flat memory."""
+
+
+class GroupState:
+    """State of one group in one buffer.
+
+    ranges: of the buffer, ascending, that hold the group's parameters and the gaps between them. kinds: name of each
+    state tensor and its number format. main_dtype: number format of the main parameters, the values that are updated.
+    Where it is the model's own they are the model's parameters themselves; otherwise a copy, so that small updates are
+    not rounded away (Micikevicius et al., 2018, section 3.1).
+    """
+
+    def __init__(
+        self,
+        buffer: ParamAndGradBuffer,
+        members: Sequence[Member],
+        ranges: Sequence[Range],
+        kinds: Mapping[str, torch.dtype],
+        main_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.buffer = buffer
+        self.members = list(members)
+        self.owned = common(ranges, buffer.owned)
+        lengths = [stop - start for start, stop in self.owned]
+        self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
+        self.tensors = {
+            kind: torch.zeros(sum(lengths), dtype=dtype, device=buffer.device) for kind, dtype in kinds.items()
+        }
+        has_main_params = buffer.dtype not in (torch.float32, main_dtype)
+        self.main = self._take(main_dtype) if has_main_params else None
+        kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
+        self.is_float32 = all(dtype == torch.float32 for dtype in kept)
+        """Whether `shards` hands out the memory itself, so that all may be asked for before one is updated."""
+
+    def pieces(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, slice]]:
+        """What this process updates of some ranges of the buffer, in ascending order: where it lies there, and where in
+        the state."""
+        for (start, stop), place in zip(self.owned, self._places, strict=True):
+            for first, last in common([(start, stop)], ranges):
+                yield (first, last), slice(place + first - start, place + last - start)
+
+    def values(self, piece: Range, place: slice) -> Tensor:
+        """The values to update of one of the `pieces`: a view."""
+        return self.buffer.values(*piece) if self.main is None else self.main[place]
+
+    def shards(self, ranges: Sequence[Range] | None = None, longest: int | None = None) -> Iterator[FlatShard]:
+        """What this process updates, or of it what lies in `ranges`; at most `longest` elements at a time.
+
+        The caller updates param and state in place and may overwrite the gradient.
+        """
+        for piece, place in self.pieces(self.owned if ranges is None else ranges):
+            kept = [self.values(piece, place), self.buffer.grad_data[slice(*piece)]]
+            kept += [tensor[place] for tensor in self.tensors.values()]
+            limit = longest or (piece[1] - piece[0] if self.is_float32 else CHUNK)
+            for parts in zip(*(tensor.split(limit) for tensor in kept), strict=True):
+                wide = [part.float() for part in parts]  # the same tensor where it is float32
+                yield FlatShard(wide[0], wide[1], dict(zip(self.tensors, wide[2:], strict=True)))
+                for index, (part, result) in enumerate(zip(parts, wide, strict=True)):
+                    if result is not part and index != 1:
+                        part.copy_(result)
+
+    def copy_main_to_model(self) -> None:
+        """Round the updated values into the network's parameters, as far as this process updates them."""
+        if self.main is not None:
+            for (start, stop), place in zip(self.owned, self._places, strict=True):
+                self.buffer.values(start, stop).copy_(self.main[place : place + stop - start])
+
+    def copy_model_to_main(self) -> None:
+        """Take the network's parameters as the values to update."""
+        if self.main is not None:
+            self.main.copy_(self._take(self.main.dtype))
+
+    def named_slices(self) -> Iterator[tuple[str, StateSlice]]:
+        """(name in the whole model, state) of every parameter of which this process updates something."""
+        flats = self.tensors if self.main is None else self.tensors | {"main_param": self.main}
+        for name, param, slot, first in self.members:
+            for (start, stop), place in self.pieces([(slot.start, slot.start + slot.numel)]):
+                is_whole = stop - start == param.numel()
+                shape = param.shape if is_whole else (stop - start,)
+                tensors = {kind: flat[place].view(shape) for kind, flat in flats.items()}
+                if self.buffer.holds_main_params:
+                    tensors["main_param"] = self.buffer.values(start, stop).view(shape)
+                yield name, StateSlice(first + start - slot.start, is_whole, tensors)
+
+    def _take(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the parameters that this process updates."""
+        pieces = [self.buffer.values(start, stop).to(dtype) for start, stop in self.owned]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=self.buffer.device)

@@ -1,0 +1,139 @@
+"""How parameters change in a step, element by element, over flat memory.
+
+A rule says which state it keeps for every element (`kinds`) and updates a group in place. Gradients are still to
+be divided by `divisor` (clipping, loss scale): None, or a scalar on the device. A rule of your own is a subclass; see
+docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.group_state import CHUNK, FlatShard
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.optimizer.param_groups import ParamGroup
+
+
+class UpdateRule:
+    """One way to update; `options` go into the parameter group, where a scheduler may change them."""
+
+    kinds: tuple[str, ...] = ()
+    """Names of the state tensors, as checkpoints have them."""
+    options: dict[str, Any]
+    keeps_still: bool = False
+    """True: with `found_inf` set, `update` leaves everything as it is. False: it is not called then, which means that
+    the host must wait for the device before every update."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        """Update what this process has of the group. step: number of this update, from 1, a scalar on the device."""
+        raise NotImplementedError
+
+
+def batches(group: ParamGroup) -> Iterator[list[FlatShard]]:
+    """Everything that one fused call updates: all shards that lie in memory as float32 together, others one by one."""
+    together = [shard for state in group.states if state.is_float32 for shard in state.shards()]
+    if together:
+        yield together
+    for state in group.states:
+        if not state.is_float32:
+            for shard in state.shards():
+                yield [shard]
+
+
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), one fused pass."""
+
+    kinds = ("exp_avg", "exp_avg_sq")
+    keeps_still = True
+
+    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        options = group.options
+        beta1, beta2 = options["betas"]
+        for shards in batches(group):
+            torch._fused_adamw_(
+                [shard.param for shard in shards],
+                [shard.grad for shard in shards],
+                [shard.state["exp_avg"] for shard in shards],
+                [shard.state["exp_avg_sq"] for shard in shards],
+                [],
+                [step] * len(shards),
+                lr=options["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=found_inf,
+            )
+
+
+class SGD(UpdateRule):
+    """Stochastic gradient descent with momentum (Polyak, 1964) in torch.optim.SGD's form: the weight decay is added to
+    the gradient, m = momentum m + g, w -= lr m. One fused pass."""
+
+    keeps_still = True
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__(momentum=momentum)
+        self.kinds = ("momentum_buffer",) if momentum else ()
+
+    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        options = group.options
+        for shards in batches(group):
+            torch._fused_sgd_(
+                [shard.param for shard in shards],
+                [shard.grad for shard in shards],
+                [tensor for shard in shards for tensor in shard.state.values()],
+                lr=options["lr"],
+                momentum=options["momentum"],
+                weight_decay=options["weight_decay"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,  # the momentum starts at zero, which comes to the same
+                grad_scale=divisor,
+                found_inf=found_inf,
+            )
+
+
+class Lion(UpdateRule):
+    """Evolved sign momentum (Chen et al., 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2):
+
+    w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w),  m = beta2 m + (1 - beta2) g
+    """
+
+    kinds = ("exp_avg",)
+
+    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        options = group.options
+        beta1, beta2 = options["betas"]
+        for state in group.states:
+            for param, grad, kept in state.shards(longest=CHUNK):
+                if divisor is not None:
+                    grad.div_(divisor)
+                param.mul_(1.0 - options["lr"] * options["weight_decay"])
+                param.add_(torch.lerp(grad, kept["exp_avg"], beta1).sign_(), alpha=-options["lr"])
+                kept["exp_avg"].lerp_(grad, 1.0 - beta2)
+
+
+def elementwise_rule(name: str, config: OptimizerConfig) -> UpdateRule:
+    """The rule of --optimizer NAME, where it works element by element."""
+    match name:
+        case "adam":
+            return AdamW(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        case "sgd":
+            return SGD(config.sgd_momentum)
+        case "lion":
+            return Lion(betas=(config.lion_beta1, config.lion_beta2))
+    raise ValueError(f"{name!r} is not the name of an elementwise rule; use adam, sgd or lion")
