@@ -9,8 +9,9 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.packed_seq_params import Documents
-from megatron.core.transformer.attention_backends import query_blocks
+from megatron.core.transformer.attention_backends import query_blocks, sdpa
 from megatron.core.transformer.attention_backends.base import AttentionOptions, causal_mask
+from megatron.core.transformer.attention_backends.cpu import CPUAttention
 from megatron.core.transformer.attention_backends.documents import ByDocument
 from megatron.core.transformer.attention_backends.local import LocalAttention
 from megatron.core.transformer.attention_backends.query_blocks import QueryBlocksAttention
@@ -44,6 +45,7 @@ OPTIONS = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have several blocks."""
     monkeypatch.setattr(query_blocks, "_BLOCK", 5)
+    monkeypatch.setattr(sdpa, "_SMALLEST_BLOCK", 5)
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, flags: str, sinks: Tensor | None) -> Tensor:
@@ -109,7 +111,7 @@ def test_attention_is_the_formula(option: str, backend: str, queries: int) -> No
 
 def test_auto_takes_blocks_where_torchs_operator_cannot() -> None:
     assert isinstance(attention(OPTIONS["learnable"], "auto").backend, QueryBlocksAttention)
-    assert isinstance(attention(OPTIONS["window"], "auto").backend, QueryBlocksAttention)
+    assert isinstance(attention(OPTIONS["window"], "auto").backend, CPUAttention)
     assert isinstance(attention(OPTIONS["window"], "unfused").backend, SDPAttention)
     with pytest.raises(ConfigError, match=r"flash: the flash kernel has no sliding window \(--window-size\)"):
         attention(OPTIONS["window"], "flash")
@@ -171,6 +173,7 @@ def test_dropout_of_blocks_is_for_training_and_its_gradient_true() -> None:
 def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor of scores has as many columns as a window and a block, not as the sequence."""
     monkeypatch.setattr(query_blocks, "_BLOCK", 16)
+    monkeypatch.setattr(sdpa, "_SMALLEST_BLOCK", 16)
     backend = QueryBlocksAttention(AttentionOptions.of(read_config("--window-size 20,0").model, 1))
     widths = []
     scores = backend.kernel._scores
@@ -178,6 +181,20 @@ def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatc
     q = torch.randn(400, 1, 1, 4, requires_grad=True)
     backend(q, q, q, None, True).sum().backward()
     assert max(widths) == 36 and len(widths) == 2 * 25
+
+    spans = []
+    operator = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, *rest, **named: spans.append((q.shape[-2], k.shape[-2])) or operator(q, k, *rest, **named),
+    )
+    SDPAttention(backend.options, "auto")(q, q, q, None, True)
+    assert spans[:3] == [(16, 16), (16, 32), (16, 36)] and spans[-1] == (16, 36) and len(spans) == 25
+    spans.clear()
+    SDPAttention(backend.options, "auto")(q[-1:], q, q, None, False)
+    SDPAttention(backend.options, "auto")(q[:21], q[:21], q[:21], None, True)
+    assert spans == [(1, 21), (21, 21)], "one step of generation; a window that reaches everything"
 
 
 # ---- which layers
@@ -198,7 +215,7 @@ def test_which_layers_have_the_window() -> None:
     assert patterns("--window-size (7,0) --window-attn-skip-freq [0]+[1]*2+[0]") == [None, 7, 7, None]
     model = build_model("--window-size 7,0 --window-attn-skip-freq [0,1]")
     backends = [layer.self_attention.core_attention.backend for layer in model.decoder.layers]
-    assert [isinstance(backend, QueryBlocksAttention) for backend in backends] == [False, True]
+    assert [backend.options.window for backend in backends] == [None, 7]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def causal_mask(queries: int, keys: int, device: torch.device, window: int | Non
 def whole_mask(attention_mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:
     """What a backend hides from queries [s, ...] of keys [t, ...]; None where nothing need be hidden."""
     queries, keys = query.shape[0], key.shape[0]
-    if window is None or keys <= window + 1 and queries == 1:
+    if window is None or (keys <= window + 1 and attention_mask is None):
         return causal_mask(queries, keys, query.device) if attention_mask is None and queries > 1 else attention_mask
     band = causal_mask(queries, keys, query.device, window)
     return band if attention_mask is None else band | attention_mask

@@ -21,6 +21,8 @@ class CPUAttention:
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
         self.otherwise = SDPAttention(options, "auto")
+        if options.window is not None:
+            self.name = self.otherwise.name
 
     def __call__(
         self,
@@ -32,7 +34,8 @@ class CPUAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend."""
-        if attention_mask is None and self._fits(query, key) and not (training and self.options.dropout):
+        is_whole = self.options.window is None or key.shape[0] <= self.options.window + 1
+        if attention_mask is None and is_whole and self._fits(query, key) and not (training and self.options.dropout):
             return blocked_causal_attention(query, key, value, self.options.scale).flatten(2)  # -> [s, b, n * d]
         return self.otherwise(query, key, value, attention_mask, training, sinks)
 

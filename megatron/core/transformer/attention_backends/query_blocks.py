@@ -1,8 +1,5 @@
-"""Attention by blocks of queries, each with the keys that it sees: windows, bounded scores, sinks, masks, dropout.
-
-    window of 3:      keys            block of 4 queries: its keys begin `window` before its first query, so that
-    queries 0-3    |#...    |         work and memory grow with sequence x (window + block), not with its square
-    queries 4-7    |.####...|
+"""Attention by blocks of queries, each with the keys that it sees: bounded scores and sinks, which torch's operator
+does not have, with windows, masks and dropout.
 
 Forward keeps, besides the inputs, the output and the logarithm of each query's sum; backward computes the scores of one
 block after the other anew (Dao et al., "FlashAttention", 2022). Scores and softmax are in float32.

@@ -40,7 +40,7 @@ def _beyond_the_kernels(config: TransformerConfig, backend: str) -> Iterator[tup
     """(flag, what it asks for) of everything that torch's kernel of this name cannot do."""
     if backend not in ("flash", "fused", "unfused"):
         return
-    if has_windows(config) and backend != "unfused":  # which takes a window as a mask
+    if has_windows(config) and backend != "unfused":  # a window is a mask, which these do not take
         yield "--window-size", "sliding window"
     if config.softmax_type != "vanilla":
         yield f"--softmax-type {config.softmax_type}", "attention sinks"
@@ -57,7 +57,7 @@ def build_attention_backend(config: TransformerConfig, layer_number: int, device
     has_more = config.softmax_type != "vanilla" or options.softcap is not None
     if config.attention_backend == "local" or (has_more and config.compile):
         return LocalAttention(options)
-    if config.attention_backend == "auto" and not config.compile and (has_more or options.window is not None):
+    if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
     if config.attention_backend == "auto" and device.type == "cpu" and not config.compile:
         return CPUAttention(options)
