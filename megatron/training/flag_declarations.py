@@ -79,11 +79,14 @@ class Flag:
         """How a user writes this value: `--lr 0.1`, `--bf16`, `--no-bias-linear`."""
         if self.is_switch:
             return (self.names if value else self.off_names or self.names)[0]
-        written = str(value)
-        if isinstance(value, list | tuple):  # of several values, or one that is written as a tuple or list
-            written = (" " if self.nargs else ",").join(map(str, value))
-            written = f"[{written}]" if isinstance(value, list) and not self.nargs else written
-        return f"{self.name} {written}"
+        return f"{self.name} {self.text_of(value)}"
+
+    def text_of(self, value: Any) -> str:
+        """A value that is not a switch as it would be typed: several values, or one written as a tuple or list."""
+        if not isinstance(value, list | tuple):
+            return str(value)
+        written = (" " if self.nargs else ",").join(map(str, value))
+        return f"[{written}]" if isinstance(value, list) and not self.nargs else written
 
 
 @functools.cache

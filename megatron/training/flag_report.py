@@ -38,4 +38,4 @@ def shown_value(flag: Flag, value: Any) -> str:
         return "-"
     if flag.is_switch:
         return "true" if value else "false"
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return flag.text_of(value)

@@ -18,6 +18,7 @@ from tests.unit.huggingface_models import (
     Source,
     assert_same_logits,
     packed_qkv,
+    packed_qkv_of_one,
     randomised,
 )
 
@@ -101,6 +102,18 @@ def test_qwen3_with_windows() -> None:
     hf = randomised(transformers.Qwen3ForCausalLM(config))
     flags = f"{LLAMA_FLAGS} --qk-layernorm --kv-channels 12 --window-size 3,0"
     assert_same_only_with(hf, flags, LLAMA | QK_NORM, "--window-attn-skip-freq [0]+[1]*3")
+
+
+def test_phi3_with_a_window() -> None:
+    config = transformers.Phi3Config(**SIZES, sliding_window=5, attn_implementation="eager")
+    hf = randomised(transformers.Phi3ForCausalLM(config))
+    names = LLAMA | {
+        "decoder.layers.{}.self_attention.linear_qkv.weight": Source(
+            packed_qkv_of_one, ("model.layers.{}.self_attn.qkv_proj.weight",)
+        ),
+        "decoder.layers.{}.mlp.linear_fc1.weight": "model.layers.{}.mlp.gate_up_proj.weight",
+    }
+    assert_same_only_with(hf, f"{LLAMA_FLAGS} --norm-epsilon 1e-5", names, "--window-size 4,0")
 
 
 def query_and_gate(config: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

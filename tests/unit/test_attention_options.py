@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from megatron.core.transformer.attention_backends.sdpa import SDPAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer, window_of_layer
 from megatron.core.transformer.operations import describe_operations
+from megatron.training.config.container import RunConfig
+from megatron.training.flag_report import print_settings
 from tests.unit.gpt_models import (
     SEQUENCE_LENGTH,
     assert_same_function,
@@ -239,6 +245,16 @@ def test_what_is_no_pattern_is_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(flags)
     assert any(message in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_windows_and_patterns_are_printed_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of a checkpoint, which holds lists."""
+    config = read_config("--window-size 7,0 --window-attn-skip-freq [1]+[0]")
+    again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    for each in (config, again):
+        print_settings(each, sys.stdout)
+        printed = capsys.readouterr().out
+        assert re.search(r"--window-size +7,0 ", printed) and re.search(r"--window-attn-skip-freq +\[1,0\] ", printed)
 
 
 def test_flags_without_effect_are_noted() -> None:

@@ -74,3 +74,7 @@ class GPTModelFlags:
     """GELU with its bias as one differentiable operation that keeps only its inputs."""
     bias_swiglu_fusion: bool = flag(True, off_names=("--no-bias-swiglu-fusion",))
     """Gated activations as one differentiable operation that keeps only its inputs."""
+
+    def __post_init__(self) -> None:
+        if self.window_size is not None:  # a list where the settings come from a checkpoint
+            self.window_size = (self.window_size[0], self.window_size[1])
