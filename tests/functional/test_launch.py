@@ -27,8 +27,10 @@ def test_plain_python(plain: list[dict[str, Any]]) -> None:
     assert plain[-1]["lm loss"] < plain[0]["lm loss"]
 
 
-def test_torchrun_with_one_process(plain: list[dict[str, Any]], tmp_path: Path) -> None:
-    done = run([*TINY, "--metrics-dir", tmp_path], (*TORCHRUN, "1"))
+@pytest.mark.parametrize("module", ["run", "launch"])
+def test_torchrun_and_its_forerunner_with_one_process(module: str, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    launcher = ("-m", f"torch.distributed.{module}", "--nproc_per_node", "1", "--master_port", free_port())
+    done = run([*TINY, "--metrics-dir", tmp_path], launcher)
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path) == plain
 
