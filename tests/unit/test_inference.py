@@ -79,10 +79,8 @@ def test_greedy_with_cache_equals_full_recomputation(style: str, backend: str) -
     assert len({tuple(tokens) for tokens in expected}) > 1, "the model should not say the same to everything"
 
 
-@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-5), (True, 0.06)])
-def test_logits_with_cache_equal_those_without(bf16: bool, tolerance: float) -> None:
-    model = model_of("llama", bf16=bf16)
-    tokens = torch.tensor(prompts(12, 12))
+def logits_in_parts(model: GPTModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all tokens at once, and of three parts with a cache."""
     positions = torch.arange(12).expand_as(tokens)
     with torch.inference_mode():
         whole = model(tokens, positions, None)
@@ -90,7 +88,20 @@ def test_logits_with_cache_equal_those_without(bf16: bool, tolerance: float) -> 
         for start, end in ((0, 5), (5, 6), (6, 12)):
             parts.append(model(tokens[:, start:end], positions[:, start:end], None, inference_context=cache))
             cache.advance(end - start)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=tolerance, atol=tolerance)
+    return whole, torch.cat(parts, dim=1)
+
+
+def test_logits_with_cache_equal_those_without() -> None:
+    whole, parts = logits_in_parts(model_of("llama"), torch.tensor(prompts(12, 12)))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_with_cache_in_bf16_differ_by_less_than_rounding_does() -> None:
+    """How bfloat16 products round depends on the processor: half the distance to the float32 model is the measure."""
+    tokens = torch.tensor(prompts(12, 12))
+    exact, _ = logits_in_parts(model_of("llama"), tokens)
+    whole, parts = logits_in_parts(model_of("llama", bf16=True), tokens)
+    assert (parts - whole).abs().max() < 0.5 * (whole - exact).abs().max()
 
 
 class Script(nn.Module):
