@@ -68,9 +68,8 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         "reset_position_ids": data.reset_position_ids,
         "reset_attention_mask": data.reset_attention_mask,
         "eod_mask_loss": data.eod_mask_loss,
-        "create_attention_mask": (
-            data.create_attention_mask_in_dataloader and not data.dataloader_inter_document_masking
-        ),
+        # A mask that is only causal would say what attention does by itself, quicker.
+        "create_attention_mask": data.reset_attention_mask and data.create_attention_mask_in_dataloader,
         "inter_document_masking": data.dataloader_inter_document_masking,
         "drop_last_partial_validation_sequence": data.drop_last_partial_validation_sequence,
     }

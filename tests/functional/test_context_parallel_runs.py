@@ -12,7 +12,7 @@ from tests.functional.pretrain_runs import TINY, metrics, run
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 RUNS = {
     "masks from the loader": "--cp-comm-type a2a --reset-attention-mask --eod-mask-loss",
-    "causal": "--no-create-attention-mask-in-dataloader --position-embedding-type rope --cp-comm-type p2p all_gather",
+    "causal": "--position-embedding-type rope --cp-comm-type p2p all_gather",
     "documents": "--dataloader-inter-document-masking",
 }
 EVALUATED = ["--eval-interval", "5", "--eval-iters", "1"]

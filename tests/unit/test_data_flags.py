@@ -165,7 +165,8 @@ def test_reset_position_ids(a: str) -> None:
 def test_reset_attention_mask(a: str) -> None:
     plain, end = with_end_of_document(datasets(f"--data-path {a}", (40, 0, 0))[0])
     reset, _ = with_end_of_document(datasets(f"--data-path {a} --reset-attention-mask", (40, 0, 0))[0])
-    assert not plain["attention_mask"][0, end + 1, end] and reset["attention_mask"][0, end + 1, end]
+    assert reset["attention_mask"].shape == (1, 64, 64) and reset["attention_mask"][0, end + 1, end]
+    assert "attention_mask" not in plain, "attention is causal by itself"
 
 
 @pytest.mark.flags("--dataloader-inter-document-masking")
@@ -190,10 +191,9 @@ def test_eod_mask_loss(a: str) -> None:
 
 @pytest.mark.flags("--no-create-attention-mask-in-dataloader")
 def test_no_attention_mask(a: str) -> None:
-    assert datasets(f"--data-path {a}", (8, 0, 0))[0][0]["attention_mask"].shape == (1, 64, 64)
-    assert (
-        "attention_mask" not in datasets(f"--data-path {a} --no-create-attention-mask-in-dataloader", (8, 0, 0))[0][0]
-    )
+    assert "attention_mask" in datasets(f"--data-path {a} --reset-attention-mask", (8, 0, 0))[0][0]
+    with pytest.raises(ConfigError, match="which --no-create-attention-mask-in-dataloader forbids; drop one"):
+        run_config("--mock-data --reset-attention-mask --no-create-attention-mask-in-dataloader", RUN)
 
 
 @pytest.mark.flags("--no-mmap-bin-files")
@@ -291,12 +291,10 @@ def without_end_of_document(prefix: Path) -> str:
 
 
 @pytest.mark.flags("--dataloader-inter-document-masking")
-@pytest.mark.parametrize("loader_makes_masks", [True, False])
-def test_document_bounds_come_from_the_file(tmp_path: Path, loader_makes_masks: bool) -> None:
+def test_document_bounds_come_from_the_file(tmp_path: Path) -> None:
     """Bounds come from the file, not from end-of-document tokens; a query sees its own document's past only."""
     prefix = without_end_of_document(tmp_path / "plain")
     flags = f"--data-path {prefix} --split 1,0,0 --seq-length 25"
-    flags += "" if loader_makes_masks else " --no-create-attention-mask-in-dataloader"
     plain, masked = (datasets(flags + more, (8, 0, 0))[0] for more in ("", " --dataloader-inter-document-masking"))
     for i in range(8):
         sample = masked[i]

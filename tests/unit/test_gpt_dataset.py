@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -308,3 +310,22 @@ def test_mock_data_stays_inside_a_small_vocabulary(vocab_size: int, eod: int) ->
         for k, length in enumerate(lengths):
             document = train.dataset.get(k)
             assert len(document) == length and (document == eod).nonzero()[0].tolist() == [length - 1]
+
+
+def test_no_sample_leaves_anything_behind(tmp_path: Path) -> None:
+    """A loader process serves samples for weeks."""
+    prefixes = [write(tmp_path / name, [[7] * 30] * 20) for name in "ab"]
+    dataset = build(sizes=(3000, 0, 0), blend=(prefixes, [3.0, 1.0]), split="1,0,0", inter_document_masking=True)[0]
+
+    def one_pass() -> int:
+        for i in range(3000):
+            dataset[i]
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = one_pass()
+        assert one_pass() - before < 3000
+    finally:
+        tracemalloc.stop()

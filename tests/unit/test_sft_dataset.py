@@ -161,10 +161,8 @@ def test_every_answer_is_there_once(file: Path) -> None:
 
 
 @pytest.mark.flags("--sft")
-@pytest.mark.parametrize("loader_makes_masks", [True, False])
-def test_the_loss_is_that_of_the_conversations_alone(file: Path, loader_makes_masks: bool) -> None:
-    flags = "" if loader_makes_masks else " --no-create-attention-mask-in-dataloader"
-    (dataset, _, _) = datasets(f"--data-path {file} --split 1,0,0{flags}")
+def test_the_loss_is_that_of_the_conversations_alone(file: Path) -> None:
+    (dataset, _, _) = datasets(f"--data-path {file} --split 1,0,0")
     model = build_gpt_model(read_config("--seq-length 64 --max-position-embeddings 64"), 128).eval()
     packed = alone = 0.0
     with torch.no_grad():

@@ -75,7 +75,8 @@ class DataConfig(FillInTheMiddle):
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
     create_attention_mask_in_dataloader: bool = flag(True, off_names=("--no-create-attention-mask-in-dataloader",))
-    """The loader makes attention masks; without it attention is causal and no mask is stored."""
+    """The loader may make the masks that --reset-attention-mask needs. A mask that is only causal is never stored:
+    attention is causal by itself."""
     dataloader_inter_document_masking: bool = False
     """Tokens do not attend to other documents of their sequence, and positions start again at each; the bounds are
     those of the documents in the file, whether or not an end-of-document token stands between them. The loader hands

@@ -45,10 +45,19 @@ def conversations_are_not_documents(s: Settings) -> Iterator[str]:
             yield f"{s.say(dest)} says nothing about --sft, where conversations are always kept apart; leave it out"
 
 
+def masks_are_made_where_needed(s: Settings) -> Iterator[str]:
+    if s.reset_attention_mask and not s.create_attention_mask_in_dataloader:
+        yield (
+            "--reset-attention-mask needs the loader's masks, which --no-create-attention-mask-in-dataloader forbids; "
+            "drop one of the two"
+        )
+
+
 CHECKS = (
     validation_sets_are_separate,
     split_is_for_one_source,
     fragments_have_a_rate,
     documents_are_marked_once,
     conversations_are_not_documents,
+    masks_are_made_where_needed,
 )
