@@ -317,7 +317,7 @@ def test_no_sample_leaves_anything_behind(tmp_path: Path) -> None:
     prefixes = [write(tmp_path / name, [[7] * 30] * 20) for name in "ab"]
     dataset = build(sizes=(3000, 0, 0), blend=(prefixes, [3.0, 1.0]), split="1,0,0", inter_document_masking=True)[0]
 
-    def one_pass() -> int:
+    def held_after_a_pass() -> int:
         for i in range(3000):
             dataset[i]
         gc.collect()
@@ -325,7 +325,8 @@ def test_no_sample_leaves_anything_behind(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        before = one_pass()
-        assert one_pass() - before < 3000
+        held = [held_after_a_pass() for _ in range(4)]
     finally:
         tracemalloc.stop()
+    # What a pass leaves, every pass leaves; the interpreter's own caches grow now and then.
+    assert min(after - before for before, after in zip(held, held[1:], strict=False)) < 3000
