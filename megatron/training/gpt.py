@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron.core.errors import ConfigError
 from megatron.core.tokenizers.build import pad_vocab_size, tokenizer_from
 from megatron.training.config.container import RunConfig
+from megatron.training.layer_spec import layer_spec
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -71,13 +72,12 @@ def build_gpt_model(
 
     pre_process, post_process: the chunk holds the embedding, the output layer.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     assert config.gpt.max_position_embeddings is not None, "checked by read_run_config"
     return GPTModel(
         config=config.model,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=layer_spec(config.gpt.spec, config.model),
         vocab_size=padded_vocab_size,
         max_sequence_length=config.gpt.max_position_embeddings,
         pre_process=pre_process,

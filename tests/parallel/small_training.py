@@ -34,7 +34,8 @@ OPTIONS = {
     "sandwich": """--disable-bias-linear --norm-placement both --normalization RMSNorm --apply-layernorm-1p
         --geglu --openai-gelu --activation-func-clamp-value 0.05 --glu-linear-offset 1 --embedding-multiplier 4
         --residual-multiplier 0.7 --logit-multiplier 0.8 --init-method-xavier-uniform --embedding-init-method-std 0.1
-        --cross-entropy-loss-fusion --qk-layernorm --qk-norm-scope all --position-embedding-type rope""",
+        --cross-entropy-loss-fusion --qk-layernorm --qk-norm-scope all --position-embedding-type rope
+        --spec examples.custom_layer layer_spec""",
     "parallel": """--clip-grad 0 --parallel-residual --bf16 --fp32-residual-connection --cross-entropy-loss-fusion
         --untie-embeddings-and-output-weights""",
 }

@@ -105,7 +105,7 @@ def initialise_parameters(
     draw_on_cpu: bool = False,
     draw: bool = True,
 ) -> None:
-    """Name every declared parameter of `module` and fill it.
+    """Name every parameter of `module`, and fill those that were declared.
 
     global_name: from the name inside this module (layers by local number) to the name in the whole model.
     draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
@@ -114,9 +114,11 @@ def initialise_parameters(
     """
     for local_name, parameter in module.named_parameters():
         init = getattr(parameter, "initialiser", None)
-        if init is None:
-            continue
         name = global_name(local_name)
+        if init is None:
+            # Of a plain torch module: it filled itself, and is whole on every process that has it.
+            place(parameter, placement_of(parameter, name))
+            continue
         placement = placement_of(parameter)
         # A tied copy already knows its owner's name.
         placement = placement if placement.name else placement.renamed(name)

@@ -44,6 +44,11 @@ def further_tokens_have_positions(s: Settings) -> Iterator[str]:
         )
 
 
+def spec_names_a_function(s: Settings) -> Iterator[str]:
+    if s.spec is not None and len(s.spec) != 2 and s.spec != ["local"]:
+        yield f"{s.say('spec')} is not a module and the name of a function in it, such as my_layers layer_spec"
+
+
 def cross_entropy_is_ours(s: Settings) -> Iterator[str]:
     if s.cross_entropy_loss_fusion and s.cross_entropy_fusion_impl == "te":
         yield f"{s.say('cross_entropy_fusion_impl')} is Transformer Engine's, which is not used; use native"
@@ -89,5 +94,5 @@ def rotary_kinds_agree(s: Settings) -> Iterator[str]:
 CHECKS = (
     sequence_is_given, positions_reach_the_sequence, one_activation, latent_attention_stands_alone,
     further_tokens_have_positions, rotation_takes_pairs, rotary_kinds_agree, cross_entropy_is_ours,
-    determinism_is_possible,
+    determinism_is_possible, spec_names_a_function,
 )  # fmt: skip
