@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from megatron.training.flags import examine
 from tests.unit.huggingface_models import (
     LLAMA,
     LLAMA_FLAGS,
@@ -16,6 +20,7 @@ from tests.unit.huggingface_models import (
     randomised,
     without,
 )
+from tests.unit.run_flags import SMALLEST_RUN
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,6 +58,10 @@ def test_phi3() -> None:
     assert_same_logits(hf, f"{LLAMA_FLAGS} --norm-epsilon 1e-5 --rotary-percent 0.5", names)
 
 
+QK_NORM = {
+    f"decoder.layers.{{}}.self_attention.{x}_layernorm.weight": f"model.layers.{{}}.self_attn.{x}_norm.weight"
+    for x in "qk"
+}
 BIASES = {
     f"decoder.layers.{{}}.self_attention.linear_{ours}.bias": theirs
     for ours, theirs in {
@@ -68,15 +77,59 @@ def test_qwen2() -> None:
     assert_same_logits(hf, f"{LLAMA_FLAGS} --add-qkv-bias", LLAMA | without(BIASES, "linear_proj"))
 
 
+GEMMA_FLAGS = (
+    LLAMA_FLAGS.replace("--untie-embeddings-and-output-weights", "").replace("--swiglu", "--geglu --openai-gelu")
+    + f" --kv-channels 12 --apply-layernorm-1p --embedding-multiplier {32**0.5}"
+)
+GEMMA_SIZES = SIZES | {"tie_word_embeddings": True, "head_dim": 12, "attn_implementation": "eager"}
+SANDWICH = {
+    f"decoder.layers.{{}}.{ours}.weight": f"model.layers.{{}}.{theirs}.weight"
+    for ours, theirs in {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }.items()
+}
+
+
 def test_gemma() -> None:
     """Weights of norms around zero, gates by the tanh form of GELU, a scaled embedding that is also the output."""
-    sizes = SIZES | {"tie_word_embeddings": True}
-    hf = randomised(transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes, head_dim=12)))
-    flags = LLAMA_FLAGS.replace("--untie-embeddings-and-output-weights", "").replace(
-        "--swiglu", "--geglu --openai-gelu"
-    )
-    flags += f" --kv-channels 12 --apply-layernorm-1p --embedding-multiplier {32**0.5}"
-    assert_same_logits(hf, flags, without(LLAMA, "output_layer"))
+    hf = randomised(transformers.GemmaForCausalLM(transformers.GemmaConfig(**GEMMA_SIZES)))
+    assert_same_logits(hf, GEMMA_FLAGS, without(LLAMA, "output_layer"))
+
+
+def test_gemma2() -> None:
+    """Norms on both sides of attention and MLP, bounded scores and logits, a window in every other layer."""
+    config = transformers.Gemma2Config(
+        **GEMMA_SIZES, query_pre_attn_scalar=16, sliding_window=6, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    )  # fmt: skip
+    hf = randomised(transformers.Gemma2ForCausalLM(config))
+    needed = ["--norm-placement both", "--attn-logit-softcapping 2", "--final-logit-softcapping 3"]
+    needed += ["--softmax-scale 0.25", "--window-size 5,0", "--window-attn-skip-freq 2"]
+    assert_same_logits(hf, " ".join([GEMMA_FLAGS, *needed]), without(LLAMA, "output_layer") | SANDWICH)
+    for flag in needed[1:]:
+        if flag != "--window-size 5,0":  # without it the frequency is refused
+            others = " ".join(other for other in [GEMMA_FLAGS, *needed] if other != flag)
+            with pytest.raises(AssertionError, match="differ by"):
+                assert_same_logits(hf, others, without(LLAMA, "output_layer") | SANDWICH)
+
+
+def test_gemma3() -> None:
+    """Norms of queries and keys, three layers with a window for one without, each with a rotary base of its own."""
+    bases = {"sliding_attention": 100.0, "full_attention": 1000.0}
+    layers = ["sliding_attention"] * 3 + ["full_attention"]
+    config = transformers.Gemma3TextConfig(
+        **GEMMA_SIZES, query_pre_attn_scalar=16, sliding_window=6, layer_types=layers,
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+    )  # fmt: skip
+    hf = randomised(transformers.Gemma3ForCausalLM(config))
+    names = without(LLAMA, "output_layer") | SANDWICH | QK_NORM
+    flags = f"{GEMMA_FLAGS} --norm-placement both --qk-layernorm --softmax-scale 0.25 --window-size 5,0"
+    flags += " --window-attn-skip-freq 4 --rotary-base 1000"
+    assert_same_logits(hf, f"{flags} --rotary-base-local 100", names)
+    with pytest.raises(AssertionError, match="differ by"):
+        assert_same_logits(hf, flags, names)
 
 
 def test_nemotron() -> None:
@@ -111,6 +164,38 @@ def test_olmo2() -> None:
     assert_same_logits(hf, f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all", names)
 
 
+def test_gpt2() -> None:
+    """Learned positions, the tanh form of GELU, matrices that lie the other way round."""
+    config = transformers.GPT2Config(
+        vocab_size=SIZES["vocab_size"], n_positions=64, n_embd=32, n_layer=2, n_head=4, pad_token_id=0
+    )
+    hf = randomised(transformers.GPT2LMHeadModel(config))
+    layer = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
+    matrices = {
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    }
+    modules = {f"decoder.layers.{{}}.{ours}": f"transformer.h.{{}}.{theirs}" for ours, theirs in layer.items()}
+    modules["decoder.final_layernorm"] = "transformer.ln_f"
+    names: dict[str, str | Source] = {
+        f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")
+    }
+    for ours, theirs in matrices.items():
+        for kind in ("weight", "bias"):
+            source = f"transformer.h.{{}}.{theirs}.{kind}"
+            if "qkv" in ours:
+                join = Source(lambda config, x: packed_qkv_of_one(config, x.t() if x.dim() > 1 else x), (source,))
+            else:
+                join = Source(lambda config, x: x.t() if x.dim() > 1 else x, (source,))
+            names[f"decoder.layers.{{}}.{ours}.{kind}"] = join
+    names["embedding.word_embeddings.weight"] = "transformer.wte.weight"
+    names["embedding.position_embeddings.weight"] = "transformer.wpe.weight"
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 24"
+    assert_same_logits(hf, f"{flags} --openai-gelu", names)
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_gpt_neox(parallel: bool) -> None:
     """Attention and MLP side by side, a quarter of each head rotated, biases everywhere."""
@@ -134,6 +219,27 @@ def test_gpt_neox(parallel: bool) -> None:
     }
     flags = SIZE_FLAGS.replace("--num-query-groups 2", "--num-query-groups 4") + " --position-embedding-type rope"
     assert_same_logits(hf, f"{flags} --rotary-percent 0.25{' --parallel-residual' if parallel else ''}", names)
+
+
+def rows_of_the_documentation() -> list[tuple[str, str]]:
+    """(family, flags) of docs/models.md, with what the words Llama and Gemma stand for."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    words = dict(re.findall(r"\*(\w+)\*\s(?:stands\s)?for\s+`(.*?)`", text, re.DOTALL))
+    rows = re.findall(r"^\| ([^|]+) \| (?:\*(\w+)\*)? ?(?:`([^`]*)`)?[^|]*\|$", text, re.MULTILINE)
+    return [(family, f"{words.get(word, '')} {flags}") for family, word, flags in rows if word or flags]
+
+
+@pytest.mark.parametrize(("family", "flags"), rows_of_the_documentation(), ids=lambda text: text[:20].strip())
+def test_documented_flags_are_accepted(family: str, flags: str) -> None:
+    sizes = "--num-layers 12 --hidden-size 2304 --num-attention-heads 16 --group-query-attention --num-query-groups 4"
+    argv = [*SMALLEST_RUN.split(), *sizes.split(), "--seq-length", "64", *flags.split()]
+    assert [problem.text for problem in examine(argv, {}).problems] == []
+
+
+def test_documentation_names_the_families() -> None:
+    families = " ".join(family for family, _ in rows_of_the_documentation())
+    for name in ("Llama 3.1", "Mistral", "Qwen 3", "Phi-3", "OLMo 2", "Gemma 3", "Nemotron", "GPT-NeoX", "gpt-oss"):
+        assert name in families
 
 
 def test_a_tensor_left_over_is_found() -> None:
