@@ -58,7 +58,7 @@ class GPTModelFlags:
         unsupported_choices=("inference_optimized",),
     )
     """Where layers come from. Both choices run on plain torch; a note says so when Transformer Engine was asked for."""
-    spec: list[str] | None = flag(None, nargs="+", metavar="WORD")
+    spec: list[str] | None = flag(None, nargs="*", metavar="WORD")
     """A layer of your own: a Python module and the name of a function in it that returns a ModuleSpec, or of a
     ModuleSpec; `local` is the usual layer. See docs/models.md."""
     group_query_attention: bool = False

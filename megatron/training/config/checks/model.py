@@ -46,7 +46,7 @@ def further_tokens_have_positions(s: Settings) -> Iterator[str]:
 
 def spec_names_a_function(s: Settings) -> Iterator[str]:
     if s.spec is not None and len(s.spec) != 2 and s.spec != ["local"]:
-        yield f"{s.say('spec')} is not a module and the name of a function in it, such as my_layers layer_spec"
+        yield f"{s.say('spec').strip()} is not a module and the name of a function in it, such as my_layers layer_spec"
 
 
 def cross_entropy_is_ours(s: Settings) -> Iterator[str]:
