@@ -11,7 +11,9 @@ trained on before:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,8 +128,18 @@ class LoaderSettings:
     dataloader_type: str = "single"
     num_workers: int = 0
     worker_timeout_seconds: float = 600.0
+    evaluation_micro_batch_size: int | None = None
+    """Of validation and test batches; micro_batch_size when None."""
+    ignored_signal: str | None = None
+    """Loader processes do not end on it."""
     vocabulary_limit: int | None = None
     """Token ids must be below this: the padded vocabulary size."""
+
+    def of(self, split: str) -> LoaderSettings:
+        """Those for one split."""
+        if split == "train" or self.evaluation_micro_batch_size is None:
+            return self
+        return dataclasses.replace(self, micro_batch_size=self.evaluation_micro_batch_size)
 
 
 @dataclass
@@ -163,7 +175,7 @@ class TrainingData:
         dataset = parts[part] if parts else None
         if self.settings.dataloader_type == "external" and dataset is not None:
             return self._opened(external_batches(dataset, split, consumed_samples, self.settings))
-        return self._opened(microbatches(dataset, split, consumed_samples, self.settings))
+        return self._opened(microbatches(dataset, split, consumed_samples, self.settings.of(split)))
 
     def open_whole(self, split: str, part: int, num_microbatches: int) -> Generator[Batch, None, None]:
         """The same for every sample of a dataset once; the rest of `num_microbatches` are samples without loss.
@@ -171,7 +183,7 @@ class TrainingData:
         The caller closes it.
         """
         dataset = self.parts(split)[part]
-        settings = self.settings
+        settings = self.settings.of(split)
         sampler = WholeSampler(
             len(dataset), num_microbatches, settings.micro_batch_size, settings.dp_rank, settings.dp_size
         )
@@ -248,11 +260,22 @@ def _loaded(
         pin_memory=settings.device.type != "cpu",
         # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
         generator=torch.Generator(),
+        worker_init_fn=None if settings.ignored_signal is None else _IgnoreSignal(settings.ignored_signal),
     )
     for batch in _supervised(loader, settings):
         if isinstance(batch, MegatronError):
             raise batch
         yield {name: tensor.to(settings.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@dataclass(frozen=True)
+class _IgnoreSignal:
+    """For a loader process."""
+
+    name: str
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.Signals[self.name], signal.SIG_IGN)
 
 
 def _supervised(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[Any]:
@@ -346,10 +369,10 @@ def collate(samples: Sequence[Any]) -> Any:
 def sample_counts(config: RunConfig, target_iterations: int, largest_batch_size: int) -> tuple[int, int | None, int]:
     """Samples that training, validation and test need over the whole run; None: all there are.
 
-    largest_batch_size: of the run's global batch sizes; evaluation uses it as well.
+    largest_batch_size: of the run's global batch sizes; evaluation uses it where it has none of its own.
     """
     validation = config.validation
-    evaluation = validation.eval_iters * largest_batch_size
+    evaluation = validation.eval_iters * (validation.eval_global_batch_size or largest_batch_size)
     if validation.skip_train:
         return 0, None if validation.full_validation else evaluation, evaluation
     train = config.training.train_samples or target_iterations * largest_batch_size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.training.run import Run
-from megatron.training.step import mean_losses, train_step
+from megatron.training.step import mean_losses, pass_over, train_step
 
 if TYPE_CHECKING:
     from megatron.core.timers import Timer
@@ -20,6 +20,9 @@ def train(run: Run) -> None:
     batches = timed(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
     run.hooks.on_train_start(run)
     while not run.progress.finished and run.stop_reason is None:
+        if run.progress.iteration in run.config.training.iterations_to_skip:
+            pass_over(run, batches)
+            continue
         run.hooks.on_step_start(run)
         result = train_step(run, batches)
         run.hooks.on_step_end(run, result)
@@ -37,13 +40,15 @@ def timed(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:
 @torch.no_grad()
 def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, float]:
     """Mean losses over `iterations` global batches of full size, without dropout and without gradients."""
-    num_microbatches = run.evaluation_batch_size // run.batch_size.samples_per_microbatch
+    num_microbatches = run.evaluation_batch_size // run.evaluation_samples_per_microbatch
     actions = run.evaluation_schedule(num_microbatches)
     loss_dicts = []
     for chunk in run.model:
         chunk.eval()
     for _ in range(iterations):
-        loss_dicts += run.executor.run(actions, run.forward_step, batches, forward_only=True).loss_dicts
+        loss_dicts += run.executor.run(
+            actions, run.forward_step, batches, forward_only=True, activation_shape=run.evaluation_shape
+        ).loss_dicts
     for chunk in run.model:
         chunk.train()
     return {name: float(loss) for name, loss in mean_losses(run, loss_dicts).items()}

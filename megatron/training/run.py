@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,6 +123,8 @@ class Run:
     hooks: Hook
     timers: Timers
     """Of the parts of a step; --timing-log-level says which of them run."""
+    evaluation_shape: Sequence[int] | None = None
+    """Of the hidden states that stages exchange in an evaluation; the executor's own when None."""
     stop_reason: str | None = field(default=None, init=False)
     loss_names: tuple[str, ...] | None = field(default=None, init=False)
     """Names of the losses, once the last stage has told the others."""
@@ -133,9 +135,17 @@ class Run:
         return self.groups.world.rank() == 0
 
     @property
+    def evaluation_samples_per_microbatch(self) -> int:
+        """Samples of one microbatch of an evaluation, over all data-parallel ranks."""
+        micro_batch_size = self.config.validation.eval_micro_batch_size or self.batch_size.micro_batch_size
+        return micro_batch_size * self.batch_size.data_parallel_size
+
+    @property
     def evaluation_batch_size(self) -> int:
-        """Samples per evaluation iteration: the global batch size that the run ends with."""
-        return self.batch_size.steps[-1].global_batch_size
+        """Samples per evaluation iteration: as asked for, or the global batch size that the run ends with."""
+        asked = self.config.validation.eval_global_batch_size or self.batch_size.steps[-1].global_batch_size
+        unit = self.evaluation_samples_per_microbatch
+        return max(1, asked // unit) * unit
 
     @property
     def seq_length(self) -> int:

@@ -37,7 +37,7 @@ from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.combined import Hooks
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.evaluation import EvaluationHook
-from megatron.training.hooks.exit_conditions import ExitConditionsHook
+from megatron.training.hooks.exit_conditions import ExitConditionsHook, ExitSignalHook
 from megatron.training.hooks.garbage_collection import GarbageCollectionHook
 from megatron.training.hooks.layer_norms import LayerNormsHook
 from megatron.training.hooks.memory import MemoryHook
@@ -93,6 +93,8 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         num_workers=config.data.num_workers,
         worker_timeout_seconds=60.0 * config.distributed.distributed_timeout_minutes,
         vocabulary_limit=padded_vocab_size,
+        evaluation_micro_batch_size=config.validation.eval_micro_batch_size,
+        ignored_signal=config.training.exit_signal if config.training.exit_signal_handler_for_dataloader else None,
     )
     model = build_model(config, process, task)
     optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
@@ -118,6 +120,12 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         progress=progress,
         hooks=Hooks(build_hooks(config, traffic)),
         timers=build_timers(config, process),
+        evaluation_shape=activation_shape(
+            config.model,
+            groups,
+            config.data.seq_length or 1,
+            config.validation.eval_micro_batch_size or batch_size.micro_batch_size,
+        ),
     )
     load_checkpoint(run)
     if config.validation.skip_train:
@@ -136,6 +144,7 @@ def batch_size_calculator(config: RunConfig) -> NumMicrobatchesCalculator:
         rampup_batch_size=training.rampup_batch_size,
         step_batch_size_schedule=training.step_batch_size_schedule,
         seq_length=config.data.seq_length,
+        decrease_batch_size_if_needed=training.decrease_batch_size_if_needed,
     )
 
 
@@ -294,6 +303,8 @@ def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
         hooks.append(EvaluationHook(config.validation))
     if config.training.exit_interval is not None or config.training.exit_duration_in_mins is not None:
         hooks.append(ExitConditionsHook(config.training, PROGRAM_STARTED_AT))
+    if config.training.exit_signal_handler:
+        hooks.append(ExitSignalHook(config.training.exit_signal))
     if config.checkpoint.save is not None:
         hooks.append(CheckpointHook(config.checkpoint))
     return hooks

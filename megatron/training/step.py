@@ -61,6 +61,16 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     )
 
 
+def pass_over(run: Run, batches: Iterator[Batch]) -> None:
+    """Take the data of one iteration and do nothing with it; neither weights nor the learning rate change."""
+    samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
+    for _ in range(run.batch_size.num_microbatches(run.progress.consumed_train_samples)):
+        next(batches)
+    run.progress.advance(samples, skipped=False)
+    if run.is_first_rank:
+        print(f"iteration {run.progress.iteration} is passed over: --iterations-to-skip {run.progress.iteration - 1}")
+
+
 def mean_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Sum of losses over sum of tokens, over all microbatches and data-parallel ranks; on every stage the last one's.
 

@@ -80,13 +80,15 @@ class Executor:
         data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
+        activation_shape: Sequence[int] | None = None,
     ) -> RunOutputs:
         """Forward and backward of every microbatch in the given order.
 
         actions: this rank's part of a plan, with its transfers where there are other ranks. data_iterator: handed to
         forward_step; one for each chunk, or one whose microbatches every chunk gets to see. forward_only: no graph is
         kept and no backward runs. collect_non_loss_data: call loss_func(output, non_loss_data=True) and collect what it
-        returns. Losses are collected where the last layers are. Raises ValueError for actions that do not fit.
+        returns. activation_shape: of what stages exchange in this step, where it is another one than usual. Losses are
+        collected where the last layers are. Raises ValueError for actions that do not fit.
         """
         outputs = RunOutputs()
         computed = [action for action in actions if isinstance(action, Action)]
@@ -110,20 +112,25 @@ class Executor:
         else:
             stage_run = StageRun(self.chunks, self.groups.pp.rank(), self.stages, forward, forward_only)
             stage_run.clock = None if forward_only else self.clock
-            stage_run.run(actions, signals, self._mail(), self._queue if deferred else None)
+            stage_run.run(
+                actions,
+                signals,
+                self._mail(activation_shape or self.activation_shape),
+                self._queue if deferred else None,
+            )
         return outputs
 
-    def _mail(self) -> Mail | None:
+    def _mail(self, shape: Sequence[int] | None) -> Mail | None:
         if self.stages.stages == 1:
             return None
-        if self.activation_shape is None:
+        if shape is None:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
         assert self.config is not None
         dtype = self.config.params_dtype or getattr(torch, self.config.compute_dtype_name)
         if getattr(self.config, "fp32_residual_connection", False):
             dtype = torch.float32
         blocking = not self.pipeline.overlap
-        return Mail(self.groups.pp, self.activation_shape, dtype, current_device(), blocking=blocking)
+        return Mail(self.groups.pp, shape, dtype, current_device(), blocking=blocking)
 
     def _collect_loss(self, result: tuple[Any, ...], num_microbatches: int, outputs: RunOutputs) -> Tensor:
         """File the microbatch's loss dict and return its share of the step's loss.

@@ -192,6 +192,7 @@ _YARN = (
     "yarn_beta_slow", "yarn_correction_range_round_to_int",
 )  # fmt: skip
 
+_EVALUATION = ("start_eval_at_iter", "eval_global_batch_size", "eval_micro_batch_size")
 _TORCH = (
     "profile_dir",
     "pytorch_profiler_collect_shapes",
@@ -227,6 +228,9 @@ def _without_effect(s: Settings) -> None:
         ("tensorboard_queue_size", s.tensorboard_dir is None, "--tensorboard-dir"),
         *((dest, s.wandb_project is None, "--wandb-project") for dest in _WANDB),
         ("timing_log_option", s.timing_log_level == 0, "--timing-log-level"),
+        ("exit_signal", not s.exit_signal_handler, "--exit-signal-handler"),
+        ("exit_signal_handler_for_dataloader", not s.exit_signal_handler, "--exit-signal-handler"),
+        *((dest, s.eval_interval is None and not s.skip_train, "--eval-interval") for dest in _EVALUATION),
         ("log_progress", s.save is None, "--save"),
         *((dest, not (s.profile and s.use_pytorch_profiler), "--profile --use-pytorch-profiler") for dest in _TORCH),
         ("use_pytorch_profiler", not s.profile, "--profile"),

@@ -6,6 +6,43 @@ from dataclasses import dataclass
 
 from megatron.core.config_base import derived, flag
 
+UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
+EXIT_SIGNALS = (
+    "SIGHUP",
+    "SIGINT",
+    "SIGQUIT",
+    "SIGILL",
+    "SIGTRAP",
+    "SIGABRT",
+    "SIGBUS",
+    "SIGFPE",
+    "SIGKILL",
+    "SIGUSR1",
+    "SIGSEGV",
+    "SIGUSR2",
+    "SIGPIPE",
+    "SIGALRM",
+    "SIGTERM",
+    "SIGSTKFLT",
+    "SIGCHLD",
+    "SIGCONT",
+    "SIGSTOP",
+    "SIGTSTP",
+    "SIGTTIN",
+    "SIGTTOU",
+    "SIGURG",
+    "SIGXCPU",
+    "SIGXFSZ",
+    "SIGVTALRM",
+    "SIGPROF",
+    "SIGWINCH",
+    "SIGIO",
+    "SIGPWR",
+    "SIGSYS",
+    "SIGRTMIN",
+    "SIGRTMAX",
+)
+
 
 @dataclass(kw_only=True)
 class TrainingConfig:
@@ -27,6 +64,16 @@ class TrainingConfig:
     """Save and stop after an iteration divisible by this."""
     exit_duration_in_mins: int | None = flag(None, minimum=1, unit="minutes")
     """Save and stop after this time."""
+    exit_signal_handler: bool = False
+    """On --exit-signal, which any rank may get, all ranks finish the iteration, save, and end with exit code 0."""
+    exit_signal: str = flag("SIGTERM", choices=EXIT_SIGNALS)
+    """The signal that --exit-signal-handler waits for."""
+    exit_signal_handler_for_dataloader: bool = False
+    """Data loader processes ignore that signal, for launchers that send it to every process they find."""
+    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+", minimum=0)
+    """Iterations, counted from 0, whose data is passed over without training on it."""
+    decrease_batch_size_if_needed: bool = False
+    """Round a global batch size that the ranks cannot share evenly down, instead of refusing it."""
     manual_gc: bool = False
     """Collect Python garbage at fixed iterations only, so that ranks do not pause one after the other."""
     manual_gc_interval: int = flag(0, minimum=0, unit="iterations")

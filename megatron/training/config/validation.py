@@ -15,10 +15,12 @@ class ValidationConfig:
     """Global batches per evaluation; 0: no evaluation."""
     eval_interval: int | None = flag(None, minimum=1, unit="iterations")
     """Iterations between evaluations; none when not given."""
-    eval_global_batch_size: int | None = flag(None, minimum=1, unit="samples", planned="the evaluation options")
-    """Sequences per evaluation step; --global-batch-size when not given."""
-    eval_micro_batch_size: int | None = flag(None, minimum=1, unit="samples", planned="the evaluation options")
+    eval_global_batch_size: int | None = flag(None, minimum=1, unit="samples")
+    """Sequences per evaluation step; the --global-batch-size that the run ends with when not given."""
+    eval_micro_batch_size: int | None = flag(None, minimum=1, unit="samples")
     """Sequences per forward pass in evaluation; --micro-batch-size when not given."""
+    start_eval_at_iter: int | None = flag(None, minimum=1, unit="iterations")
+    """First iteration with an evaluation during training; --eval-interval when not given."""
     skip_train: bool = False
     """Load and evaluate on validation and test data, without training."""
     full_validation: bool = False

@@ -36,7 +36,8 @@ class EvaluationHook(Hook):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Evaluate at the interval."""
         interval = self.config.eval_interval
-        if interval is not None and run.progress.iteration % interval == 0:
+        first = self.config.start_eval_at_iter or 0
+        if interval is not None and run.progress.iteration % interval == 0 and run.progress.iteration >= first:
             self._validate(run, final=False)
 
     def on_train_end(self, run: Run) -> None:
@@ -69,6 +70,6 @@ class EvaluationHook(Hook):
         if not samples:
             raise DataError(f"validation set {part} has no samples; give it more data, or leave it out")
         iterations = -(samples // -run.evaluation_batch_size)
-        microbatches = iterations * (run.evaluation_batch_size // run.batch_size.samples_per_microbatch)
+        microbatches = iterations * (run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
         with contextlib.closing(run.data.open_whole("validation", part, microbatches)) as batches:
             return evaluate(run, batches, iterations)

@@ -1,8 +1,13 @@
-"""--exit-interval and --exit-duration-in-mins: stop early, in order, after saving (CheckpointHook saves at the end)."""
+"""--exit-interval, --exit-duration-in-mins and --exit-signal-handler: stop early, in order.
+
+CheckpointHook saves at the end.
+"""
 
 from __future__ import annotations
 
+import signal
 import time
+from typing import Any
 
 import torch
 
@@ -29,3 +34,32 @@ class ExitConditionsHook(Hook):
                 run.request_stop(f"exiting program after {float(elapsed) / 60:.1f} minutes")
         if self.interval is not None and run.progress.iteration % self.interval == 0:
             run.request_stop(f"exiting program at iteration {run.progress.iteration}")
+
+
+class ExitSignalHook(Hook):
+    """Asks for a stop after the iteration in which any rank has got the signal."""
+
+    def __init__(self, name: str) -> None:
+        self.signal = signal.Signals[name]
+        self._previous: Any = None
+        self._received = False
+
+    def on_train_start(self, run: Run) -> None:
+        """From here on the signal is noted instead of ending the process."""
+        self._previous = signal.signal(self.signal, self._note)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Ask all ranks."""
+        received = torch.tensor(float(self._received), device=run.device)
+        all_reduce(received, run.groups.world, op="max")
+        if received.item():
+            run.request_stop(f"exiting program after signal {self.signal.name}")
+
+    def on_close(self, run: Run) -> None:
+        """Let the signal do what it did before."""
+        if self._previous is not None:
+            signal.signal(self.signal, self._previous)
+            self._previous = None
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._received = True

@@ -8,6 +8,7 @@ from megatron.core.config_base import multiples_near
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.training.config.settings import Settings
+from megatron.training.config.training import UNCATCHABLE_SIGNALS
 
 
 def batch_is_divisible(s: Settings) -> Iterator[str]:
@@ -67,4 +68,15 @@ def length_is_given_once(s: Settings) -> Iterator[str]:
         yield "--train-iters is missing; say how long to train with --train-iters or --train-samples"
 
 
-CHECKS = (batch_is_divisible, evaluation_batch_is_divisible, growing_batch_is_possible, length_is_given_once)
+def exit_signal_can_be_caught(s: Settings) -> Iterator[str]:
+    if s.exit_signal_handler and s.exit_signal in UNCATCHABLE_SIGNALS:
+        yield f"{s.say('exit_signal')} ends a process without asking it; use SIGTERM, SIGINT or SIGUSR1"
+
+
+CHECKS = (
+    batch_is_divisible,
+    evaluation_batch_is_divisible,
+    growing_batch_is_possible,
+    length_is_given_once,
+    exit_signal_can_be_caught,
+)
