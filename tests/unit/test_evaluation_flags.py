@@ -175,6 +175,7 @@ def test_all_ranks_stop_when_one_is_asked_to(monkeypatch: pytest.MonkeyPatch) ->
     assert run.progress.iteration == 1
 
 
+@pytest.mark.flags("--test-mode", "--train-sync-interval")
 def test_flags_that_have_nothing_to_do_say_so() -> None:
     notes = run_config("--test-mode --train-sync-interval 5").notes
     assert any("--test-mode has no effect" in note for note in notes)
