@@ -34,6 +34,20 @@ class ModelParallelConfig:
     """Processes that share each expert; the tensor-parallel size when not given."""
     sequence_parallel: bool = False
     """Divide norms and dropout along the sequence over the tensor-parallel processes."""
+    tp_comm_overlap: bool = False
+    """With --sequence-parallel, divide the tensor-parallel layers' tokens into chunks, and gather or scatter one chunk
+    while the product of another is computed. Activations are kept divided and gathered again in backward."""
+    tp_comm_overlap_ag: bool = True
+    """With --tp-comm-overlap, gather in chunks beside the products that need them; switched off, all before."""
+    tp_comm_overlap_rs: bool = True
+    """With --tp-comm-overlap, scatter outputs in chunks beside the products that make them; switched off, all after."""
+    tp_comm_bulk_dgrad: bool = True
+    """With --tp-comm-overlap, gather a column layer's inputs beside the product that makes its input gradient."""
+    tp_comm_bulk_wgrad: bool = True
+    """With --tp-comm-overlap, scatter a column layer's input gradient beside the product that makes its weight
+    gradient."""
+    tp_comm_overlap_rs_dgrad: bool = False
+    """With --tp-comm-overlap, scatter a column layer's input gradient in chunks beside the products that make it."""
     fp16: bool = False
     """Compute in float16 with loss scaling; the optimizer keeps float32 main parameters."""
     bf16: bool = False

@@ -33,6 +33,11 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.overlapped_linear import (
+    CommunicationOverlap,
+    gather_and_multiply,
+    multiply_and_scatter,
+)
 from megatron.core.tensor_parallel.parameters import (
     Initialiser,
     by_blocks_of_rows,
@@ -82,6 +87,7 @@ class ColumnParallelLinear(nn.Module):
             gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
         )
         self.linear = choose_linear(config)
+        self.overlap = CommunicationOverlap.of(config, self.tp_group)
         dtype, splits = parameter_dtype(config), tensor_parallel_split(0, self.tp_group, parts)
         self.weight = (
             None
@@ -95,7 +101,10 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer was built without a weight; hand one over with each call"
         added_bias = None if self.skip_bias_add else self.bias
-        output = self.linear(self.enter(input_, self.tp_group), weight, added_bias)
+        if self.overlap is not None:
+            output = gather_and_multiply(input_, weight, added_bias, self.tp_group, self.overlap)
+        else:
+            output = self.linear(self.enter(input_, self.tp_group), weight, added_bias)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -133,6 +142,7 @@ class RowParallelLinear(nn.Module):
             else reduce_from_tensor_model_parallel_region
         )
         self.linear = choose_linear(config)
+        self.overlap = CommunicationOverlap.of(config, self.tp_group)
         dtype = parameter_dtype(config)
         self.weight = declare_parameter(
             (output_size, input_size), init=init_method, dtype=dtype, splits=tensor_parallel_split(1, self.tp_group)
@@ -147,12 +157,15 @@ class RowParallelLinear(nn.Module):
         """[s, b, input_size / tp] -> [s, b, output_size], with SP [s/tp, b, output_size]."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        if self.skip_bias_add or self.bias is None:
-            return self.leave(self.linear(input_, self.weight, None), self.tp_group), self.bias
-        if self.tp_group.size() == 1:
+        if self.tp_group.size() == 1 and not self.skip_bias_add:
             return self.linear(input_, self.weight, self.bias), None
-        # The bias is added once, after the sum over the ranks.
-        return self.leave(self.linear(input_, self.weight, None), self.tp_group) + self.bias, None
+        if self.overlap is not None:
+            output = multiply_and_scatter(input_, self.weight, self.tp_group, self.overlap)
+        else:
+            output = self.leave(self.linear(input_, self.weight, None), self.tp_group)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None  # the bias is added once, after the sum over the ranks
 
     def extra_repr(self) -> str:
         """Sizes and split, for print(model)."""

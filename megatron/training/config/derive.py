@@ -191,6 +191,8 @@ _YARN = (
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "yarn_original_max_position_embeddings", "yarn_beta_fast",
     "yarn_beta_slow", "yarn_correction_range_round_to_int",
 )  # fmt: skip
+_TP_OVERLAP = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad",
+               "tp_comm_overlap_rs_dgrad")  # fmt: skip
 
 _EVALUATION = ("start_eval_at_iter", "eval_global_batch_size", "eval_micro_batch_size")
 _TORCH = (
@@ -260,6 +262,7 @@ def _without_effect(s: Settings) -> None:
             s.use_distributed_optimizer and (s.grad_reduce_in_fp32 or not (s.bf16 or s.fp16)),
             "gradients in 16 bits, --grad-reduce-in-bf16",
         ),
+        *((dest, not s.tp_comm_overlap, "--tp-comm-overlap") for dest in _TP_OVERLAP),
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),

@@ -252,6 +252,8 @@ def overlap_has_its_needs(s: Settings) -> Iterator[str]:
             "--tp-comm-overlap needs --sequence-parallel and a tensor-parallel size above 1 "
             f"(now {s.say('tensor_model_parallel_size')})"
         )
+    if s.tp_comm_overlap and s.compile:
+        yield "--tp-comm-overlap cannot be combined with --compile; leave one out"
     if s.num_buckets is not None and s.bucket_size is not None:
         yield f"{s.say('num_buckets')} and {s.say('bucket_size')} both say how gradients are divided; keep one"
     instances = s.num_distributed_optimizer_instances

@@ -1,0 +1,132 @@
+"""--tp-comm-overlap: the same layers, and each switch decides what runs beside what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.mesh import RankGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import overlapped_linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.parameters import initialise_parameters, normal
+from megatron.training.config.container import RunConfig
+from tests.parallel.harness import run_distributed
+from tests.unit.run_flags import run_config
+
+SWITCHES = {
+    "": "",
+    "ag": "--disable-tp-comm-overlap-ag",
+    "rs": "--disable-tp-comm-overlap-rs",
+    "dgrad": "--disable-tp-comm-bulk-dgrad",
+    "wgrad": "--disable-tp-comm-bulk-wgrad",
+    "chunked": "--tp-comm-overlap-rs-dgrad",
+}
+
+
+def settings(flags: str, size: int) -> RunConfig:
+    base = f"--tensor-model-parallel-size {size} --sequence-parallel --num-attention-heads 4"
+    return run_config(f"{base} {flags}", world_size=size)
+
+
+def two_layers(flags: str) -> dict[str, Tensor]:
+    """Column and row layer on this rank's tokens: output and gradients."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = ProcessGroupCollection.build(RankGrid(size, tp=size), rank).tp
+    config = settings(flags, size).model
+    first = ColumnParallelLinear(8, 16, config=config, init_method=normal(0.5), tp_group=group)
+    second = RowParallelLinear(16, 8, config=config, init_method=normal(0.5), tp_group=group)
+    both = torch.nn.ModuleList([first, second])
+    initialise_parameters(both, seed=1)
+    tokens = torch.randn(size, 12, 3, 8, generator=torch.Generator().manual_seed(2))[rank]
+    tokens.requires_grad_()
+    output, _ = second(torch.tanh(first(tokens)[0]))
+    (output * torch.arange(8.0)).square().sum().backward()
+    grads = {name: param.grad for name, param in both.named_parameters()}
+    assert all(grad is not None for grad in grads.values())
+    return {"output": output.detach(), "input": tokens.grad} | grads  # type: ignore[dict-item, operator]
+
+
+def pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    plain = two_layers("")
+    return [(plain, two_layers(f"--tp-comm-overlap {more}")) for more in flags]
+
+
+@pytest.mark.flags("--tp-comm-overlap")
+@pytest.mark.parametrize("size", [2, 4])
+def test_overlapped_layers_are_the_same_layers(size: int) -> None:
+    flags = [*SWITCHES.values(), "--no-gradient-accumulation-fusion"]
+    for by_flags in run_distributed(pairs, size, flags):
+        for flag, (plain, overlapped) in zip(flags, by_flags, strict=True):
+            for name, value in plain.items():
+                torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+
+
+class Logged:
+    """A collective under way that tells when somebody waits for it."""
+
+    def __init__(self, work: Any, what: str, log: list[str]) -> None:
+        self.work, self.what, self.log = work, what, log
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.log.append(f"{self.what} done")
+
+
+def logs(flags: list[str]) -> list[list[str]]:
+    """What the layers do, in order, under each set of flags; `*` marks a collective that is not waited for at once."""
+    found: list[list[str]] = []
+
+    def record(name: str, word: str) -> None:
+        collective = getattr(overlapped_linear, name)
+
+        def recorded(*args: Any, async_op: bool = False) -> Any:
+            work = collective(*args, async_op=async_op)
+            found[-1].append(word + "*" if async_op else word)
+            return None if work is None else Logged(work, word, found[-1])
+
+        setattr(overlapped_linear, name, recorded)
+
+    record("all_gather_into_tensor", "gather")
+    record("reduce_scatter_tensor", "scatter")
+    product = overlapped_linear.weight_gradient
+
+    def recorded_product(*args: Any) -> Any:
+        found[-1].append("dW")
+        return product(*args)
+
+    overlapped_linear.weight_gradient = recorded_product
+    for more in flags:
+        found.append([])
+        two_layers(f"--tp-comm-overlap {more}")
+    return found
+
+
+@pytest.mark.flags(
+    "--tp-comm-overlap", "--tp-comm-overlap-ag", "--tp-comm-overlap-rs", "--tp-comm-bulk-dgrad", "--tp-comm-bulk-wgrad",
+    "--tp-comm-overlap-rs-dgrad",
+)  # fmt: skip
+def test_each_switch_has_its_effect() -> None:
+    log = dict(zip(SWITCHES, run_distributed(logs, 2, list(SWITCHES.values()))[0], strict=True))
+    gathers, scatters = ["gather*"] * 4, ["scatter*"] * 4
+    assert log[""][:4] == gathers and log["ag"][:1] == ["gather"] and "gather" not in log["ag"][1:2]
+    assert [step for step in log[""] if step == "scatter*"][:4] == scatters
+    assert log[""].count("scatter*") == 4 + 1 and log["rs"].count("scatter*") == 1 + 1
+    assert log["chunked"].count("scatter*") == 4 + 4
+    assert log[""].count("gather*") == 4 + 4 + 1 and log["dgrad"].count("gather*") == 4 + 4
+    assert log[""][-2:] == ["dW", "scatter done"], "the input gradient travels while the weight gradient is made"
+    assert log["wgrad"][-1] == "dW"
+    assert log["dgrad"][-4:-2] == ["gather", "scatter*"]
+
+
+def test_refusals_and_notes() -> None:
+    with pytest.raises(ConfigError, match="--tp-comm-overlap needs --sequence-parallel"):
+        run_config("--tensor-model-parallel-size 2 --tp-comm-overlap", world_size=2)
+    with pytest.raises(ConfigError, match="cannot be combined with --compile"):
+        settings("--tp-comm-overlap --compile", 2)
+    assert any("has no effect without --tp-comm-overlap" in note for note in settings(SWITCHES["ag"], 2).notes)
