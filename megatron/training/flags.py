@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core import __version__
 from megatron.core.errors import ConfigError
+from megatron.core.transformer.config_fields.mup import width_multiplier
 from megatron.training.config.checks.every import violations
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.config.derive import derive
@@ -163,5 +164,6 @@ def _computed(s: Settings) -> dict[str, Any]:
         "seed": s.seed,
         "bf16": s.bf16,
         "fp16": s.fp16,
+        "width_multiplier": width_multiplier(s),
         "samples_per_step": s.micro_batch_size * (s.data_parallel_size or 1),
     }

@@ -33,11 +33,11 @@ STYLES = {
 OPTIONS = {
     "sandwich": """--disable-bias-linear --norm-placement both --normalization RMSNorm --apply-layernorm-1p
         --geglu --openai-gelu --activation-func-clamp-value 0.05 --glu-linear-offset 1 --embedding-multiplier 4
-        --residual-multiplier 0.7 --logit-multiplier 0.8 --init-method-xavier-uniform --embedding-init-method-std 0.1
-        --cross-entropy-loss-fusion --qk-layernorm --qk-norm-scope all --position-embedding-type rope
-        --spec examples.custom_layer layer_spec""",
-    "parallel": """--clip-grad 0 --parallel-residual --bf16 --fp32-residual-connection --cross-entropy-loss-fusion
-        --untie-embeddings-and-output-weights""",
+        --residual-multiplier 0.7 --logit-multiplier 0.8 --use-mup --mup-base-hidden-size 16
+        --embedding-init-method-std 0.1 --cross-entropy-loss-fusion --qk-layernorm --qk-norm-scope all
+        --position-embedding-type rope --spec examples.custom_layer layer_spec""",
+    "parallel": """--clip-grad 0 --init-method-xavier-uniform --parallel-residual --bf16 --fp32-residual-connection
+        --cross-entropy-loss-fusion --untie-embeddings-and-output-weights""",
 }
 
 

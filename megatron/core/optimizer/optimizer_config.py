@@ -61,6 +61,8 @@ class OptimizerConfig:
         coming="scaled optimizer state",
     )  # fmt: skip
     """Number format of the second moment."""
+    width_multiplier: float = derived(1.0)
+    """With --use-mup how many times as wide as the base model this one is; else 1."""
     bf16: bool = derived(False)
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""
     fp16: bool = derived(False)

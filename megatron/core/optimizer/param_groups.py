@@ -26,6 +26,8 @@ class ParamKey(NamedTuple):
     """--decoupled-lr is its learning rate."""
     rule: str
     """Name of its update rule."""
+    is_hidden_matrix: bool = False
+    """A matrix of attention or MLP whose learning rate muP divides by the width."""
 
 
 class ParamGroup:
@@ -53,11 +55,20 @@ class ParamGroup:
         if key.is_decoupled_lr:
             lowest = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
             self.options |= {"lr": config.decoupled_lr, "max_lr": config.decoupled_lr, "min_lr": lowest}
+        elif key.is_hidden_matrix:
+            highest, lowest = (lr / config.width_multiplier for lr in (config.lr or 0.0, config.min_lr))
+            self.options |= {"lr": highest, "max_lr": highest, "min_lr": lowest}
 
 
 def is_embedding_or_output(param: nn.Parameter) -> bool:
     """Whether the model has marked the parameter as the word embedding or the output layer."""
     return bool(getattr(param, "is_embedding_or_output_parameter", False))
+
+
+def is_hidden_matrix(param: nn.Parameter) -> bool:
+    """Whether the parameter is a matrix and not one of the tables at the ends of the model."""
+    is_table = is_embedding_or_output(param) or bool(getattr(param, "is_embedding_parameter", False))
+    return param.dim() > 1 and not is_table
 
 
 def has_weight_decay(name: str, param: nn.Parameter, config: OptimizerConfig) -> bool:
@@ -73,6 +84,7 @@ def param_key(name: str, param: nn.Parameter, config: OptimizerConfig) -> ParamK
         is_undecayed=not has_weight_decay(name, param, config),
         is_decoupled_lr=config.decoupled_lr is not None and is_embedding_or_output(param),
         rule=config.optimizer,
+        is_hidden_matrix=config.width_multiplier != 1.0 and is_hidden_matrix(param),
     )
 
 

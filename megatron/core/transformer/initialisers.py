@@ -6,6 +6,8 @@
 | output projections of attention, MLP | init_method_std / sqrt(2 x layers)                  |
 | token and position embeddings        | embedding_init_method_std, else init_method_std     |
 | output layer that is not tied        | init_method_std                                     |
+
+With muP (config_fields/mup.py) the first two are divided by the root of the width multiplier.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ def input_initialiser(config: TransformerConfig) -> Initialiser:
     """Input projections: config.init_method, or the distribution that the config describes."""
     if config.init_method_xavier_uniform:
         return config.init_method or xavier_uniform
-    return config.init_method or normal(config.init_method_std)
+    return config.init_method or normal(config.init_method_std / math.sqrt(config.width_multiplier))
 
 
 def output_initialiser(config: TransformerConfig) -> Initialiser:
@@ -29,7 +31,8 @@ def output_initialiser(config: TransformerConfig) -> Initialiser:
     assert config.num_layers is not None
     if config.init_method_xavier_uniform:
         return config.output_layer_init_method or xavier_uniform
-    return config.output_layer_init_method or normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
+    narrowing = math.sqrt(2.0 * config.num_layers * config.width_multiplier)
+    return config.output_layer_init_method or normal(config.init_method_std / narrowing)
 
 
 def embedding_initialiser(config: TransformerConfig) -> Initialiser:

@@ -10,6 +10,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
+from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
 from megatron.core.transformer.layer_patterns import pattern_problems
@@ -17,7 +18,13 @@ from megatron.core.transformer.layer_patterns import pattern_problems
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    ArchitectureFields, AttentionFields, PositionFields, InitializationFields, PipelineFields, ModelParallelConfig
+    ArchitectureFields,
+    AttentionFields,
+    PositionFields,
+    InitializationFields,
+    MuPFields,
+    PipelineFields,
+    ModelParallelConfig,
 ):
     """Shape, number formats and kernels of a transformer.
 
@@ -31,12 +38,20 @@ class TransformerConfig(
     @property
     def embedding_scale(self) -> float:
         """Factor on the output of the embedding."""
-        return self.embedding_multiplier
+        return self.embedding_multiplier * (self.mup_embedding_mult if self.use_mup else 1.0)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores: softmax_scale, muP's, or 1 / sqrt(width of a head)."""
+        assert self.kv_channels is not None
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        return self.mup_attention_scale(self.kv_channels) if self.use_mup else self.kv_channels**-0.5
 
     @property
     def logit_scale(self) -> float:
         """Factor on the logits."""
-        return self.logit_multiplier
+        return self.logit_multiplier * (self.mup_output_mult / self.width_multiplier if self.use_mup else 1.0)
 
     def __post_init__(self) -> None:
         problems = self._missing()

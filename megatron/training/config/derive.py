@@ -266,6 +266,7 @@ def _without_effect(s: Settings) -> None:
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),
+        *((dest, not s.use_mup, "--use-mup") for dest in s.flags if dest.startswith("mup_")),
         *((dest, not _is_gated(s), "--swiglu, --geglu or --quick-geglu") for dest in _GATED),
         *((dest, not s.fim_data, "--fim-data") for dest in _FILL_IN),
         *((dest, not has_rotary, "--position-embedding-type rope") for dest in (*_ROTARY, "rope_type")),

@@ -84,7 +84,7 @@ class AttentionOptions:
         """The options of one layer, counted from 1."""
         assert config.kv_channels is not None
         return cls(
-            scale=config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale,
+            scale=config.attention_scale,
             layer_number=layer_number,
             dropout=config.attention_dropout,
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,

@@ -49,6 +49,17 @@ def spec_names_a_function(s: Settings) -> Iterator[str]:
         yield f"{s.say('spec').strip()} is not a module and the name of a function in it, such as my_layers layer_spec"
 
 
+def scaling_with_the_width_is_defined(s: Settings) -> Iterator[str]:
+    if not s.use_mup:
+        return
+    if s.mup_base_hidden_size is not None and "mup_width_mult" in s.given:
+        yield f"{s.say('mup_width_mult')} and {s.say('mup_base_hidden_size')} both say the width; keep the latter"
+    if s.init_method_xavier_uniform:
+        yield "--init-method-xavier-uniform and --use-mup both say how weights scale with the width; keep one"
+    if s.optimizer not in ("adam", "lion"):
+        yield f"--use-mup scales the learning rates of Adam and Lion, not of {s.say('optimizer')}; use adam"
+
+
 def cross_entropy_is_ours(s: Settings) -> Iterator[str]:
     if s.cross_entropy_loss_fusion and s.cross_entropy_fusion_impl == "te":
         yield f"{s.say('cross_entropy_fusion_impl')} is Transformer Engine's, which is not used; use native"
@@ -94,5 +105,5 @@ def rotary_kinds_agree(s: Settings) -> Iterator[str]:
 CHECKS = (
     sequence_is_given, positions_reach_the_sequence, one_activation, latent_attention_stands_alone,
     further_tokens_have_positions, rotation_takes_pairs, rotary_kinds_agree, cross_entropy_is_ours,
-    determinism_is_possible, spec_names_a_function,
+    determinism_is_possible, spec_names_a_function, scaling_with_the_width_is_defined,
 )  # fmt: skip

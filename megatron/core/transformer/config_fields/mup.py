@@ -1,0 +1,58 @@
+"""Maximal update parametrisation (muP): hyper-parameters found on a narrow model serve a wide one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config_base import flag
+
+
+@dataclass(kw_only=True)
+class MuPFields:
+    """Maximal update parametrisation.
+
+    With m = hidden size / hidden size of the base model, as Yang and Hu have it for Adam (2022, tables 3 and 8):
+
+    | weights                               | initial standard deviation | learning rate | multiplier              |
+    |---------------------------------------|----------------------------|---------------|-------------------------|
+    | embeddings                            | as without                 | as without    | mup_embedding_mult      |
+    | matrices of attention and MLP         | / sqrt(m)                  | / m           |                         |
+    | output layer                          | as without                 | as without    | mup_output_mult / m     |
+    | biases, norms                         | as without                 | as without    |                         |
+    """
+
+    use_mup: bool = False
+    """Scale initial weights, learning rates, attention scores and logits with the width, so that the learning rate that
+    is best for the base model is best for this one."""
+    mup_base_hidden_size: int | None = flag(None, minimum=1)
+    """Hidden size of the base model, on which the learning rate was found; this model's own when not given."""
+    mup_width_mult: float = flag(1.0, above=0)
+    """Hidden size / that of the base model, in place of --mup-base-hidden-size."""
+    mup_embedding_mult: float = flag(1.0, above=0)
+    """With --use-mup, factor on the output of the embedding."""
+    mup_output_mult: float = flag(1.0, above=0)
+    """With --use-mup, factor on the logits beside 1 / m."""
+    mup_base_head_dim: float | None = flag(None, above=0)
+    """With --use-mup, width of a head of the base model, whose attention scores keep their usual factor; 1 when not
+    given, so that the factor is 1 / width of a head."""
+    mup_attn_scale_power: float = flag(1.0, minimum=0)
+    """With --use-mup, attention scores have the factor (width of a base head)^(p - 1/2) / (width of a head)^p."""
+
+    @property
+    def width_multiplier(self) -> float:
+        """m: how many times as wide as the base model this one is; 1 without --use-mup."""
+        return width_multiplier(self)
+
+    def mup_attention_scale(self, head_width: int) -> float:
+        """Factor on attention scores with --use-mup."""
+        power = self.mup_attn_scale_power
+        return float((self.mup_base_head_dim or 1.0) ** (power - 0.5) / head_width**power)
+
+
+def width_multiplier(settings: Any) -> float:
+    """m of a config, or of settings that have the same names."""
+    if not settings.use_mup:
+        return 1.0
+    base = settings.mup_base_hidden_size
+    return float(settings.hidden_size / base if base and settings.hidden_size else settings.mup_width_mult)
