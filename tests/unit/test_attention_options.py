@@ -352,6 +352,15 @@ def test_backends_agree_on_all_options_at_once() -> None:
     assert_same_function(ours, local)
 
 
+def test_the_bound_is_on_whole_scores_with_layer_scaling() -> None:
+    """Scores are divided by the layer number for storage only: the bound comes after they are multiplied back."""
+    q, k, v = (3 * torch.randn(8, 1, 4, 8) for _ in range(3))
+    flags = ("", "--apply-query-key-layer-scaling")
+    options = (AttentionOptions.of(read_config(f"{OPTIONS['cap']} {flag}").model, 5) for flag in flags)
+    plain, scaled = (LocalAttention(each)(q, k, v, None, False) for each in options)
+    torch.testing.assert_close(scaled, plain)
+
+
 def test_bfloat16_blocks_stay_near() -> None:
     core = attention(OPTIONS["all"], "auto")
     q, k, v = (torch.randn(16, 2, heads, 8) for heads in (4, 2, 2))

@@ -10,7 +10,13 @@ from tests.unit.gpt_models import assert_same_function, build_model, first_mlp
 
 @pytest.mark.flags("--compile")
 @pytest.mark.parametrize(
-    "flags", ["", "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear"]
+    "flags",
+    [
+        "",
+        "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear",
+        "--position-embedding-type rope --window-size 4,0",
+        "--softmax-type learnable --attn-logit-softcapping 2 --window-size 4,0 --attention-output-gate",
+    ],
 )
 def test_compiled_layers_compute_the_same(flags: str) -> None:
     eager, compiled = build_model(flags), build_model(f"{flags} --compile")
