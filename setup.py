@@ -65,6 +65,7 @@ setup(
         "wandb": ["wandb>=0.16"],
         "plot": ["matplotlib>=3.7"],
         "data": ["nltk>=3.9", "tiktoken>=0.9", "zstandard>=0.22"],
+        "object-storage": ["fsspec>=2024.2", "s3fs>=2024.2"],
         "fast-tokenizers": ["tiktoken>=0.9"],
     },
 )

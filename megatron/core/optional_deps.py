@@ -17,6 +17,7 @@ OPTIONAL: dict[str, str] = {
     "deep_ep": "deep_ep",
     "fastapi": "fastapi",
     "flash_attn": "flash-attn",
+    "fsspec": "fsspec",
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
     "nltk": "nltk",

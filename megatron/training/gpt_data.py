@@ -61,6 +61,7 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         "split": None if per_split else data.split,
         "path_to_cache": data.data_cache_path,
         "mmap_bin_files": data.mmap_bin_files,
+        "object_storage_cache_path": data.object_storage_cache_path,
         "num_dataset_builder_threads": data.num_dataset_builder_threads,
         "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "multiple_validation_sets": config.validation.multiple_validation_sets,

@@ -3,6 +3,7 @@
 indexed_format      what the bytes of .bin/.idx mean, and the check that they hold together
 checksums           PREFIX.sum, optional: find flipped bits
 indexed_dataset     read and write .bin/.idx
+object_storage      s3:// and the like: a local copy of the index, tokens read block by block
 merging             datasets one after another, as one
 inspection          what is in a dataset: statistics, ids outside a vocabulary
 blend               which datasets, in which proportions, split how: --data-path and --split

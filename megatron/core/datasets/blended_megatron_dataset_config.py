@@ -47,6 +47,8 @@ class BlendedMegatronDatasetConfig:
     """Directory of built indices; None: `cache/GPTDataset_indices` beside each dataset."""
     mmap_bin_files: bool = True
     """Map .bin files into memory instead of reading from them."""
+    object_storage_cache_path: str | None = None
+    """Local directory for copies of the index files of datasets in object storage."""
     mock: bool = field(default=False, init=False)
     """True when there is no data to read."""
     tokenizer: DatasetTokenizer | None = None

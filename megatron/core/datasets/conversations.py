@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.indexed_format import file_size
-from megatron.core.errors import DataError, StorageError
+from megatron.core.datasets.object_storage import is_object
+from megatron.core.errors import ConfigError, DataError, StorageError
 
 _ROLES_WITH_LOSS = ("assistant",)
 
@@ -25,6 +26,8 @@ class ConversationFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        if is_object(path):
+            raise ConfigError(f"{path}: conversations are read from a disk only; copy the file to one")
         if file_size(path) == 0:
             raise DataError(f"{path}: is empty; give a file with a conversation on each line")
         try:

@@ -104,7 +104,9 @@ class GPTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
         """Open the .bin/.idx pair of a prefix."""
         assert dataset_path is not None, "mock data has no files"
-        dataset = IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+        dataset = IndexedDataset(
+            dataset_path, mmap=config.mmap_bin_files, index_directory=config.object_storage_cache_path
+        )
         if dataset.dtype.kind not in "iu":
             raise DataError(
                 f"{dataset_path}.idx: token type at byte 17 is {dataset.dtype.name}, expected an integer type"

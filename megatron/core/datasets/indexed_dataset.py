@@ -37,6 +37,7 @@ from megatron.core.datasets.indexed_format import (
     get_idx_path,
     read_index,
 )
+from megatron.core.datasets.object_storage import ObjectFile, is_object, local_copy
 from megatron.core.errors import DataError, StorageError
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
@@ -48,33 +49,45 @@ _INT32_MAX = 2**31 - 1
 class IndexedDataset:
     """Sequences of token ids, by number. Opening costs one pass over the index; tokens are read when asked for.
 
-    path_prefix   path without .bin/.idx
-    multimodal    the index also holds a mode per sequence; reads then return (tokens, mode)
-    mmap          map .bin into memory; otherwise each read is a system call (pread)
+    path_prefix      path without .bin/.idx, also in object storage (see object_storage)
+    multimodal       the index also holds a mode per sequence; reads then return (tokens, mode)
+    mmap             map .bin into memory; otherwise each read is a system call (pread)
+    index_directory  where copies of indices from object storage are kept
 
     Raises DataError for a pair of files that is missing, damaged or without sequences.
     """
 
-    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
+    def __init__(
+        self, path_prefix: str, multimodal: bool = False, mmap: bool = True, index_directory: str | None = None
+    ) -> None:
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
-        self.index = read_index(path_prefix, multimodal)
+        self.index_directory = index_directory
+        in_objects = is_object(path_prefix)
+        self._idx_path = get_idx_path(path_prefix)
+        if in_objects:
+            self._idx_path = local_copy(self._idx_path, index_directory)
+        self.index = read_index(path_prefix, multimodal, self._idx_path)
         if len(self.index) == 0:
             raise DataError(
                 f"{get_idx_path(path_prefix)}: the dataset has no sequences; check the corpus it was made from"
             )
+        self._itemsize = self.index.dtype.itemsize
+        self._bin: _BinFile | ObjectFile
+        if in_objects:  # whose storage keeps checksums of its own
+            self._bin = ObjectFile(get_bin_path(path_prefix), self.index.bin_bytes)
+            return
         checksums = read_checksums(path_prefix)
         if checksums is not None:
             checksums.check_index()
         self._bin = _BinFile(get_bin_path(path_prefix), self.index.bin_bytes, mmap, checksums)
-        self._itemsize = self.index.dtype.itemsize
 
-    def __getstate__(self) -> tuple[str, bool, bool]:
+    def __getstate__(self) -> tuple[str, bool, bool, str | None]:
         """A worker process gets the path and opens the files itself."""
-        return self.path_prefix, self.multimodal, self.mmap
+        return self.path_prefix, self.multimodal, self.mmap, self.index_directory
 
-    def __setstate__(self, state: tuple[str, bool, bool]) -> None:
+    def __setstate__(self, state: tuple[str, bool, bool, str | None]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
     def __len__(self) -> int:
@@ -138,7 +151,7 @@ class IndexedDataset:
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the layout of this dataset: the size of .bin and a digest of .idx."""
-        with open(get_idx_path(self.path_prefix), "rb") as file:
+        with open(self._idx_path, "rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return {"bin_bytes": self.index.bin_bytes, "idx_blake2b": digest.hexdigest()}
 

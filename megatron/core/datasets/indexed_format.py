@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.object_storage import is_object, object_size
 from megatron.core.errors import DataError, StorageError
 
 Array = npt.NDArray[Any]
@@ -110,7 +111,9 @@ class SequenceIndex:
 
 
 def file_size(path: str) -> int:
-    """Bytes of a dataset file; DataError when it is missing, not an ordinary file, or unreadable."""
+    """Bytes of a dataset file or object; DataError when it is missing, not an ordinary file, or unreadable."""
+    if is_object(path):
+        return object_size(path)
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -147,13 +150,15 @@ def map_file(path: str, size: int) -> Array:
         raise StorageError(f"{path}: cannot be mapped into memory: {error.strerror}{remedy}") from error
 
 
-def read_index(path_prefix: str, multimodal: bool = False) -> SequenceIndex:
+def read_index(path_prefix: str, multimodal: bool = False, idx_path: str | None = None) -> SequenceIndex:
     """Map `PREFIX.idx` and check every value of it, and the size of `PREFIX.bin`, in one vectorised pass.
+
+    idx_path: where the index is, if not beside .bin.
 
     Raises DataError naming file, field, byte offset, the value found and the one expected. Sizes are compared
     before anything is allocated, so a damaged count cannot ask for memory.
     """
-    idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
+    idx_path, bin_path = idx_path or get_idx_path(path_prefix), get_bin_path(path_prefix)
     idx_bytes, bin_bytes = file_size(idx_path), file_size(bin_path)
     buffer = map_file(idx_path, idx_bytes)
     dtype, sequences, documents = _read_header(idx_path, buffer)

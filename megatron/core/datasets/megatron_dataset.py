@@ -13,6 +13,7 @@ import numpy.typing as npt
 from megatron.core.datasets.blend import Split
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
+from megatron.core.datasets.object_storage import is_object
 
 _DESCRIPTION_VERSION = 1  # raise it when the same description would give other arrays
 
@@ -75,7 +76,11 @@ class MegatronDataset(ABC):
         """Where the indices are kept: the configured directory, else one beside the data; None for mock data."""
         if self.dataset_path is None:
             return None
-        beside = os.path.join(os.path.dirname(self.dataset_path), "cache", f"{type(self).__name__}_indices")
+        directory = f"{type(self).__name__}_indices"
+        if is_object(self.dataset_path):
+            beside = os.path.join(self.config.object_storage_cache_path or ".", directory)
+        else:
+            beside = os.path.join(os.path.dirname(self.dataset_path), "cache", directory)
         return self.config.path_to_cache or beside
 
     @staticmethod

@@ -63,6 +63,9 @@ class DataConfig(FillInTheMiddle):
     that cannot be written."""
     mmap_bin_files: bool = flag(True, off_names=("--no-mmap-bin-files",))
     """Map .bin files into memory instead of reading from them."""
+    object_storage_cache_path: str | None = None
+    """Local directory for copies of the index files of datasets in object storage, such as s3://bucket/prefix; the
+    sample indices go there, too, unless --data-cache-path says otherwise."""
     num_workers: int = flag(2, minimum=0)
     """Loader processes per rank; 0 loads in the training process."""
     dataloader_type: str | None = flag(None, choices=("single", "cyclic", "external"))
