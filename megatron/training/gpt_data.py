@@ -60,6 +60,8 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         "blend_per_split": per_split,
         "split": None if per_split else data.split,
         "path_to_cache": data.data_cache_path,
+        "fast_cache_load": data.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": data.dataloader_defer_npy_index_mmap,
         "mmap_bin_files": data.mmap_bin_files,
         "object_storage_cache_path": data.object_storage_cache_path,
         "num_dataset_builder_threads": data.num_dataset_builder_threads,

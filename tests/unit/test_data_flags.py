@@ -332,3 +332,41 @@ def test_partial_last_validation_sequence(a: str) -> None:
 def test_gpt_data_is_not_external(a: str) -> None:
     with pytest.raises(ConfigError, match="--dataloader-type external needs a script that provides the batches"):
         datasets(f"--data-path {a} --dataloader-type external")
+
+
+@pytest.mark.flags("--dataloader-fast-cache-load", "--data-cache-path")
+def test_trusted_indices_are_neither_built_nor_compared(a: str, b: str, tmp_path: Path) -> None:
+    flags = f"--data-path 1 {a} 2 {b} --split 1,0,0 --data-cache-path {tmp_path / 'cache'}"
+    with pytest.raises(
+        DataError, match="--dataloader-fast-cache-load: .* is missing or damaged; build the indices with"
+    ):
+        datasets(f"{flags} --dataloader-fast-cache-load", (40, 0, 0))
+    built = datasets(flags, (40, 0, 0))[0]
+    fast = datasets(f"{flags} --dataloader-fast-cache-load", (40, 0, 0))[0]
+    assert all(torch.equal(fast[i]["tokens"], built[i]["tokens"]) for i in range(40))
+    for file in (tmp_path / "cache").glob("*checksums.json"):
+        file.write_text("{}")
+    again = datasets(f"{flags} --dataloader-fast-cache-load", (40, 0, 0))[0]
+    assert len(again) == len(built), "checksums were not looked at"
+    with pytest.raises(ConfigError, match="--dataloader-fast-cache-load needs --data-cache-path"):
+        run_config("--mock-data --dataloader-fast-cache-load", RUN)
+
+
+@pytest.mark.flags("--dataloader-defer-npy-index-mmap")
+def test_deferred_indices_are_opened_at_the_first_sample(a: str, b: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    flags = f"--data-path 1 {a} 2 {b} --split 1,0,0 --data-cache-path {cache}"
+    built = datasets(flags, (40, 0, 0))[0]
+    fast = f"{flags} --dataloader-fast-cache-load"
+    deferred = datasets(f"{fast} --dataloader-defer-npy-index-mmap", (40, 0, 0))[0]
+    assert torch.equal(deferred[3]["tokens"], built[3]["tokens"])
+    waiting = datasets(f"{fast} --dataloader-defer-npy-index-mmap", (40, 0, 0))[0]
+    for file in cache.glob("*.npy"):
+        file.write_bytes(b"")
+    with pytest.raises(DataError, match="npy is missing or damaged"):
+        waiting[3]
+    assert torch.equal(deferred[3]["tokens"], built[3]["tokens"])
+    with pytest.raises(DataError, match="is missing or damaged"):
+        datasets(fast, (40, 0, 0))
+    with pytest.raises(ConfigError, match="--dataloader-defer-npy-index-mmap needs --dataloader-fast-cache-load"):
+        run_config("--mock-data --dataloader-defer-npy-index-mmap", RUN)

@@ -50,7 +50,9 @@ def test_objects_give_the_samples_of_files(prefix: Path, tmp_path: Path) -> None
     (copy,) = copies.glob("*.idx")
     assert copy.read_bytes() == Path(f"{prefix}.idx").read_bytes()
     assert list((copies / "GPTDataset_indices").glob("*.npy")), "sample indices go there, too"
-    blend = f"--data-path 1 {URL} 2 {prefix} --object-storage-cache-path {copies} --data-cache-path {tmp_path / 'cache'}"
+    blend = (
+        f"--data-path 1 {URL} 2 {prefix} --object-storage-cache-path {copies} --data-cache-path {tmp_path / 'cache'}"
+    )
     assert len(samples(blend)) == 40
     with pytest.raises(ConfigError, match="needed: a local directory for copies of index files"):
         samples(f"--data-path {URL}")

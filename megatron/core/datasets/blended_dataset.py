@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.core.datasets.blend import normalize
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -54,11 +56,21 @@ class BlendedDataset:
             f"{type(self).__name__}-{self.index_split.name}",
             self.unique_description,
             ("dataset_index", "dataset_sample_index"),
+            config.cache_policy,
         )
-        arrays = cache.load_or_build(self._build_indices)
-        self.dataset_index = arrays["dataset_index"]
-        self.dataset_sample_index = arrays["dataset_sample_index"]
-        self._check_supply()
+        self._arrays = cache.load_or_build(self._build_indices)
+        if not config.cache_policy.is_trusted:
+            self._check_supply()
+
+    @cached_property
+    def dataset_index(self) -> npt.NDArray[np.int16]:
+        """Which dataset each sample comes from."""
+        return self._arrays["dataset_index"]
+
+    @cached_property
+    def dataset_sample_index(self) -> npt.NDArray[np.int64]:
+        """Which of that dataset's samples it is."""
+        return self._arrays["dataset_sample_index"]
 
     def __len__(self) -> int:
         return len(self.dataset_index)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.core.datasets.blend import Blend, SplitMatrix, parse_split, split_matrix
+from megatron.core.datasets.index_cache import CachePolicy
 from megatron.core.errors import ConfigError
 
 MOCK_SPLIT = "1,1,1"
@@ -49,6 +50,10 @@ class BlendedMegatronDatasetConfig:
     """Map .bin files into memory instead of reading from them."""
     object_storage_cache_path: str | None = None
     """Local directory for copies of the index files of datasets in object storage."""
+    fast_cache_load: bool = False
+    """Take cached indices as they are; they must have been built."""
+    defer_npy_index_mmap: bool = False
+    """With fast_cache_load: map cached indices when they are first used."""
     mock: bool = field(default=False, init=False)
     """True when there is no data to read."""
     tokenizer: DatasetTokenizer | None = None
@@ -79,3 +84,8 @@ class BlendedMegatronDatasetConfig:
                 "--data-path needs --split, the shares of training, validation and test documents, as 99,1,0"
             )
         self.split_matrix = split_matrix(parse_split(self.split))
+
+    @property
+    def cache_policy(self) -> CachePolicy:
+        """What is done with cached indices at the start."""
+        return CachePolicy(self.fast_cache_load, self.defer_npy_index_mmap)

@@ -87,11 +87,24 @@ class GPTDataset(MegatronDataset):
             f"{type(self).__name__}-{index_split.name}",
             self.unique_description,
             ("document_index", "sample_index", "shuffle_index"),
+            config.cache_policy,
         )
-        arrays = cache.load_or_build(self._build_indices)
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
-        self.shuffle_index = arrays["shuffle_index"]
+        self._arrays = cache.load_or_build(self._build_indices)
+
+    @functools.cached_property
+    def document_index(self) -> Array:
+        """See index_builders, as for the two others."""
+        return self._arrays["document_index"]
+
+    @functools.cached_property
+    def sample_index(self) -> Array:
+        """Where samples start."""
+        return self._arrays["sample_index"]
+
+    @functools.cached_property
+    def shuffle_index(self) -> Array:
+        """The order of samples."""
+        return self._arrays["shuffle_index"]
 
     def describe(self) -> dict[str, Any]:
         """The base description, and the two options that change which tokens make a sample."""

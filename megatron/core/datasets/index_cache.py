@@ -22,17 +22,57 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-Arrays = dict[str, npt.NDArray[Any]]
+from megatron.core.errors import DataError
+
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 _LOCK_TIMEOUT_SECONDS = 120.0
 _READ_BYTES = 1 << 24
+_NO_ARRAY = (OSError, ValueError, EOFError)  # what numpy raises for a file that is none
+_UNTRUSTWORTHY = (
+    "--dataloader-fast-cache-load: {} is missing or damaged; build the indices with tools/build_dataset_cache.py and "
+    "the flags of this run, or leave the flag out"
+)
 _MAPPED_ABOVE_BYTES = 1 << 16  # a mapping holds a file descriptor, and a blend has three arrays per dataset
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """How much is done with cached arrays at the start of a job."""
+
+    is_trusted: bool = False
+    """They must be there, and are not read to compare checksums: quick where thousands of processes start."""
+    is_deferred: bool = False
+    """Each is mapped when it is first used."""
+
+
+class DeferredArrays(Arrays):
+    """Arrays on disk by name, each opened when it is asked for."""
+
+    def __init__(self, paths: dict[str, str]) -> None:
+        self._paths = paths
+        self._opened: dict[str, npt.NDArray[Any]] = {}
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        if name not in self._opened:
+            try:
+                self._opened[name] = _load_npy(self._paths[name])
+            except _NO_ARRAY as error:
+                raise DataError(_UNTRUSTWORTHY.format(self._paths[name])) from error
+        return self._opened[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 class IndexCache:
@@ -44,8 +84,16 @@ class IndexCache:
     array_names   the arrays that belong together
     """
 
-    def __init__(self, directory: str | None, name: str, description: str, array_names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        directory: str | None,
+        name: str,
+        description: str,
+        array_names: tuple[str, ...],
+        policy: CachePolicy = CachePolicy(),  # noqa: B008 (frozen)
+    ) -> None:
         key = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
+        self.policy = policy
         self.directory = directory
         self.description = description
         self.array_names = array_names
@@ -59,6 +107,8 @@ class IndexCache:
         """
         if self._stem is None:
             return build()
+        if self.policy.is_trusted:
+            return self._trusted()
         arrays = self.load()
         if arrays is not None:
             return arrays
@@ -91,14 +141,18 @@ class IndexCache:
 
     def _open(self) -> Arrays | None:
         """The arrays on disk, which are known to be good; None where they have gone."""
-        arrays = {}
         try:
-            for name in self.array_names:
-                path = self._path(f"{name}.npy")
-                is_large = os.path.getsize(path) > _MAPPED_ABOVE_BYTES
-                arrays[name] = np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False)
-        except (OSError, ValueError):
+            return {name: _load_npy(self._path(f"{name}.npy")) for name in self.array_names}
+        except _NO_ARRAY:
             return None
+
+    def _trusted(self) -> Arrays:
+        """The arrays on disk, as they are. Raises DataError where they are missing or no arrays."""
+        paths = {name: self._path(f"{name}.npy") for name in self.array_names}
+        is_complete = all(map(os.path.exists, [*paths.values(), self._path("checksums.json")]))
+        arrays = (DeferredArrays(paths) if self.policy.is_deferred else self._open()) if is_complete else None
+        if arrays is None:
+            raise DataError(_UNTRUSTWORTHY.format(f"{self._stem}-*.npy"))
         return arrays
 
     def _store(self, arrays: Arrays, ending: str) -> bool:
@@ -171,6 +225,13 @@ def _wait_for_lock(descriptor: int) -> bool:
             time.sleep(0.02)
         except OSError:
             return False  # a file system without locks
+
+
+def _load_npy(path: str) -> npt.NDArray[Any]:
+    """An array on disk: mapped, read-only, unless it is small."""
+    is_large = os.path.getsize(path) > _MAPPED_ABOVE_BYTES
+    array: npt.NDArray[Any] = np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False)
+    return array
 
 
 def _write_npy(file: IO[bytes], array: npt.NDArray[Any]) -> None:

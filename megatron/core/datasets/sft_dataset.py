@@ -47,7 +47,7 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         name = f"{type(self).__name__}-{index_split.name}"
-        cache = IndexCache(self.cache_directory(), name, self.unique_description, _ARRAYS)
+        cache = IndexCache(self.cache_directory(), name, self.unique_description, _ARRAYS, config.cache_policy)
         arrays = cache.load_or_build(self._build_indices)
         self.tokens, self.counts, self.bounds = (arrays[name] for name in ("tokens", "counts", "bounds"))
         self.lines, self.order, self.pack_bounds = (arrays[name] for name in ("lines", "order", "pack_bounds"))

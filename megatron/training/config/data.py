@@ -63,6 +63,11 @@ class DataConfig(FillInTheMiddle):
     that cannot be written."""
     mmap_bin_files: bool = flag(True, off_names=("--no-mmap-bin-files",))
     """Map .bin files into memory instead of reading from them."""
+    dataloader_fast_cache_load: bool = False
+    """Take the sample indices in --data-cache-path as they are, without reading them for their checksums; they must
+    have been built (tools/build_dataset_cache.py). For jobs of many processes on shared storage."""
+    dataloader_defer_npy_index_mmap: bool = False
+    """With --dataloader-fast-cache-load: open each file of sample indices when it is first used."""
     object_storage_cache_path: str | None = None
     """Local directory for copies of the index files of datasets in object storage, such as s3://bucket/prefix; the
     sample indices go there, too, unless --data-cache-path says otherwise."""

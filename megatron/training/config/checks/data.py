@@ -53,6 +53,18 @@ def masks_are_made_where_needed(s: Settings) -> Iterator[str]:
         )
 
 
+def trusted_caches_are_named(s: Settings) -> Iterator[str]:
+    if s.dataloader_fast_cache_load and not s.data_cache_path:
+        yield "--dataloader-fast-cache-load needs --data-cache-path, the directory where the indices were built"
+    if s.dataloader_defer_npy_index_mmap and not s.dataloader_fast_cache_load:
+        yield (
+            "--dataloader-defer-npy-index-mmap needs --dataloader-fast-cache-load: without it all indices are read "
+            "for their checksums; give both"
+        )
+    if s.dataloader_defer_npy_index_mmap and s.sft:
+        yield "--dataloader-defer-npy-index-mmap says nothing about --sft, which opens all indices; leave it out"
+
+
 CHECKS = (
     validation_sets_are_separate,
     split_is_for_one_source,
@@ -60,4 +72,5 @@ CHECKS = (
     documents_are_marked_once,
     conversations_are_not_documents,
     masks_are_made_where_needed,
+    trusted_caches_are_named,
 )
