@@ -139,6 +139,13 @@ def _peak_of(peaks: Peaks, dtype: torch.dtype) -> float | None:
     return peaks.fp8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else None
 
 
+def use_deterministic_algorithms() -> None:
+    """From now on torch takes only algorithms that give the same result each time, and refuses what has none."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
 # ---- time and profiles
 
 Mark = float | torch.cuda.Event

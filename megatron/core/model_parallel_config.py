@@ -68,8 +68,8 @@ class ModelParallelConfig:
     disable_bf16_reduced_precision_matmul: bool = False
     """Sum the parts of bfloat16 matrix products in float32 where a GPU's kernel splits them (torch's
     allow_bf16_reduced_precision_reduction, switched off)."""
-    deterministic_mode: bool = flag(False, planned="deterministic kernels on CUDA")
-    """Use deterministic algorithms only."""
+    deterministic_mode: bool = False
+    """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one ends the run."""
 
     @property
     def compute_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:

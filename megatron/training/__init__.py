@@ -5,7 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = {"pretrain": "training"}
+_NAMES = {
+    "pretrain": "training",
+    "get_args": "global_vars",
+    "get_timers": "global_vars",
+    "get_tokenizer": "global_vars",
+    "print_rank_0": "global_vars",
+}
 
 __all__ = list(_NAMES)  # noqa: PLE0605
 

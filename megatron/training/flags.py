@@ -73,6 +73,10 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
 
         read_yaml_config(path.value, ledger)
     _merge(ledger, command_line)
+    if "use_checkpoint_args" in ledger.given:
+        from megatron.training.checkpoint_arguments import add_checkpoint_arguments
+
+        add_checkpoint_arguments(ledger)
     given = {dest: entry.value for dest, entry in ledger.given.items()}
     settings = Settings(known_flags(), given, environ)
     settings.world_size = _world_size(environ, ledger)

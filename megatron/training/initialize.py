@@ -52,6 +52,8 @@ def initialize(config: RunConfig) -> Process:
     _prepare_environment(config, launch)
     device = device_module.current_device()
     device_module.activate(device)
+    if config.model.deterministic_mode:
+        device_module.use_deterministic_algorithms()
     if not device_module.is_cuda(device):
         keep_freed_host_memory()
     device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
@@ -99,6 +101,13 @@ def lost_peer(error: RuntimeError) -> str | None:
     return (
         f"another rank was lost or did not answer in time ({reason}); look at the other ranks' logs, then start again"
     )
+
+
+def nondeterministic(error: RuntimeError) -> str | None:
+    """The sentence for an operation that --deterministic-mode does not allow; None for other errors."""
+    if "deterministic implementation" not in str(error):
+        return None
+    return f"--deterministic-mode: {' '.join(str(error).split())[:160]}; leave the option that needs it out"
 
 
 def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
@@ -164,3 +173,7 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
     if shares_layers:
         # One hardware queue: a collective starts before the matrix product that was launched after it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if config.model.deterministic_mode:
+        # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")

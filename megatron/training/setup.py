@@ -43,6 +43,7 @@ from megatron.training.hooks.layer_norms import LayerNormsHook
 from megatron.training.hooks.memory import MemoryHook
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.hooks.metrics import MetricsHook
+from megatron.training.hooks.non_loss_data import NonLossDataHook
 from megatron.training.hooks.pipeline_clock import PipelineClockHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
@@ -69,6 +70,10 @@ class Task:
     --full-validation the number of validation samples is None: all there are, once."""
     forward_step: Callable[..., Any]
     """(batches, model) -> (output, loss function)."""
+    process_non_loss_data: Callable[[Any, int, Any], Any] | None = None
+    """(data, iteration, TensorBoard writer), after each evaluation."""
+    non_loss_data: Callable[[Any], Any] | None = None
+    """(model chunks) -> that data; the loss function makes it when None."""
 
 
 def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task) -> Run:
@@ -127,6 +132,10 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
             config.validation.eval_micro_batch_size or batch_size.micro_batch_size,
         ),
     )
+    if task.process_non_loss_data is not None:
+        hooks = run.hooks.hooks  # type: ignore[attr-defined]
+        tensorboard = next((hook for hook in hooks if isinstance(hook, TensorBoardHook)), None)
+        hooks.append(NonLossDataHook(task.process_non_loss_data, task.non_loss_data, tensorboard))
     load_checkpoint(run)
     if config.validation.skip_train:
         progress.target_iterations = progress.iteration

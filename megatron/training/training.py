@@ -9,10 +9,11 @@ from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError, TemporaryError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
+from megatron.training.current_run import CurrentRun
 from megatron.training.data import lost_loader
 from megatron.training.flag_parser import ExtraFlags
-from megatron.training.gpt import tokenizer_of
-from megatron.training.initialize import initialize, lost_peer, settings_from_command_line, shut_down
+from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.initialize import initialize, lost_peer, nondeterministic, settings_from_command_line, shut_down
 from megatron.training.loop import train
 from megatron.training.run import Run
 from megatron.training.setup import Task, describe_machine, setup
@@ -26,6 +27,9 @@ def pretrain(
     process_non_loss_data_func: Callable[..., Any] | None = None,
     extra_args_provider: ExtraFlags | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: None = None,
+    get_position_embedding_ranks: None = None,
+    non_loss_data_func: Callable[[Any], Any] | None = None,
     *,
     run_config: RunConfig | None = None,
     tokenizer: Tokenizer | None = None,
@@ -38,12 +42,18 @@ def pretrain(
     forward_step_func: (batches, model) -> (output, loss function).
     run_config: the settings; read from the command line when None, with the flags that `extra_args_provider` adds to
     the parser it is given, and `args_defaults` (setting -> value) for what the command line leaves out.
+    process_non_loss_data_func: (data, iteration, TensorBoard writer), called on the first rank after each evaluation,
+    with --tensorboard-dir. The data come from non_loss_data_func(model chunks), or else are what the loss function
+    returns when it is called with non_loss_data=True, for each microbatch of a global batch.
+    get_embedding_ranks, get_position_embedding_ranks: of upstream's signature; the layout says which ranks these are.
     tokenizer: built from the settings when None.
+
+    Inside, the functions above may call get_args(), get_tokenizer() and get_timers().
 
     Raises MegatronError for whatever the user can mend.
     """
-    if process_non_loss_data_func is not None:
-        raise ConfigError("pretrain() has no use for process_non_loss_data_func yet; leave it out")
+    if get_embedding_ranks is not None or get_position_embedding_ranks is not None:
+        raise ConfigError("pretrain() has no use for get_embedding_ranks: the layout says it; leave them out")
     if model_type is not ModelType.encoder_or_decoder:
         raise ConfigError(f"pretrain() trains ModelType.encoder_or_decoder only; found {model_type}")
     if run_config is None:
@@ -52,11 +62,27 @@ def pretrain(
     process = initialize(run_config)
     if process.launch.rank == 0:
         print(describe_machine(process), *(f"note: {note}" for note in run_config.notes), sep="\n", flush=True)
-    task = Task(model_provider, train_valid_test_dataset_provider, forward_step_func)
-    run = setup(run_config, process, tokenizer or tokenizer_of(run_config), task)
+    tokenizer = tokenizer or tokenizer_of(run_config)
+    task = Task(
+        model_provider,
+        train_valid_test_dataset_provider,
+        forward_step_func,
+        process_non_loss_data=process_non_loss_data_func,
+        non_loss_data=non_loss_data_func,
+    )
+    additions = {
+        "padded_vocab_size": padded_vocab_size_of(run_config, tokenizer),
+        "rank": process.launch.rank,
+        "local_rank": process.launch.local_rank,
+    }
+    CurrentRun.show(config=run_config, additions=additions, tokenizer=tokenizer)
+    run = setup(run_config, process, tokenizer, task)
+    CurrentRun.show(timers=run.timers)
     try:
         train(run)
     except RuntimeError as error:
+        if (operation := nondeterministic(error)) is not None:
+            raise ConfigError(operation) from error
         problem = lost_loader(error) or lost_peer(error)
         if problem is None:
             raise
@@ -64,5 +90,6 @@ def pretrain(
     finally:
         run.hooks.on_close(run)
         run.data.close()
+        CurrentRun.forget()
     shut_down()
     return run

@@ -79,7 +79,8 @@ PROMISED: dict[str, list[str]] = {
     "megatron.core.datasets.gpt_dataset": ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset"],
     "megatron.core.datasets.indexed_dataset": ["IndexedDataset", "IndexedDatasetBuilder"],
     "megatron.core.dist_checkpointing": ["load", "save"],
-    "megatron.training": ["pretrain"],
+    "megatron.training": ["get_args", "get_timers", "get_tokenizer", "pretrain", "print_rank_0"],
+    "megatron.training.global_vars": ["get_args", "get_timers", "get_tokenizer"],
 }
 
 

@@ -56,6 +56,21 @@ def saved_iterations(root: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
+def latest_iteration(root: Path) -> int | None:
+    """The iteration that the tracker names where it has a directory, else the newest that has; None without any."""
+    saved = saved_iterations(root)
+    tracked = _read_iteration(root / TRACKER_NAME)
+    return tracked if tracked in saved else next(iter(saved), None)
+
+
+def remove_checkpoint(root: Path, iteration: int) -> None:
+    """Remove an old checkpoint, first what makes it one. Raises StorageError."""
+    path = iteration_directory(root, iteration)
+    with storage_errors(f"removing {path}"):
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
 # ---- saving
 
 

@@ -17,6 +17,9 @@ class CheckpointConfig:
     """Directory to save checkpoints in."""
     save_interval: int | None = flag(None, minimum=1, unit="iterations", aliases=("--persistent-save-interval",))
     """Iterations between checkpoints."""
+    save_retain_interval: int | None = flag(None, minimum=1, unit="iterations")
+    """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
+    given."""
     load: str | None = None
     """Directory to continue from. The same as --save and empty: a fresh start."""
     ckpt_format: str = flag(
@@ -46,3 +49,9 @@ class CheckpointConfig:
     """Load this iteration instead of the latest."""
     exit_on_missing_checkpoint: bool = False
     """Stop when --load holds no checkpoint, even where --load is --save."""
+    use_checkpoint_args: bool = False
+    """Take the model's flags from the checkpoint; those of the command line win."""
+    use_mp_args_from_checkpoint_args: bool = False
+    """With --use-checkpoint-args, take the tensor- and pipeline-parallel sizes as well."""
+    use_tokenizer_model_from_checkpoint_args: bool = True
+    """With --use-checkpoint-args, take the tokenizer as well, from the files that the checkpoint carries."""

@@ -230,6 +230,8 @@ def _without_effect(s: Settings) -> None:
         ("tensorboard_queue_size", s.tensorboard_dir is None, "--tensorboard-dir"),
         *((dest, s.wandb_project is None, "--wandb-project") for dest in _WANDB),
         ("timing_log_option", s.timing_log_level == 0, "--timing-log-level"),
+        ("use_mp_args_from_checkpoint_args", not s.use_checkpoint_args, "--use-checkpoint-args"),
+        ("save_retain_interval", s.save is None, "--save"),
         ("exit_signal", not s.exit_signal_handler, "--exit-signal-handler"),
         ("exit_signal_handler_for_dataloader", not s.exit_signal_handler, "--exit-signal-handler"),
         *((dest, s.eval_interval is None and not s.skip_train, "--eval-interval") for dest in _EVALUATION),

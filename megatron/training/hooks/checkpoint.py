@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+from megatron.core.dist_checkpointing.directory import remove_checkpoint
 from megatron.core.errors import StorageError, report_error
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -15,12 +17,17 @@ class CheckpointHook(Hook):
     all."""
 
     def __init__(self, settings: CheckpointConfig) -> None:
+        self.settings = settings
         self.interval = settings.save_interval
         self._saved_iteration = 0
+        self._is_removable = False
+        """Whether the last checkpoint lies in --save: saved by this run, or continued from there."""
 
     def on_train_start(self, run: Run) -> None:
         """What was loaded need not be saved again."""
         self._saved_iteration = run.progress.iteration
+        save, load = self.settings.save, self.settings.load
+        self._is_removable = save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Save at the interval."""
@@ -41,7 +48,20 @@ class CheckpointHook(Hook):
     def _save(self, run: Run) -> None:
         started_at = time.monotonic()
         path = save_checkpoint(run)
-        self._saved_iteration = run.progress.iteration
+        before, self._saved_iteration = self._saved_iteration, run.progress.iteration
         if run.is_first_rank:
             print(f"checkpoint: saved {path} in {time.monotonic() - started_at:.2f} s", flush=True)
         run.hooks.on_save(run)
+        self._remove(run, before)
+        self._is_removable = True
+
+    def _remove(self, run: Run, iteration: int) -> None:
+        """With --save-retain-interval, the checkpoint before this one, unless it is to stay."""
+        kept = self.settings.save_retain_interval
+        if kept is None or iteration % kept == 0 or not (self._is_removable and run.is_first_rank):
+            return
+        assert self.settings.save is not None
+        try:
+            remove_checkpoint(Path(self.settings.save), iteration)
+        except StorageError as error:
+            report_error(StorageError(f"iteration {iteration} was not removed: {error}; training goes on"))

@@ -1,0 +1,50 @@
+"""Upstream's globals, for users' scripts: what the run that pretrain() is in was given.
+
+A facade: nothing inside megatron/ imports it. Code of ours is handed its config.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.arguments import as_namespace
+from megatron.training.current_run import CurrentRun
+
+T = TypeVar("T")
+
+
+def get_args() -> Namespace:
+    """Every setting of the run as an attribute with upstream's name, flags of the script's own included. Raises
+    RuntimeError outside of pretrain()."""
+    if CurrentRun.args is None:
+        args = as_namespace(_present(CurrentRun.config, "get_args"))
+        vars(args).update(CurrentRun.additions)
+        CurrentRun.show(args=args)
+    return _present(CurrentRun.args, "get_args")
+
+
+def get_tokenizer() -> Tokenizer:
+    """The run's tokenizer. Raises RuntimeError outside of pretrain()."""
+    return _present(CurrentRun.tokenizer, "get_tokenizer")
+
+
+def get_timers() -> Timers:
+    """The run's timers: `with get_timers()("my-part", log_level=2): ...`. Raises RuntimeError outside of pretrain()."""
+    return _present(CurrentRun.timers, "get_timers")
+
+
+def print_rank_0(message: object) -> None:
+    """Print on the first rank only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def _present(value: T | None, name: str) -> T:
+    if value is None:
+        raise RuntimeError(f"{name}() was called outside of a run; call it from the functions handed to pretrain()")
+    return value
