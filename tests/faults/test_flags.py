@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,24 +204,57 @@ def test_F5_what_has_no_effect_is_noted(flags: str, world_size: int, note: str) 
     assert any(note in line for line in result.config.notes)
 
 
-def example_tokens(flag: Flag) -> list[str]:
-    """The flag with a value that is not its default."""
+def examples(flag: Flag) -> list[list[str]]:
+    """The flag with each of its choices, both states, or values at the edges of its range."""
+    repeats = flag.nargs if isinstance(flag.nargs, int) else 1
     if flag.is_switch:
-        return [(flag.off_names if flag.default else flag.names)[0]]
+        return [[names[0]] for names in (flag.names, flag.off_names) if names]
     if flag.choices:
-        texts = [str(next(choice for choice in flag.choices if choice != flag.default))]
+        texts = [str(choice) for choice in flag.choices]
     elif flag.kind in (int, float):
-        texts = [str(int(max(flag.minimum or 0, 1)))]
+        least, most = max(flag.minimum or 0, 0), flag.maximum
+        texts = [str(int(least)), str(int(max(least, 1))), "7" if most is None else str(int(most))]
     else:
         texts = ["x"]
-    return [flag.name, *texts * (flag.nargs if isinstance(flag.nargs, int) else 1)]
+    return [[flag.name, *[text] * repeats] for text in dict.fromkeys(texts)]
 
 
-def test_F5_no_pair_of_flags_ends_in_a_traceback() -> None:
-    """All pairs of working flags; `examine` raises nothing, and whatever it says is one line with a flag in it."""
-    for first, second in itertools.combinations(WORKING, 2):
-        result = examine([*BASE, *example_tokens(first), *example_tokens(second)], {})
+def pairwise_cover(values: list[tuple[int, list[str]]], width: int) -> Iterator[list[str]]:
+    """Command lines of up to `width` flags, in which all values of different flags stand together at least once.
+
+    Greedy: each takes the value next that makes the most new pairs with those it has. values: (flag's number, tokens).
+    """
+    flag_of = np.asarray([number for number, _ in values])
+    missing = flag_of[:, None] != flag_of[None, :]
+    while missing.any():
+        chosen = [int(missing.sum(axis=1).argmax())]
+        new_pairs = missing[chosen[0]].astype(np.int64)
+        while len(chosen) < width:
+            new_pairs[flag_of == flag_of[chosen[-1]]] = -len(values) * width
+            best = int(new_pairs.argmax())
+            if new_pairs[best] <= 0:
+                break
+            chosen.append(best)
+            new_pairs += missing[best]
+        missing[np.ix_(chosen, chosen)] = False
+        yield [token for k in chosen for token in values[k][1]]
+
+
+def test_F5_no_pair_of_values_ends_in_a_traceback() -> None:
+    """Every pair of values of working flags; `examine` raises nothing, and all it says names flags, a line each."""
+    values = [(number, tokens) for number, flag in enumerate(WORKING) for tokens in examples(flag)]
+    for argv in pairwise_cover(values, 40):
+        result = examine([*BASE, *argv], {})
         assert all("--" in problem.text and "\n" not in problem.text for problem in result.problems)
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_the_cover_leaves_no_pair_out(width: int) -> None:
+    values = [(flag, [f"--{flag}", str(value)]) for flag in range(6) for value in range(1 + flag % 3)]
+    lines = [" ".join(line) + " " for line in pairwise_cover(values, width)]
+    for (flag, tokens), (other, others) in itertools.combinations(values, 2):
+        pair = [" ".join(tokens) + " ", " ".join(others) + " "]
+        assert flag == other or any(all(text in line for text in pair) for line in lines)
 
 
 # F6: flags we do not have --------------------------------------------------------------------------------------------

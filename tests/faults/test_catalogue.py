@@ -1,0 +1,42 @@
+"""Every row of the fault catalogue on flags, text and datasets has a test that bears its id."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROWS = {
+    "F": 15,  # flags and environment
+    "J": 15,  # raw text to .bin/.idx
+    "I": 15,  # .bin/.idx reading and dataset cache
+}
+_IDS = re.compile(r"(?:^|_)([A-Z])(\d+)(?:_to_([A-Z])(\d+))?(?=_|$)")
+
+
+def rows_tested() -> dict[str, list[str]]:
+    """Catalogue id -> the tests named after it; test_J1_to_J6_... stands for six rows."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for letter, first, _, last in _IDS.findall(node.name):
+                    for number in range(int(first), int(last or first) + 1):
+                        found[f"{letter}{number}"].append(f"{path.relative_to(TESTS)}::{node.name}")
+    return found
+
+
+def test_every_row_has_a_test() -> None:
+    found = rows_tested()
+    missing = [
+        f"{letter}{n}" for letter, count in ROWS.items() for n in range(1, count + 1) if not found[f"{letter}{n}"]
+    ]
+    assert not missing
+
+
+def test_ids_are_those_of_the_catalogue() -> None:
+    """A typing mistake in a test's name would count for nothing."""
+    strange = {name: tests for name, tests in rows_tested().items() if int(name[1:]) > ROWS.get(name[0], 99)}
+    assert not strange
