@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -16,15 +17,21 @@ ROWS = {
 _IDS = re.compile(r"(?:^|_)([A-Z])(\d+)(?:_to_([A-Z])(\d+))?(?=_|$)")
 
 
-def rows_tested() -> dict[str, list[str]]:
-    """Catalogue id -> the tests named after it; test_J1_to_J6_... stands for six rows."""
-    found: dict[str, list[str]] = defaultdict(list)
+def names_of_tests() -> Iterator[tuple[str, str]]:
+    """(file, name) of every test."""
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                for letter, first, _, last in _IDS.findall(node.name):
-                    for number in range(int(first), int(last or first) + 1):
-                        found[f"{letter}{number}"].append(f"{path.relative_to(TESTS)}::{node.name}")
+                yield str(path.relative_to(TESTS)), node.name
+
+
+def rows_tested() -> dict[str, list[str]]:
+    """Catalogue id -> the tests named after it; test_J1_to_J6_... stands for six rows."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file, name in names_of_tests():
+        for letter, first, _, last in _IDS.findall(name):
+            for number in range(int(first), int(last or first) + 1):
+                found[f"{letter}{number}"].append(f"{file}::{name}")
     return found
 
 
