@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.errors import CheckpointError
 from megatron.core.tensor_parallel.parameters import parameter_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.flags import examine
 from tests.unit.gpt_models import build_model, first_layer, losses_and_grads, read_config, token_batch
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 from tests.unit.test_tensor_parallel_layers import OneOf
+from tests.unit.tiny_training import differing, prepare, train_tiny
 
 
 def problems(flags: str) -> str:
@@ -215,9 +218,37 @@ def test_bf16_sums_in_float32() -> None:
 @pytest.mark.parametrize(("level", "calls"), [(0, 0), (1, 2), (2, 4)])
 def test_empty_unused_memory_level(level: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two iterations: nothing, once each, or twice each."""
-    from tests.unit.tiny_training import train_tiny
-
     counted: list[int] = []
     monkeypatch.setattr("megatron.training.step.release_cached_memory", lambda: counted.append(1))
     train_tiny("--train-iters", "2", "--empty-unused-memory-level", str(level))
     assert len(counted) == calls
+
+
+@pytest.mark.flags("--output-logit-dtype")
+@pytest.mark.parametrize("fusion", ["", "--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion"])
+def test_logits_in_float32(fusion: str) -> None:
+    """Not rounded to bfloat16; losses and gradients stay those of the rounded logits, as far as these go."""
+    flags = f"--bf16 --untie-embeddings-and-output-weights --init-method-std 0.2 {fusion}"
+    model, short = build_model(f"{flags} --output-logit-dtype fp32"), build_model(f"{flags} --output-logit-dtype bf16")
+    ids, positions, _ = token_batch()
+    seen: list[Tensor] = []
+    model.output_layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    logits = model(ids, positions)
+    assert logits.dtype == torch.float32 and short(ids, positions).dtype == torch.bfloat16
+    exact = F.linear(seen[0].float(), model.output_layer.weight.float()).transpose(0, 1)
+    torch.testing.assert_close(logits, exact)
+    assert not torch.equal(logits, logits.bfloat16().float())
+    (losses, grads), (expected, expected_grads) = losses_and_grads(model), losses_and_grads(short)
+    torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-2)
+    for name, grad in expected_grads.items():
+        error = (grads[name] - grad).float().norm() / grad.float().norm().clamp(min=1e-6)
+        assert grads[name].dtype == torch.bfloat16 and error < 0.05, name
+    assert "--output-logit-dtype bf16" in problems("--output-logit-dtype bf16")
+
+
+def test_a_run_without_initialization_has_the_weights_it_loads(tmp_path: Path) -> None:
+    checkpoint = ("--save", tmp_path, "--load", tmp_path, "--save-interval", "2")
+    with pytest.raises(CheckpointError, match="--no-initialization leaves the weights undefined"):
+        train_tiny("--no-initialization", *checkpoint)
+    saved = train_tiny(*checkpoint, "--train-iters", "2")
+    assert differing(saved, prepare("--no-initialization", "--load", tmp_path, "--train-iters", "2")) == []

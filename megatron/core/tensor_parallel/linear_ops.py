@@ -83,6 +83,46 @@ def linear_into_main_grad(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return result
 
 
+class _LinearToFloat32(torch.autograd.Function):
+    """y = x W^T + b of 16-bit operands whose float32 sums are not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, into_main_grad: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.into_main_grad = into_main_grad
+        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+        if x.is_cpu:
+            y = rows.float() @ weight.float().t()
+        else:
+            y = torch.mm(rows, weight.t(), out_dtype=torch.float32)  # the CPU has no such product
+        y = y if bias is None else y.add_(bias)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad_rows = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
+        short = grad_rows.to(x.dtype)
+        x_rows = x.reshape(-1, x.shape[-1])
+        grad_x = (short @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(weight, short, x_rows) if ctx.into_main_grad else short.t() @ x_rows
+        grad_bias = grad_rows.sum(0).to(x.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def to_float32(linear: LinearFunction) -> LinearFunction:
+    """The same product with a float32 result and 16-bit gradients; its weight gradient goes where `linear` has it."""
+    into_main_grad = linear is linear_into_main_grad
+
+    def linear_to_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result: Tensor = _LinearToFloat32.apply(x, weight, bias, into_main_grad)
+        return result
+
+    return linear_to_float32
+
+
 def choose_linear(config: ModelParallelConfig) -> LinearFunction:
     """The function that the parallel layers call, and the name under which the log shows it: its __name__.
 

@@ -62,6 +62,9 @@ class ArchitectureFields:
     copy of the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"))
     """Whose fused cross entropy: native is this system's; Transformer Engine's, te, is refused."""
+    logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",))
+    """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
+    round; the model's when not given."""
     bias_activation_fusion: bool = derived(True)
     """The MLP's activation (with its bias or gate) as one differentiable operation that keeps only its inputs."""
     bias_dropout_fusion: bool = flag(True)

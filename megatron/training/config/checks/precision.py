@@ -12,6 +12,11 @@ def residual_has_a_lower_format(s: Settings) -> Iterator[str]:
         yield "--fp32-residual-connection says nothing in a float32 run; add --bf16 or --fp16, or leave it out"
 
 
+def logits_have_a_format_of_the_model(s: Settings) -> Iterator[str]:
+    if s.logit_dtype == "bf16" and not s.bf16:
+        yield f"{s.say('logit_dtype')} is the format of a --bf16 model; add --bf16, or leave it out"
+
+
 def one_low_precision_format(s: Settings) -> Iterator[str]:
     if s.fp8 and s.fp4:
         yield f"{s.say('fp8')} and {s.say('fp4')} contradict each other; keep one"
@@ -58,6 +63,7 @@ CHECKS = (
     smaller_state_has_its_optimizer,
     loss_scale_may_fall,
     residual_has_a_lower_format,
+    logits_have_a_format_of_the_model,
     one_low_precision_format,
     ends_in_bf16_fit_the_recipe,
 )
