@@ -132,6 +132,7 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
             config.validation.eval_micro_batch_size or batch_size.micro_batch_size,
         ),
     )
+    optimizer.timers = run.timers
     if task.process_non_loss_data is not None:
         hooks = run.hooks.hooks  # type: ignore[attr-defined]
         tensorboard = next((hook for hook in hooks if isinstance(hook, TensorBoardHook)), None)

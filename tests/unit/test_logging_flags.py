@@ -29,7 +29,7 @@ def printed(capsys: pytest.CaptureFixture[str], *flags: str | Path) -> list[str]
 
 # ---- timers
 
-PHASES = ["forward-backward", "all-grads-sync", "optimizer"]
+PHASES = ["forward-backward", "all-grads-sync", "optimizer", "params-all-gather"]
 COMPUTATION = ["forward-compute", "backward-compute"]
 
 
@@ -64,10 +64,10 @@ def test_ranks_wait_before_timed_phases(monkeypatch: pytest.MonkeyPatch) -> None
     waited: list[Any] = []
     monkeypatch.setattr("megatron.core.timers.barrier", waited.append)
     train_tiny("--timing-log-level", "1", "--train-iters", "2")
-    assert len(waited) == 2 * len(PHASES)
+    assert len(waited) == 2 * 3, "the gather is a part of the optimizer's time"
     train_tiny("--timing-log-level", "1", "--no-barrier-with-level-1-timing", "--train-iters", "2")
     train_tiny("--train-iters", "2")
-    assert len(waited) == 2 * len(PHASES)
+    assert len(waited) == 2 * 3
 
 
 # ---- the progress line and what follows it
@@ -127,6 +127,19 @@ def test_log_memory_interval(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(
         r" \[rank 0\] memory \(MB\) after iteration 4: allocated \d+ \| peak \d+ \| used on .* \d+", line
     )
+
+
+@pytest.mark.flags("--log-device-memory-used")
+def test_log_device_memory_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron.core.device.device_memory_used", lambda: 7 * 2**20)
+    flags = ("--metrics-dir", tmp_path, "--log-interval", "2", "--train-iters", "2")
+    assert not any("device memory used" in line for line in printed(capsys, *flags))
+    (line,) = (line for line in printed(capsys, *flags, "--log-device-memory-used") if "device memory used" in line)
+    assert "| device memory used (MB): 7 |" in line
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["device-memory-used-bytes"] for row in rows] == [7 * 2**20] * 2
 
 
 @pytest.mark.flags("--log-progress")

@@ -19,6 +19,7 @@ from megatron.core.optimizer.param_groups import ParamKey, make_param_groups
 from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
 
 
 class UpdateResult(NamedTuple):
@@ -57,6 +58,8 @@ class MegatronOptimizer:
         self.config = config
         self.groups = groups
         self.model_chunks = list(model_chunks)
+        self.timers = Timers(log_level=0)
+        """Of the parts of a step; whoever wants times sets others."""
         self.check_for_nan_in_grad = any(chunk.ddp_config.check_for_nan_in_grad for chunk in model_chunks)
         buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
         if not buffers:
@@ -148,8 +151,9 @@ class MegatronOptimizer:
             for group in self._groups:
                 group.rule.update(group, self._step, divisor, found_inf)
         self._write_back()
-        for chunk in self.model_chunks:
-            chunk.start_param_sync()
+        with self.timers("params-all-gather", 1):
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
         succeeded = not found_inf.item()
         used_scale = self.loss_scale
         may_skip = succeeded if self.grad_scaler is None else self.grad_scaler.update(overflowed=not succeeded)

@@ -27,6 +27,8 @@ class LoggerConfig:
     """Keep a history of starts and checkpoints, with their throughput, in progress.txt in the --save directory."""
     log_memory_interval: int | None = flag(None, minimum=1, unit="iterations")
     """Iterations between lines with each rank's memory."""
+    log_device_memory_used: bool = False
+    """Also log the memory that all processes together use of the first rank's GPU, or of its machine."""
     logging_level: int | None = flag(None, minimum=0, maximum=50)
     """Level of Python's logging for libraries and for scripts of your own: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: int = flag(0, choices=(0, 1, 2))

@@ -133,3 +133,7 @@ class MeterHook(Hook):
             num_zeros_in_grad=None if self._zeros is None else int(self._zeros),
         )
         run.progress.nan_iterations += self.step.has_nan
+        if run.config.logger.log_device_memory_used:
+            used = device.device_memory_used()
+            self.step.further["device-memory-used-bytes"] = used
+            self.step.texts.append(f"device memory used (MB): {used / 2**20:.0f}")
