@@ -1,0 +1,193 @@
+#!/usr/bin/env python
+"""Planned and measured bytes on every process: parameters, gradients, optimizer state and peak activations.
+
+    OMP_NUM_THREADS=1 python benchmarks/memory.py
+    OMP_NUM_THREADS=1 python benchmarks/memory.py --layouts tp2,sp dp4,fsdp2
+
+A GPT-2 style model in float32, untied, is trained for two steps under each layout. Measured are the bytes of memory
+that exists: of parameters, of gradients, of optimizer state, and the largest sum of everything that autograd keeps for
+backward at one time (each piece of memory once, parameters not). Planned:
+
+    weights, biases   h (12 h + 13) in a layer; a row layer's biases (2 h) and the norms (4 h) are held whole, the rest
+                      is divided by tp. Ends: v h / tp for the embedding, as much for the output layer, s h for
+                      positions, 2 h for the last norm. Parameters 4 bytes, gradients 4, moments 8.
+    replicas          optimizer state / dp with dist-opt; parameters, gradients and state / dp with fsdp2
+    activations       microbatches under way x layers of the stage x a + e on the stage with the loss; a and e come from
+                      one process with 4 and with 8 layers. tp with sp, and cp, divide both. tp without sp divides only
+                      a part of them: no plan, the measured share of one process stands alone. Without
+                      --tp-comm-overlap a column layer keeps its gathered input, which is not divided: a tenth more
+                      than planned with tp2, a third with tp4.
+"""
+
+# ruff: noqa: E402 - the path comes before the imports
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, installed or not
+
+import argparse
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import pretrain_gpt
+from benchmarks.conditions import print_conditions
+from megatron.training.flags import read_run_config
+from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.local_job import run_locally
+from megatron.training.parity import local_run
+from megatron.training.parity_layouts import Layout, parse_layout
+from megatron.training.run import Run
+from megatron.training.setup import Task
+from megatron.training.step import train_step
+
+LAYERS, HIDDEN, SEQUENCE, VOCABULARY, MICROBATCHES = 4, 128, 64, 512, 8
+LAYOUTS = ["1", "tp2", "tp2,sp", "tp4,sp", "tp2,sp,--tp-comm-overlap", "cp2", "pp2", "pp4", "tp2,sp,pp2", "dp2",
+           "dp2,dist-opt", "dp4,dist-opt", "dp2,fsdp2", "dp4,fsdp2", "tp2,sp,dp2,fsdp2"]  # fmt: skip
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+
+
+class Bytes(NamedTuple):
+    """Of one process."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float | None
+
+
+class KeptForBackward:
+    """Counts the memory that autograd keeps: hooks for saved tensors."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self.holders: dict[int, int] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        return tensor if is_parameter else _Kept(self, tensor)
+
+    def unpack(self, kept: Any) -> Tensor:
+        tensor: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        return tensor
+
+    def add(self, storage: torch.UntypedStorage, by: int) -> None:
+        place = storage.data_ptr()
+        before = self.holders.get(place, 0)
+        self.holders[place] = before + by
+        if before == 0 or before + by == 0:
+            self.now += storage.nbytes() * by
+            self.peak = max(self.peak, self.now)
+
+
+class _Kept:
+    def __init__(self, count: KeptForBackward, tensor: Tensor) -> None:
+        self.count, self.tensor = count, tensor
+        count.add(tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self.count.add(self.tensor.untyped_storage(), -1)
+
+
+def flags_of(layout: Layout, layers: int) -> list[str]:
+    """The run's flags; every replica has as many microbatches."""
+    batch, padding = MICROBATCHES * layout.sizes["dp"], VOCABULARY // layout.sizes["tp"]
+    flags = f"""--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
+        --max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} --lr 1e-3
+        --train-iters 2 --hidden-dropout 0 --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer
+        --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by {padding} --eval-iters 0
+        --num-workers 0 --untie-embeddings-and-output-weights"""
+    return [*flags.split(), *layout.flags]
+
+
+def measure(rank: int, text: str, layers: int) -> Bytes:
+    """What a process holds after two steps."""
+    layout = parse_layout(text)
+    config = read_run_config(flags_of(layout, layers), {"WORLD_SIZE": str(layout.world_size)})
+    tokenizer = tokenizer_of(config)
+    task = Task(
+        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
+        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
+        pretrain_gpt.forward_step,
+    )
+    with local_run(config, tokenizer, task, rank) as run:
+        batches = run.data.open("train", 0)
+        train_step(run, batches)
+        kept = KeptForBackward()
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            train_step(run, batches)
+        return Bytes(*_static_bytes(run), kept.peak)
+
+
+def _static_bytes(run: Run) -> tuple[int, int, int]:
+    for chunk in run.model:
+        chunk.finish_param_sync()
+    held = [param.detach() for chunk in run.model for param in chunk.module.parameters()]
+    params = [param.to_local() if isinstance(param, DTensor) else param for param in held]
+    grads = [buffer.grad_data for chunk in run.model for buffer in chunk.flat_buffers]
+    state = [tensor for kinds in run.optimizer.named_state().values() for tensor in kinds.values()]
+    return _bytes_of(params), _bytes_of(grads), _bytes_of(state)
+
+
+def _bytes_of(tensors: list[Tensor]) -> int:
+    """Each piece of memory once."""
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
+    """The formulas at the head of this file."""
+    tp, pp, dp, cp = (layout.sizes[axis] for axis in ("tp", "pp", "dp", "cp"))
+    terms = layout.text.split(",")
+    stage = rank // (layout.world_size // pp)
+    h, layers = HIDDEN, LAYERS // pp
+    elements = layers * ((12 * h * h + 7 * h) / tp + 2 * h + 4 * h)
+    elements += (VOCABULARY * h / tp + SEQUENCE * h) * (stage == 0) + (VOCABULARY * h / tp + 2 * h) * (stage == pp - 1)
+    shards = dp if "fsdp2" in terms else 1
+    state_shards = dp if {"fsdp2", "dist-opt"} & set(terms) else 1
+    activations = None
+    if tp == 1 or "sp" in terms:
+        under_way = min(pp - stage, MICROBATCHES)
+        activations = (under_way * layers * per_layer + ends * (stage == pp - 1)) / (tp * cp)
+    return Bytes(4 * elements / shards, 4 * elements / shards, 8 * elements / state_shards, activations)
+
+
+def report(layouts: list[str]) -> None:
+    """One line for each layout, and for each stage of a pipeline."""
+    (small,), (large,) = run_locally(measure, 1, ("1", LAYERS)), run_locally(measure, 1, ("1", 2 * LAYERS))
+    assert small.activations is not None and large.activations is not None
+    per_layer = (large.activations - small.activations) / LAYERS
+    ends = small.activations - LAYERS * per_layer
+    print(f"activations of one process: {per_layer:,.0f} bytes a layer, {ends:,.0f} for the ends\n")
+    print(f"{'':<32}" + "".join(f"{kind + ', kB':^32}" for kind in KINDS))
+    print(f"{'layout':<26}{'rank':>6}" + f"{'planned':>12}{'measured':>10}{'of 1':>8}  " * len(KINDS))
+    for text in layouts:
+        layout = parse_layout(text)
+        ranks = run_locally(measure, layout.world_size, (text, LAYERS))
+        for rank in range(0, layout.world_size, layout.world_size // layout.sizes["pp"]):
+            plan = planned(layout, rank, per_layer, ends)
+            cells = ""
+            for kind in KINDS:
+                wanted, found = getattr(plan, kind), getattr(ranks[rank], kind)
+                shown = "-" if wanted is None else f"{wanted / 1000:,.0f}"
+                cells += f"{shown:>12}{found / 1000:>10,.0f}{found / getattr(small, kind):>8.3f}  "
+            print(f"{text:<26}{rank:>6}{cells}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="as of tools/check_parity.py")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print_conditions()
+    print(f"{LAYERS} layers, hidden {HIDDEN}, {SEQUENCE} tokens, vocabulary {VOCABULARY}, {MICROBATCHES} microbatches")
+    report(arguments.layouts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Benchmarks measure what they say; how fast is nothing for a test."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from benchmarks import generality, memory, overlap
+from benchmarks.train_step import Sizes
+from megatron.training.local_job import run_locally
+from megatron.training.parity_layouts import parse_layout
+
+
+@functools.cache
+def activations_of_one_process() -> tuple[float, float]:
+    """Bytes of a layer, and of the ends."""
+    (small,) = run_locally(memory.measure, 1, ("1", memory.LAYERS))
+    (large,) = run_locally(memory.measure, 1, ("1", 2 * memory.LAYERS))
+    per_layer = (large.activations - small.activations) / memory.LAYERS
+    return per_layer, small.activations - memory.LAYERS * per_layer
+
+
+@pytest.mark.parametrize("text", ["tp2,sp,--tp-comm-overlap", "dp2,fsdp2"])
+def test_memory_is_what_was_planned(text: str) -> None:
+    layout = parse_layout(text)
+    plan = memory.planned(layout, 0, *activations_of_one_process())
+    found = run_locally(memory.measure, layout.world_size, (text, memory.LAYERS))[0]
+    assert found[:3] == pytest.approx(plan[:3], rel=0.01), "alignment costs less"
+    assert found.activations == pytest.approx(plan.activations, rel=0.1)
+
+
+def test_the_straight_line_is_the_same_model() -> None:
+    torch.manual_seed(0)
+    sizes = Sizes(vocab=128, hidden=32, layers=2, heads=2, ffn=48, batch=2, sequence=16)
+    ours = generality.General(sizes)
+    straight = generality.StraightLine(sizes, ours.weights)
+    tokens = torch.randint(0, sizes.vocab, (sizes.batch, sizes.sequence + 1))
+    ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for _ in range(3):
+        assert straight.step(ids, labels) == pytest.approx(ours.step(ids, labels), rel=1e-6)
+
+
+def test_what_a_link_exposes() -> None:
+    """A link of 1000 bytes a second carries two collectives of 20 bytes one after the other."""
+    link = overlap.Link(rate={"gradients": 1000.0, "parameters": None})
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    first = link.carry("gradients", torch.zeros(5), Done())
+    second = link.carry("gradients", torch.zeros(5), Done())
+    assert second.arrives_at - first.arrives_at == pytest.approx(0.02)
+    second.wait()
+    exposed = link.exposed["gradients"]
+    assert 0.0 < exposed <= 0.04
+    first.wait()
+    assert link.exposed["gradients"] == exposed, "it has arrived before the second"
