@@ -24,6 +24,7 @@ from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator,
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
 from megatron.core.pipeline_parallel.executor import Executor, activation_shape
+from megatron.core.tensor_parallel.parameters import materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.traffic import Traffic
@@ -204,8 +205,18 @@ def build_model(config: RunConfig, process: Process, task: Task) -> list[Distrib
             compile_layers(module)
         modules.append(module)
     tie_chunks(modules)
-    wrapper = TorchFullyShardedDataParallel if shards_parameters(config.ddp, groups) else DistributedDataParallel
-    return [wrapper(config.model, config.ddp, module, pg_collection=groups) for module in modules]
+    fill = functools.partial(
+        materialise_parameters, seed=config.model.seed, device=process.device,
+        draw_on_cpu=config.model.use_cpu_initialization, draw=config.model.perform_initialization,
+    )  # fmt: skip
+    if shards_parameters(config.ddp, groups):
+        return [
+            TorchFullyShardedDataParallel(config.model, config.ddp, module, pg_collection=groups, fill=fill)
+            for module in modules
+        ]
+    for module in modules:
+        fill(module)
+    return [DistributedDataParallel(config.model, config.ddp, module, pg_collection=groups) for module in modules]
 
 
 def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.errors import ConfigError
 from megatron.core.placement import placement_of
 from megatron.training.parity import local_run
@@ -131,3 +132,54 @@ def test_bf16_weights_come_and_go(tmp_path: Path) -> None:
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor, second[key]), key
             assert torch.equal(tensor.float(), second[f"optimizer.state.fp32_param.{key}"]), key
+
+
+def built(flags: str) -> tuple[list[int], dict[str, Any]]:
+    """Elements with memory whenever a unit is divided, and this process's rows of every parameter."""
+    config, tokenizer, task = training(STYLES["llama"] + flags, "dp2,fsdp2")
+    in_memory: list[int] = []
+    prepare = TorchFullyShardedDataParallel._prepare
+    network: list[nn.Module] = []
+    shard = TorchFullyShardedDataParallel._shard
+
+    def recorded_shard(self: Any, module: nn.Module) -> nn.Module:
+        network.append(module)
+        return shard(self, module)
+
+    def recorded_prepare(self: Any, part: nn.Module) -> None:
+        prepare(self, part)
+        whole = [p for p in network[-1].parameters() if not isinstance(p, DTensor) and p.device.type != "meta"]
+        in_memory.append(sum(param.numel() for param in whole))
+
+    TorchFullyShardedDataParallel._shard = recorded_shard  # type: ignore[method-assign]
+    TorchFullyShardedDataParallel._prepare = recorded_prepare  # type: ignore[method-assign]
+    try:
+        with local_run(config, tokenizer, task, own_rank(config)) as run:
+            train_step(run, run.data.open("train", 0))
+            run.model[0].finish_param_sync()
+            named = run.model[0].module.named_parameters()
+            return in_memory, {name: param.detach().to_local().clone() for name, param in named}  # type: ignore[operator]
+    finally:
+        TorchFullyShardedDataParallel._shard = shard  # type: ignore[method-assign]
+        TorchFullyShardedDataParallel._prepare = prepare  # type: ignore[method-assign]
+
+
+def built_both_ways() -> list[tuple[list[int], dict[str, Any]]]:
+    return [built(""), built(" --init-model-with-meta-device"), built(" --init-model-with-meta-device --bf16")]
+
+
+@pytest.mark.flags("--init-model-with-meta-device")
+def test_no_process_ever_holds_the_whole_model() -> None:
+    for (at_once, expected), (in_turn, found), (in_turn_bf16, _) in run_distributed(built_both_ways, 2):
+        assert max(at_once) > 4 * max(in_turn), "of four layers and two ends one at a time"
+        assert in_turn == in_turn_bf16
+        assert found.keys() == expected.keys()
+        for name, rows in expected.items():
+            assert torch.equal(found[name], rows), name
+
+
+@pytest.mark.flags("--init-model-with-meta-device")
+def test_without_division_the_flag_is_noted() -> None:
+    notes = run_config("--init-model-with-meta-device").notes
+    assert any("has no effect without --use-torch-fsdp2" in note for note in notes)
+    assert kept("1", " --init-model-with-meta-device") == kept("1", "")

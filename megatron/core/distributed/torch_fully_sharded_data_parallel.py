@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from megatron.core.device import current_device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, reduction_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
@@ -32,7 +34,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     """Wraps the model; behaves like DistributedDataParallel towards the loop and the optimizer.
 
     module: the network; its parameters are replaced by sharded ones, which keep their Placement. Needs at least two
-    processes that hold the same parameters.
+    processes that hold the same parameters. fill: gives parameters of a part that were built on the meta device memory
+    and values; it is called for one unit after the other, just before the unit is divided.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         module: nn.Module,
         *,
         pg_collection: ProcessGroupCollection | None = None,
+        fill: Callable[[nn.Module], None] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.config = config
@@ -52,6 +56,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
         marks = [_marks(param) for param in module.parameters()]
+        self._fill = fill
         self.module = self._shard(module)
         for param, mark in zip(self.module.parameters(), marks, strict=True):
             vars(param).update(mark)
@@ -63,22 +68,30 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         first = next(module.parameters())
         group = self.groups.dp_cp
         assert not isinstance(group, SingleRankGroup), "one process has nothing to divide"
-        mesh = DeviceMesh.from_group(torch_group(group), first.device.type)
+        mesh = DeviceMesh.from_group(torch_group(group), current_device().type)
         reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else first.dtype
         policy = MixedPrecisionPolicy(param_dtype=first.dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
-        for param in module.parameters():
-            param.data = param.data.float()
         frees = ddp_config.torch_fsdp2_reshard_after_forward and not self.keeps_gathered
         for unit in _units(module):
+            self._prepare(unit)
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
         # What belongs to no unit stays through backward.
+        self._prepare(module)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for part in _fsdp_modules(module):
             # A plain sum, so that all libraries and sizes round alike; then a division.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0 / self.reduction.scale)
         return module
+
+    def _prepare(self, part: nn.Module) -> None:
+        """Real values in float32 for what is not divided yet."""
+        if self._fill is not None:
+            self._fill(part)
+        for param in part.parameters():
+            if not isinstance(param, DTensor):
+                param.data = param.data.float()
 
     def _make_buffers(self, placements: list[tuple[Placement, torch.dtype]]) -> Iterator[ShardedParamBuffer]:
         self._model_dtypes = {placement.name: model_dtype for placement, model_dtype in placements}

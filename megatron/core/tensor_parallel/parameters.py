@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Placement, Split, place, placement_of
 
@@ -127,6 +128,32 @@ def initialise_parameters(
         if device.type == "meta" or not (draw or init in (ones, zeros)):
             continue
         _fill(parameter, placement, init, seed, device)
+
+
+def materialise_parameters(
+    module: nn.Module, *, seed: int, device: torch.device, draw_on_cpu: bool = False, draw: bool = True
+) -> None:
+    """Give every named parameter that was built on the meta device memory, and fill it as `initialise_parameters` would
+    have done. The parameters stay the same objects.
+
+    Raises ConfigError for one that was not declared: only its own module could fill it.
+    """
+    for parameter in list(module.parameters()):
+        if parameter.device.type != "meta":
+            continue
+        placement = placement_of(parameter, "")
+        init = getattr(parameter, "initialiser", None)
+        if init is None:
+            raise ConfigError(
+                f"--init-model-with-meta-device: {placement.name or 'a parameter'} of shape {placement.full_shape} has "
+                "no initialiser; declare it with declare_parameter(), or leave the flag out"
+            )
+        memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        real = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+        vars(real).update(vars(parameter))
+        torch.utils.swap_tensors(parameter, real)
+        if draw or init in (ones, zeros):
+            _fill(parameter, placement, init, seed, torch.device("cpu") if draw_on_cpu else device)
 
 
 def parameter_seed(seed: int, name: str) -> int:

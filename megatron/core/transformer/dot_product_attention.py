@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.select import build_sequence_attention
+from megatron.core.device import current_device
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
@@ -37,8 +38,10 @@ class DotProductAttention(MegatronModule):
             self.softmax_offset = declare_parameter(
                 (heads,), init=input_initialiser(config), dtype=parameter_dtype(config), splits=splits
             )
-        # The device modules are being built on: GPTModel sets it before it builds.
-        self.attention = build_sequence_attention(config, layer_number, groups, torch.get_default_device())
+        # The device modules are being built on, which GPTModel sets; or ours, where they are built without memory.
+        building_on = torch.get_default_device()
+        device = current_device() if building_on.type == "meta" else building_on
+        self.attention = build_sequence_attention(config, layer_number, groups, device)
 
     @property
     def backend(self) -> AttentionBackend | SequenceAttention:

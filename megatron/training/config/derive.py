@@ -258,6 +258,7 @@ def _without_effect(s: Settings) -> None:
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("data_parallel_sharding_strategy", not s.given & {"use_torch_fsdp2"}, "--use-torch-fsdp2"),
+        ("init_model_with_meta_device", not s.use_torch_fsdp2, "--use-torch-fsdp2"),
         ("torch_fsdp2_reshard_after_forward", not s.use_torch_fsdp2, "--use-torch-fsdp2"),
         (
             "reduce_scatter_with_fp32_accumulation",

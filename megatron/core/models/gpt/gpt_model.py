@@ -74,16 +74,6 @@ class GPTModel(LanguageModule):
             share_embeddings_and_output_weights and post_process and not pre_process and is_folded
         )
         with torch.device(current_device()):
-            if pre_process:
-                self.embedding = LanguageModelEmbedding(
-                    config,
-                    vocab_size,
-                    max_sequence_length,
-                    add_position_embedding=position_embedding_type == "learned_absolute",
-                    tp_group=self.pg_collection.tp,
-                )
-                if share_embeddings_and_output_weights and not post_process and not is_folded:
-                    self.share_gradient_with_last_stage(self.embedding.word_embeddings.weight)
             self.rotary_pos_emb: RotaryEmbedding | None = None
             self.local_rotary_pos_emb: RotaryEmbedding | None = None  # of layers with a sliding window
             if position_embedding_type in ("rope", "yarn"):
@@ -96,6 +86,17 @@ class GPTModel(LanguageModule):
                     self.rotary_pos_emb = RotaryEmbedding(*stretched, rope_scaling, rope_scaling_factor)
                 if config.rotary_base_local is not None:
                     self.local_rotary_pos_emb = RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
+        with torch.device("meta" if config.init_model_with_meta_device else current_device()):
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config,
+                    vocab_size,
+                    max_sequence_length,
+                    add_position_embedding=position_embedding_type == "learned_absolute",
+                    tp_group=self.pg_collection.tp,
+                )
+                if share_embeddings_and_output_weights and not post_process and not is_folded:
+                    self.share_gradient_with_last_stage(self.embedding.word_embeddings.weight)
             self.decoder = TransformerBlock(
                 config,
                 transformer_layer_spec,

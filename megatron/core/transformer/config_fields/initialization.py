@@ -23,6 +23,9 @@ class InitializationFields:
     embeddings and the output layer keep the normal one."""
     perform_initialization: bool = flag(True, names=("--initialization",), off_names=("--no-initialization",))
     """Draw initial weights. Without it only norms and biases are set, for a run that loads its weights."""
+    init_model_with_meta_device: bool = False
+    """With --use-torch-fsdp2, build the model without memory and give it to one layer after the other, each of which is
+    divided before the next one is filled: no process ever holds the whole model."""
     init_method: Callable[..., Any] | None = derived()
     """Initialiser of input projections, `f(tensor, generator)`; the normal distribution when None."""
     output_layer_init_method: Callable[..., Any] | None = derived()
