@@ -348,7 +348,7 @@ def test_J12_output_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("flags", "words"), [
     (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/no"], "--tokenizer-model /no: no such file"),
     (["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
-    (["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "x"], "is planned, not available yet"),
+    (["--tokenizer-type", "MultimodalTokenizer", "--tokenizer-model", "x"], "--tokenizer-type MultimodalTokenizer"),
     (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "/no"], "--tokenizer-model /no: no such file"),
     (["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "/no"], "--tokenizer-model /no: no such file"),
     (["--tokenizer-type", "BertWordPieceCase", "--vocab-file", "/no"], "--vocab-file /no: no such file"),

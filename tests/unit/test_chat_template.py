@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.datasets.conversations import encode
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.preprocess_runs import DATA
@@ -116,3 +117,57 @@ def test_no_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not UTF-8"):
         build_tokenizer("NullTokenizer", vocab_size=9, chat_template=str(tmp_path / "latin.jinja"))
     assert run_config("").tokenizer.chat_template is None
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": " Be kind. "},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+]
+
+
+@pytest.mark.flags("--sft-tokenizer-prompt-format")
+def test_prompt_formats(tmp_path: Path) -> None:
+    own = {"tokenizer_model": str(model(tmp_path, chat_template=TEMPLATE))}
+    special = own | {"special_tokens": ["<SPECIAL_10>", "<SPECIAL_11>"]}
+    nemotron = build_tokenizer("SFTTokenizer", **special)
+    text = "<SPECIAL_10>System\nBe kind.\n<SPECIAL_11>User\nHi\n<SPECIAL_11>Assistant\n"
+    assert nemotron.render_chat(CONVERSATION[:2], add_generation_prompt=True) == text
+    assert nemotron.render_chat(CONVERSATION) == text + "Hello\n"
+    identity = build_tokenizer("SFTTokenizer", **own, sft_tokenizer_prompt_format="identity")
+    assert identity.render_chat(CONVERSATION) == " Be kind. HiHello"
+    default = build_tokenizer("SFTTokenizer", **own, sft_tokenizer_prompt_format="default")
+    assert default.chat_template == TEMPLATE
+    assert build_tokenizer("SFTTokenizer", **own, chat_template="{{ 1 }}").render_chat(CONVERSATION) == "1"
+
+
+@pytest.mark.flags("--sft-tokenizer-prompt-format")
+def test_loss_of_a_prompt_format_is_on_the_answers(tmp_path: Path) -> None:
+    special = ["<SPECIAL_10>", "<SPECIAL_11>"]
+    tokenizer = build_tokenizer("SFTTokenizer", tokenizer_model=str(model(tmp_path)), special_tokens=special)
+    later = [*CONVERSATION, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Bye"}]
+    ids, counts = encode(later, tokenizer, "here")
+    learned = tokenizer.detokenize([token for token, counted in zip(ids, counts, strict=True) if counted])
+    assert learned == "Hello\nBye\n<|endoftext|>" and ids[-1] == tokenizer.eod
+
+
+@pytest.mark.flags("--sft-tokenizer-prompt-format")
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("SFTTokenizer", {}, "needs the tokens <SPECIAL_10> and <SPECIAL_11> in the vocabulary"),
+        ("SFTTokenizer", {"sft_tokenizer_prompt_format": "nemotron-nano-v2"}, "nemotron-nano-v2 is not supported"),
+        ("SFTTokenizer", {"sft_tokenizer_prompt_format": "identity", "chat_template": "x{{1}}"}, "keep one"),
+        ("HuggingFaceTokenizer", {"sft_tokenizer_prompt_format": "identity"}, "says nothing about --tokenizer-type"),
+    ],
+)
+def test_prompt_formats_that_cannot_be(kind: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_tokenizer(kind, tokenizer_model=str(model(tmp_path)), **options)
+
+
+def test_prompt_format_has_no_place_for_other_roles(tmp_path: Path) -> None:
+    special = ["<SPECIAL_10>", "<SPECIAL_11>"]
+    tokenizer = build_tokenizer("SFTTokenizer", tokenizer_model=str(model(tmp_path)), special_tokens=special)
+    with pytest.raises(DataError, match="a message of role tool has no place in the prompt format"):
+        tokenizer.render_chat([{"role": "tool", "content": "4"}])

@@ -137,7 +137,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(tokenizer_directory: Pat
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"tokenizer_type": "SFTTokenizer"}, "is planned and does not work yet"),
+    ({"tokenizer_type": "SFTTokenizer"}, "needs --tokenizer-model"),
     ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model"),
     ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "/no/x"}, "--tokenizer-model /no/x: no such file"),
     ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),

@@ -115,7 +115,7 @@ def test_every_dataset_is_looked_at(several: Path, tmp_path: Path) -> None:
 def test_bad_flags(several: Path) -> None:
     done = verify("--input", several, "--lr", "3")
     assert done.returncode == 2 and "unrecognized arguments: --lr 3" in done.stderr
-    done = verify("--input", several, "--tokenizer-type", "SFTTokenizer")
-    assert done.returncode == 2 and "--tokenizer-type SFTTokenizer is planned" in done.stderr
+    done = verify("--input", several, "--tokenizer-type", "MultimodalTokenizer")
+    assert done.returncode == 2 and "--tokenizer-type MultimodalTokenizer is not" in done.stderr
     done = verify("--help")
     assert done.returncode == 0 and "--tokenizer-model" in done.stdout

@@ -10,9 +10,10 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat import is_file_name
 from megatron.core.tokenizers.metadata import with_metadata
+from megatron.core.tokenizers.prompt_formats import DEFAULT_FORMAT, with_prompt_format
 from megatron.core.tokenizers.tokenizer_options import (
     DEFAULT_TYPE,
-    PLANNED_TYPES,
+    PROMPT_FORMATS,
     UNSUPPORTED_TYPES,
     WORKING_TYPES,
     TokenizerOptions,
@@ -34,6 +35,8 @@ def tokenizer_from(options: TokenizerOptions) -> Tokenizer:
         options = with_metadata(options, options.metadata_path)
     tokenizer_type = options.tokenizer_type or DEFAULT_TYPE
     check_type(tokenizer_type)
+    if options.sft_tokenizer_prompt_format is not None:
+        _check_prompt_format(options, tokenizer_type)
     tokenizer = _BUILDERS[tokenizer_type](options)
     if options.chat_template is not None:
         tokenizer.chat_template = _chat_template(options.chat_template)
@@ -43,8 +46,6 @@ def tokenizer_from(options: TokenizerOptions) -> Tokenizer:
 def check_type(tokenizer_type: str) -> None:
     """Raise ConfigError unless this type of tokenizer works today."""
     works = ", ".join(WORKING_TYPES)
-    if tokenizer_type in PLANNED_TYPES:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} is planned and does not work yet; use one of {works}")
     if tokenizer_type in UNSUPPORTED_TYPES:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} is not supported (text only); use one of {works}")
     if tokenizer_type not in WORKING_TYPES:
@@ -84,6 +85,28 @@ def _huggingface(options: TokenizerOptions) -> Tokenizer:
         include_special_tokens=not options.tokenizer_hf_no_include_special_tokens,
         more_special_tokens=_added_tokens(options),
     )
+
+
+def _sft(options: TokenizerOptions) -> Tokenizer:
+    tokenizer = _huggingface(options)
+    if options.chat_template is not None:
+        return tokenizer
+    return with_prompt_format(tokenizer, options.sft_tokenizer_prompt_format or DEFAULT_FORMAT)
+
+
+def _check_prompt_format(options: TokenizerOptions, tokenizer_type: str) -> None:
+    if tokenizer_type != "SFTTokenizer":
+        raise ConfigError(
+            f"--sft-tokenizer-prompt-format says nothing about --tokenizer-type {tokenizer_type}; leave it out, or "
+            "use SFTTokenizer"
+        )
+    if options.chat_template is not None:
+        raise ConfigError("--sft-tokenizer-prompt-format and --chat-template both say how to write; keep one")
+    if options.sft_tokenizer_prompt_format not in PROMPT_FORMATS:
+        raise ConfigError(
+            f"--sft-tokenizer-prompt-format {options.sft_tokenizer_prompt_format} is not supported; use one of "
+            f"{', '.join(PROMPT_FORMATS)}, or give the template with --chat-template"
+        )
 
 
 def _gpt2(options: TokenizerOptions) -> Tokenizer:
@@ -174,6 +197,7 @@ _BUILDERS: dict[str, Callable[[TokenizerOptions], Tokenizer]] = {
     "Llama2Tokenizer": _sentencepiece,
     "TikTokenizer": _tiktoken,
     "NullTokenizer": _null,
+    "SFTTokenizer": _sft,
 }
 
 

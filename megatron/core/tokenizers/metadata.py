@@ -12,7 +12,7 @@ from megatron.core.tokenizers.tokenizer_options import TokenizerOptions
 
 FILE_NAME = "tokenizer_metadata.json"
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "huggingface": ("HuggingFaceTokenizer",),
+    "huggingface": ("HuggingFaceTokenizer", "SFTTokenizer"),
     "sentencepiece": ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
     "tiktoken": ("TikTokenizer",),
     "megatron": ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),

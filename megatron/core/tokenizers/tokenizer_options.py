@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from megatron.core.config_base import flag
 
+PROMPT_FORMATS = ("nemotron-h-aligned", "identity", "default")
+UNSUPPORTED_FORMATS = ("nemotron-nano-v2",)
 WORKING_TYPES = (
     "HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer", "TikTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "NullTokenizer",
+    "Llama2Tokenizer", "TikTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "NullTokenizer", "SFTTokenizer",
 )  # fmt: skip
-PLANNED_TYPES = ("SFTTokenizer",)
 UNSUPPORTED_TYPES = ("MultimodalTokenizer", "NullMultimodalTokenizer")
 DEFAULT_TYPE = "GPT2BPETokenizer"
 
@@ -21,12 +22,11 @@ class TokenizerOptions:
 
     tokenizer_type: str | None = flag(
         None,
-        choices=(*WORKING_TYPES, *PLANNED_TYPES, *UNSUPPORTED_TYPES),
-        planned_choices=PLANNED_TYPES,
-        coming="instruction tuning",
+        choices=(*WORKING_TYPES, *UNSUPPORTED_TYPES),
         unsupported_choices=UNSUPPORTED_TYPES,
     )
-    """Kind of tokenizer; GPT2BPETokenizer when not given. The three SentencePiece types are one and the same."""
+    """Kind of tokenizer; GPT2BPETokenizer when not given. The three SentencePiece types are one and the same;
+    SFTTokenizer is a HuggingFaceTokenizer with a prompt format for conversations."""
     tokenizer_model: str | None = None
     """File or directory of the tokenizer: tokenizer.json (HuggingFaceTokenizer), tokenizer.model (SentencePiece), or
     the directory that holds it; the vocabulary in JSON (TikTokenizer)."""
@@ -64,3 +64,8 @@ class TokenizerOptions:
     """Padding of NullTokenizer."""
     chat_template: str | None = None
     """Jinja template for conversations, or the file that holds it, instead of the tokenizer's own."""
+    sft_tokenizer_prompt_format: str | None = flag(
+        None, choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS
+    )
+    """How SFTTokenizer writes conversations: nemotron-h-aligned (when not given), identity (the contents alone), or
+    default (the tokenizer's own chat template)."""
