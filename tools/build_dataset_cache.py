@@ -6,10 +6,13 @@
 The flags are those of the job: number of samples, seed, sequence length, blend and split all decide what is built. With
 the same --data-cache-path (or, without it, the same data directories) the job then finds everything. Where nothing says
 --global-batch-size, it follows from the number of processes, so give that as WORLD_SIZE. Building again costs nothing.
+--dataloader-fast-cache-load is for the job and changes nothing here; with --per-dataset-sequences-path that file is
+written, too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -40,11 +43,14 @@ def main() -> int:
     if config.data.mock_data:
         raise ConfigError("--mock-data has no files and keeps no indices; give the job's --data-path")
 
+    from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
     from megatron.training.data import SPLITS
     from megatron.training.gpt import tokenizer_of
     from megatron.training.gpt_data import build_gpt_datasets
     from megatron.training.setup import needed_samples
 
+    data = dataclasses.replace(config.data, dataloader_fast_cache_load=False, dataloader_defer_npy_index_mmap=False)
+    config = dataclasses.replace(config, data=data)
     started_at = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
@@ -52,8 +58,12 @@ def main() -> int:
     problems = [str(warning.message) for warning in caught if "index cache" in str(warning.message)]
     if problems:
         raise StorageError(f"nothing was kept for the job: {problems[0]}")
-    for name, datasets in zip(SPLITS, built, strict=True):
-        for dataset in datasets if isinstance(datasets, list) else [datasets]:
+    by_split = [datasets if isinstance(datasets, list) else [datasets] for datasets in built]
+    if data.per_dataset_sequences_path is not None:
+        found = indexed_datasets_in(dataset for datasets in by_split for dataset in datasets)
+        write_sequence_counts(data.per_dataset_sequences_path, found)
+    for name, datasets in zip(SPLITS, by_split, strict=True):
+        for dataset in datasets:
             print(describe(name, dataset) if dataset is not None else f"{name:10s} none")
     where = config.data.data_cache_path or "cache/ beside each dataset"
     print(f"the indices are in {where} ({time.monotonic() - started_at:.1f} s)")

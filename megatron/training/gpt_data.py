@@ -43,6 +43,7 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     """The class of dataset that the settings ask for, and its settings."""
     from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.datasets.sequence_counts import read_sequence_counts
     from megatron.core.datasets.sft_dataset import SFTDataset
 
     data = config.data
@@ -53,7 +54,11 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
             "there is no data to train on; give --data-path PREFIX, or --mock-data to try the settings out"
         )
     assert data.seq_length is not None, "checked by read_run_config"
+    counts = None
+    if data.per_dataset_sequences_path is not None and data.dataloader_fast_cache_load:
+        counts = read_sequence_counts(data.per_dataset_sequences_path)
     settings: dict[str, Any] = {
+        "sequence_counts": counts,
         "random_seed": config.rng.seed,
         "sequence_length": data.seq_length,
         "blend": blend,

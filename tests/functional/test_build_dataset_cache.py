@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,20 @@ def test_bad_flags_are_the_jobs(tmp_path: Path) -> None:
     done = build(*FLAGS, "--data-path", tmp_path / "absent")
     assert done.returncode == 2 and "absent.idx: no such file" in done.stderr
     assert build("--help").returncode == 0
+
+
+@pytest.mark.flags("--per-dataset-sequences-path", "--dataloader-fast-cache-load")
+def test_a_job_that_trusts_what_was_built(tmp_path: Path, blend: list[str]) -> None:
+    """The same flags build and train; the job takes the counts from the file, and says where they do not agree."""
+    counts = tmp_path / "counts.json"
+    fast = ["--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap", "--per-dataset-sequences-path", counts]
+    assert build(*FLAGS, *blend, *fast).returncode == 0
+    before = arrays(tmp_path)
+    job = run([*FLAGS, *blend, *fast])
+    assert job.returncode == 0, job.stderr
+    assert arrays(tmp_path) == before
+    content = json.loads(counts.read_text())
+    content[str(tmp_path / "a")]["documents"] += 1
+    counts.write_text(json.dumps(content))
+    job = run([*FLAGS, *blend, *fast])
+    assert job.returncode == 2 and "has 60 sequences, 60 documents" in job.stderr and "says 60, 61" in job.stderr

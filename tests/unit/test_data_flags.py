@@ -15,6 +15,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.packed_seq_params import pack_batch
 from megatron.training.gpt_data import build_gpt_datasets
@@ -370,3 +371,23 @@ def test_deferred_indices_are_opened_at_the_first_sample(a: str, b: str, tmp_pat
         datasets(fast, (40, 0, 0))
     with pytest.raises(ConfigError, match="--dataloader-defer-npy-index-mmap needs --dataloader-fast-cache-load"):
         run_config("--mock-data --dataloader-defer-npy-index-mmap", RUN)
+
+
+@pytest.mark.flags("--per-dataset-sequences-path")
+def test_datasets_are_opened_at_the_first_sample(a: str, b: str, tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
+    flags = f"--data-path 1 {a} 2 {b} --split 1,0,0 --data-cache-path {tmp_path / 'cache'}"
+    built = datasets(flags, (40, 0, 0))[0]
+    write_sequence_counts(str(counts), indexed_datasets_in([built, None]))
+    fast = f"{flags} --dataloader-fast-cache-load --per-dataset-sequences-path {counts}"
+    blended = datasets(fast, (40, 0, 0))[0]
+    assert not any("opened" in vars(part.dataset) for part in blended.datasets)
+    assert all(torch.equal(blended[i]["tokens"], built[i]["tokens"]) for i in range(len(built)))
+    counts.write_text(json.dumps({a: [40, 40]}))
+    with pytest.raises(DataError, match="is not what tools/build_dataset_cache.py writes"):
+        datasets(fast, (40, 0, 0))
+    counts.write_text("{}")
+    with pytest.raises(DataError, match="the file of --per-dataset-sequences-path says nothing about it"):
+        datasets(fast, (40, 0, 0))
+    with pytest.raises(ConfigError, match="--per-dataset-sequences-path x needs --dataloader-fast-cache-load"):
+        run_config(f"{flags} --per-dataset-sequences-path x", RUN)

@@ -9,6 +9,7 @@ inspection          what is in a dataset: statistics, ids outside a vocabulary
 blend               which datasets, in which proportions, split how: --data-path and --split
 index_builders      which tokens make sample i: pure numpy
 blending_order      which dataset each sample of a blend comes from: pure numpy
+sequence_counts     what many index files say, so that a job starts without opening them
 index_cache         keep those indices on disk, safely
 gpt_sample          positions and attention mask of one sample
 megatron_dataset    the base of a dataset: one source, one split; its settings in blended_megatron_dataset_config

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron.core.datasets.blend import Blend, SplitMatrix, parse_split, split_matrix
 from megatron.core.datasets.index_cache import CachePolicy
+from megatron.core.datasets.sequence_counts import SequenceCounts
 from megatron.core.errors import ConfigError
 
 MOCK_SPLIT = "1,1,1"
@@ -54,6 +55,8 @@ class BlendedMegatronDatasetConfig:
     """Take cached indices as they are; they must have been built."""
     defer_npy_index_mmap: bool = False
     """With fast_cache_load: map cached indices when they are first used."""
+    sequence_counts: Mapping[str, SequenceCounts] | None = None
+    """With fast_cache_load: what the index files say, by prefix; they are opened at the first sample."""
     mock: bool = field(default=False, init=False)
     """True when there is no data to read."""
     tokenizer: DatasetTokenizer | None = None

@@ -22,6 +22,7 @@ from megatron.core.datasets.index_builders import (
 from megatron.core.datasets.index_cache import Arrays, IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.sequence_counts import UnopenedDataset
 from megatron.core.errors import ConfigError, DataError
 
 Array = npt.NDArray[Any]
@@ -115,21 +116,25 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Open the .bin/.idx pair of a prefix."""
+        """Open the .bin/.idx pair of a prefix; at the first sample if its counts are known."""
         assert dataset_path is not None, "mock data has no files"
-        dataset = IndexedDataset(
-            dataset_path, mmap=config.mmap_bin_files, index_directory=config.object_storage_cache_path
+        opening = functools.partial(
+            _open_integers, dataset_path, config.mmap_bin_files, config.object_storage_cache_path
         )
-        if dataset.dtype.kind not in "iu":
+        if config.sequence_counts is None:
+            return opening()
+        counts = config.sequence_counts.get(dataset_path)
+        if counts is None:
             raise DataError(
-                f"{dataset_path}.idx: token type at byte 17 is {dataset.dtype.name}, expected an integer type"
+                f"{dataset_path}: the file of --per-dataset-sequences-path says nothing about it; write it anew with "
+                "tools/build_dataset_cache.py and the flags of this run"
             )
-        return dataset
+        return UnopenedDataset(dataset_path, counts, opening)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
         """Sequences: each non-empty document is one."""
-        return len(low_level_dataset.sequence_lengths)
+        return len(low_level_dataset)
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -262,6 +267,9 @@ class MockTokens:
             ids = np.resize(np.asarray(usable, dtype=np.int64), self.longest - 1)
         self._counting = ids
 
+    def __len__(self) -> int:
+        return self.num_documents
+
     def fingerprint(self) -> dict[str, Any]:
         """Stands in the description where files have their size and digest."""
         return {"mock_documents": self.num_documents}
@@ -274,6 +282,13 @@ class MockTokens:
         if end == document_length and len(tokens):
             tokens[-1] = self.eod
         return tokens
+
+
+def _open_integers(path_prefix: str, mmap: bool, index_directory: str | None) -> IndexedDataset:
+    dataset = IndexedDataset(path_prefix, mmap=mmap, index_directory=index_directory)
+    if dataset.dtype.kind not in "iu":
+        raise DataError(f"{path_prefix}.idx: token type at byte 17 is {dataset.dtype.name}, expected an integer type")
+    return dataset
 
 
 def _union(first: Array | list[int], second: Array | list[int]) -> Array:

@@ -68,6 +68,9 @@ class DataConfig(FillInTheMiddle):
     have been built (tools/build_dataset_cache.py). For jobs of many processes on shared storage."""
     dataloader_defer_npy_index_mmap: bool = False
     """With --dataloader-fast-cache-load: open each file of sample indices when it is first used."""
+    per_dataset_sequences_path: str | None = None
+    """With --dataloader-fast-cache-load: a JSON file of what the index file of each dataset says, so that none is
+    opened before the first sample. tools/build_dataset_cache.py writes it."""
     object_storage_cache_path: str | None = None
     """Local directory for copies of the index files of datasets in object storage, such as s3://bucket/prefix; the
     sample indices go there, too, unless --data-cache-path says otherwise."""

@@ -61,6 +61,13 @@ def trusted_caches_are_named(s: Settings) -> Iterator[str]:
             "--dataloader-defer-npy-index-mmap needs --dataloader-fast-cache-load: without it all indices are read "
             "for their checksums; give both"
         )
+    if s.per_dataset_sequences_path and not s.dataloader_fast_cache_load:
+        yield (
+            f"{s.say('per_dataset_sequences_path')} needs --dataloader-fast-cache-load: indices are built and compared "
+            "from the index files themselves; give both"
+        )
+    if s.per_dataset_sequences_path and (s.sft or s.mock_data):
+        yield f"{s.say('per_dataset_sequences_path')} says nothing about --sft and --mock-data; leave it out"
     if s.dataloader_defer_npy_index_mmap and s.sft:
         yield "--dataloader-defer-npy-index-mmap says nothing about --sft, which opens all indices; leave it out"
 
