@@ -10,7 +10,7 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.chat import is_file_name
 from megatron.core.tokenizers.metadata import with_metadata
-from megatron.core.tokenizers.prompt_formats import DEFAULT_FORMAT, with_prompt_format
+from megatron.core.tokenizers.prompt_formats import with_prompt_format
 from megatron.core.tokenizers.tokenizer_options import (
     DEFAULT_TYPE,
     PROMPT_FORMATS,
@@ -35,7 +35,7 @@ def tokenizer_from(options: TokenizerOptions) -> Tokenizer:
         options = with_metadata(options, options.metadata_path)
     tokenizer_type = options.tokenizer_type or DEFAULT_TYPE
     check_type(tokenizer_type)
-    if options.sft_tokenizer_prompt_format is not None:
+    if options.sft_tokenizer_prompt_format != PROMPT_FORMATS[0]:
         _check_prompt_format(options, tokenizer_type)
     tokenizer = _BUILDERS[tokenizer_type](options)
     if options.chat_template is not None:
@@ -91,7 +91,7 @@ def _sft(options: TokenizerOptions) -> Tokenizer:
     tokenizer = _huggingface(options)
     if options.chat_template is not None:
         return tokenizer
-    return with_prompt_format(tokenizer, options.sft_tokenizer_prompt_format or DEFAULT_FORMAT)
+    return with_prompt_format(tokenizer, options.sft_tokenizer_prompt_format)
 
 
 def _check_prompt_format(options: TokenizerOptions, tokenizer_type: str) -> None:

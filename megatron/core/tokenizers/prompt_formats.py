@@ -5,8 +5,6 @@ from __future__ import annotations
 from megatron.core.errors import ConfigError
 from megatron.core.tokenizers.base import Tokenizer
 
-DEFAULT_FORMAT = "nemotron-h-aligned"
-
 _NEMOTRON_H = """
 {%- for message in messages -%}
     {%- if message.role == 'system' -%}

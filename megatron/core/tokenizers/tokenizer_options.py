@@ -64,8 +64,8 @@ class TokenizerOptions:
     """Padding of NullTokenizer."""
     chat_template: str | None = None
     """Jinja template for conversations, or the file that holds it, instead of the tokenizer's own."""
-    sft_tokenizer_prompt_format: str | None = flag(
-        None, choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS
+    sft_tokenizer_prompt_format: str = flag(
+        "nemotron-h-aligned", choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS
     )
-    """How SFTTokenizer writes conversations: nemotron-h-aligned (when not given), identity (the contents alone), or
-    default (the tokenizer's own chat template)."""
+    """How SFTTokenizer writes conversations: nemotron-h-aligned, identity (the contents alone), or default (the
+    tokenizer's own chat template)."""
