@@ -75,6 +75,10 @@ class Task:
     """(data, iteration, TensorBoard writer), after each evaluation."""
     non_loss_data: Callable[[Any], Any] | None = None
     """(model chunks) -> that data; the loss function makes it when None."""
+    build_optimizer: Callable[..., MegatronOptimizer] | None = None
+    """(run_config, model chunks, process groups) -> the optimizer; that of the flags when None."""
+    build_scheduler: Callable[..., Any] | None = None
+    """(run_config, optimizer) -> what sets its learning rates; that of the flags when None."""
 
 
 def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task) -> Run:
@@ -103,7 +107,10 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         ignored_signal=config.training.exit_signal if config.training.exit_signal_handler_for_dataloader else None,
     )
     model = build_model(config, process, task)
-    optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    if task.build_optimizer is None:
+        optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
+    else:
+        optimizer = task.build_optimizer(config, model, groups)
     if config.training.dump_param_to_param_group_map is not None:
         write_param_group_map(config.training.dump_param_to_param_group_map, optimizer, groups)
     executor = build_executor(config, process, model, batch_size)
@@ -116,7 +123,7 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         padded_vocab_size=padded_vocab_size,
         model=model,
         optimizer=optimizer,
-        scheduler=build_scheduler(config, optimizer),
+        scheduler=(task.build_scheduler or build_scheduler)(config, optimizer),
         executor=executor,
         schedule=functools.partial(executor.pipeline.program, groups.pp.rank()),
         evaluation_schedule=functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True),

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError, TemporaryError
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
@@ -33,6 +34,8 @@ def pretrain(
     *,
     run_config: RunConfig | None = None,
     tokenizer: Tokenizer | None = None,
+    optimizer_provider: Callable[..., MegatronOptimizer] | None = None,
+    scheduler_provider: Callable[..., Any] | None = None,
 ) -> Run:
     """Join the job, set up, train, and leave in order; returns the finished run.
 
@@ -47,6 +50,8 @@ def pretrain(
     returns when it is called with non_loss_data=True, for each microbatch of a global batch.
     get_embedding_ranks, get_position_embedding_ranks: of upstream's signature; the layout says which ranks these are.
     tokenizer: built from the settings when None.
+    optimizer_provider: (run_config, model chunks, process groups) -> optimizer, and scheduler_provider: (run_config,
+    optimizer) -> scheduler; those of the flags when None; see docs/optimizers.md.
 
     Inside, the functions above may call get_args(), get_tokenizer() and get_timers().
 
@@ -69,6 +74,8 @@ def pretrain(
         forward_step_func,
         process_non_loss_data=process_non_loss_data_func,
         non_loss_data=non_loss_data_func,
+        build_optimizer=optimizer_provider,
+        build_scheduler=scheduler_provider,
     )
     additions = {
         "padded_vocab_size": padded_vocab_size_of(run_config, tokenizer),

@@ -12,12 +12,17 @@ from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 
 SMALL_STATE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+ONE_GROUP = "--num-query-groups 1"  # its key and value are held whole by both ranks
 # Flags, layout, and what rounding may do: the sign that Lion takes of a mean near zero may turn, a moment may round to
 # the neighbouring bfloat16 number.
 CASES = [
     ("--optimizer sgd --decoupled-lr 1e-2 --lr 5e-2", "tp2,pp2", Tolerances()),
     ("--optimizer sgd --decoupled-lr 1e-2 --lr 5e-2", "dp2,fsdp2", Tolerances()),
     ("--optimizer lion --lr 1e-4", "dp2,dist-opt,overlap-all,--ddp-num-buckets=3", Tolerances(weight=1e-2)),
+    ("--optimizer muon", "tp2,pp2", Tolerances(weight=1e-3)),
+    ("--optimizer dist_muon --muon-nesterov", "tp2,dp2,--ddp-num-buckets=3,overlap-all", Tolerances(weight=1e-3)),
+    ("--optimizer dist_muon --muon-scalar-optimizer lion --lr 1e-4", "dp3", Tolerances(weight=1e-2)),
+    (f"--optimizer muon --muon-tp-mode distributed {ONE_GROUP}", "tp2,sp", Tolerances(weight=1e-3)),
     (SMALL_STATE, "dp2,dist-opt", Tolerances(loss=1e-3, grad=5e-2, weight=3e-2)),
 ]
 
@@ -32,7 +37,18 @@ def reference(flags: str) -> Trace:
     return join([share(flags, "1")])
 
 
+@pytest.mark.flags("--optimizer", "--muon-tp-mode")
 @pytest.mark.parametrize(("flags", "layout", "tolerances"), CASES, ids=str)
 def test_layout_is_the_same_run(flags: str, layout: str, tolerances: Tolerances) -> None:
     trace = join(run_distributed(share, parse_layout(layout).world_size, flags, layout))
     assert compare(reference(flags), trace, tolerances) == []
+
+
+@pytest.mark.flags("--muon-tp-mode")
+def test_blockwise_muon_takes_each_shard_for_a_matrix() -> None:
+    flags = "--optimizer muon --muon-tp-mode blockwise"
+    trace = join(run_distributed(share, 2, flags, "tp2"))
+    differing = compare(reference("--optimizer muon"), trace, Tolerances(loss=1e-2))
+    assert any("linear_fc1" in text and "weight" in text for text in differing)
+    assert not trace.disagreements
+    assert compare(reference("--optimizer muon"), join([share(flags, "1")])) == []

@@ -218,8 +218,8 @@ def test_params_norm() -> None:
 
 def test_unknown_rules_and_bare_modules_are_refused() -> None:
     model, _ = wrapped(tiny_network())
-    with pytest.raises(ConfigError, match="--optimizer muon"):
-        get_megatron_optimizer(OptimizerConfig(optimizer="muon"), [model])
+    with pytest.raises(ConfigError, match="--optimizer soap"):
+        get_megatron_optimizer(OptimizerConfig(optimizer="soap"), [model])
     with pytest.raises(TypeError, match="found Sequential"):
         get_megatron_optimizer(OptimizerConfig(), [tiny_network()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="nothing to optimize"):

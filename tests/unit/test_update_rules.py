@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.group_state import GroupState
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.training.config.container import RunConfig
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import loss_of, tiny_network, train, wrapped
 from tests.unit.tiny_training import differing, finish, prepare, train_tiny
@@ -103,6 +106,48 @@ def test_a_rule_of_ones_own() -> None:
     for name, param in model.module.named_parameters():
         torch.testing.assert_close(param, before[name] - 0.01 * param.main_grad.sign())  # type: ignore[attr-defined]
     assert not any(optimizer.named_state().values())
+
+
+def code_of_the_page() -> dict[str, Any]:
+    """What the Python example of docs/optimizers.md defines."""
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    return names
+
+
+class Halving:
+    """A scheduler of one's own: a rate that halves at every step."""
+
+    def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
+        self.optimizer, self.lr = optimizer, config.optimizer.lr or 0.0
+        self.step(0)
+
+    def step(self, increment: int) -> None:
+        self.lr /= 2 if increment else 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+
+    def get_lr(self, group: Mapping[str, Any]) -> float:
+        return self.lr
+
+    def state_dict(self) -> dict[str, float]:
+        return {"lr": self.lr}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.lr = state["lr"]
+        self.step(0)
+
+
+def test_optimizer_and_scheduler_of_ones_own_in_a_run(tmp_path: Path) -> None:
+    providers = {"build_optimizer": code_of_the_page()["optimizer_provider"], "build_scheduler": Halving}
+    straight = finish(prepare("--train-iters", "4", **providers))
+    assert straight.scheduler.get_lr({}) == 1e-2 / 2**4
+    assert {kind for kinds in straight.optimizer.named_state().values() for kind in kinds} == {"mean"}
+    save = ["--save", tmp_path, "--load", tmp_path, "--save-interval", "2"]
+    finish(prepare(*save, "--train-iters", "2", **providers))
+    resumed = finish(prepare(*save, "--train-iters", "4", **providers))
+    assert differing(resumed, straight) == []
 
 
 # ---- learning rates and weight decay of groups

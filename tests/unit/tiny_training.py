@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,12 +46,17 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def prepare(*flags: str | Path) -> Run:
+def prepare(*flags: str | Path, **task_options: Any) -> Run:
     """Everything up to the first step, loading included."""
     config = read_run_config([*FLAGS.split(), *map(str, flags)], {})
     tokenizer = tokenizer_of(config)
     model = functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer))
-    task = Task(model, lambda counts: [RandomTokens(n) if n else None for n in counts], pretrain_gpt.forward_step)
+    task = Task(
+        model,
+        lambda counts: [RandomTokens(n) if n else None for n in counts],
+        pretrain_gpt.forward_step,
+        **task_options,
+    )
     return setup(config, initialize(config), tokenizer, task)
 
 

@@ -14,6 +14,7 @@ from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron.core.optimizer.clip_grads import clip_divisor, counted, counted_ranges, global_norm
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import StateSlice
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamKey, make_param_groups
 from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
@@ -75,7 +76,7 @@ class MegatronOptimizer:
         self.grad_scaler = make_grad_scaler(config, self._device)
 
     def _rule(self, name: str) -> UpdateRule:
-        return elementwise_rule(name, self.config)
+        return Muon(self.config, self.groups) if name == "muon" else elementwise_rule(name, self.config)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -235,8 +236,8 @@ def get_megatron_optimizer(
     config's. Raises ConfigError for an update rule that does not exist yet and TypeError for a model that is not
     wrapped in DistributedDataParallel.
     """
-    if update_rule is None and config.optimizer not in ("adam", "sgd", "lion"):
-        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd or lion")
+    if update_rule is None and config.optimizer not in ("adam", "sgd", "lion", "muon"):
+        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd, lion or muon")
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
             found = type(chunk).__name__

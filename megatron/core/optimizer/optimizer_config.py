@@ -13,10 +13,11 @@ class OptimizerConfig:
 
     optimizer: str = flag(
         "adam", choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
-        planned_choices=("muon", "dist_muon", "adaptive_muon", "soap"),
+        planned_choices=("adaptive_muon", "soap"),
         coming="the remaining optimizers",
     )  # fmt: skip
-    """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023)."""
+    """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023), muon
+    orthogonalises the updates of matrices (Jordan et al., 2024); dist_muon is muon with the distributed optimizer."""
     lr: float | None = flag(None, minimum=0)
     """Learning rate at the end of the warm-up; the schedule scales it."""
     min_lr: float = flag(0.0, minimum=0)
@@ -45,6 +46,29 @@ class OptimizerConfig:
     """With --optimizer lion: weight of the running mean in the sign that is taken."""
     lion_beta2: float = flag(0.98, minimum=0, maximum=1)
     """With --optimizer lion: decay of the running mean of gradients."""
+    muon_momentum: float = flag(0.9, minimum=0, maximum=1)
+    """With --optimizer muon: decay of the running mean of gradients."""
+    muon_nesterov: bool = False
+    """With --optimizer muon: mix the gradient into the mean once more before it is orthogonalised."""
+    muon_split_qkv: bool = flag(True, off_names=("--muon-no-split-qkv",))
+    """With --optimizer muon: queries, keys and values are three matrices, although one product computes them."""
+    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    """With --optimizer muon: factor of an [out, in] update: sqrt(max(out, in)), sqrt(out / in) or
+    sqrt(max(1, out / in))."""
+    muon_extra_scale_factor: float = flag(1.0, minimum=0)
+    """With --optimizer muon: another factor; 0.2 with spectral makes updates as large as Adam's."""
+    muon_coefficient_type: str = flag("quintic", choices=("simple", "quintic", "polar_express"))
+    """With --optimizer muon: coefficients of the Newton-Schulz steps."""
+    muon_num_ns_steps: int = flag(5, minimum=1)
+    """With --optimizer muon: Newton-Schulz steps."""
+    muon_fp32_matmul_prec: str = flag("medium", choices=("low", "medium", "high"))
+    """With --optimizer muon: Newton-Schulz steps in bfloat16 (low), or in float32 from products that the device may
+    make of bfloat16 (medium) or TensorFloat-32 (high)."""
+    muon_tp_mode: str = flag("duplicated", choices=("blockwise", "duplicated", "distributed"))
+    """With --optimizer muon: tensor-parallel ranks gather each matrix, or sum the Gram matrices of their shards, or
+    orthogonalise each shard alone (blockwise: another algorithm, whose result depends on the ranks)."""
+    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"))
+    """With --optimizer muon: rule for embeddings, the output layer, biases and norms."""
     use_precision_aware_optimizer: bool = False
     """With --optimizer adam: allow smaller number formats of the optimizer's memory; updates are computed in fp32."""
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))

@@ -78,12 +78,19 @@ def has_weight_decay(name: str, param: nn.Parameter, config: OptimizerConfig) ->
     return not (name.endswith(".bias") or param.dim() == 1)
 
 
+def rule_name(param: nn.Parameter, config: OptimizerConfig) -> str:
+    """Muon is for the matrices inside the network; tables, the output layer and vectors take the scalar optimizer."""
+    if config.optimizer != "muon":
+        return config.optimizer
+    return "muon" if param.dim() == 2 and is_hidden_matrix(param) else config.muon_scalar_optimizer
+
+
 def param_key(name: str, param: nn.Parameter, config: OptimizerConfig) -> ParamKey:
     """The group of a parameter."""
     return ParamKey(
         is_undecayed=not has_weight_decay(name, param, config),
         is_decoupled_lr=config.decoupled_lr is not None and is_embedding_or_output(param),
-        rule=config.optimizer,
+        rule=rule_name(param, config),
         is_hidden_matrix=config.width_multiplier != 1.0 and is_hidden_matrix(param),
     )
 

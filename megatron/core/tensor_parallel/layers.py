@@ -51,8 +51,8 @@ LayerOutput = tuple[Tensor, Tensor | None]
 
 
 def tensor_parallel_split(dim: int, group: Group, parts: Sequence[Part] | None = None) -> tuple[Split, ...]:
-    """The split of one dimension over the TP group; none in a group of one."""
-    if group.size() == 1:
+    """The split of one dimension over the TP group; none in a group of one, unless there are parts to tell of."""
+    if group.size() == 1 and parts is None:
         return ()
     return (Split(dim, "tp", group.size(), group.rank(), None if parts is None else tuple(parts)),)
 

@@ -137,7 +137,11 @@ def _optimizer(s: Settings) -> None:
     if s.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm":
         s.derive(apply_wd_to_qk_layernorm=True)
     if s.optimizer == "dist_muon":
-        s.derive(optimizer="muon")
+        s.note("--optimizer dist_muon is --optimizer muon with --use-distributed-optimizer")
+        s.derive(optimizer="muon", use_distributed_optimizer=True)
+    elif s.optimizer == "muon" and s.overlap_param_gather and not s.use_distributed_optimizer:
+        s.note("--overlap-param-gather with --optimizer muon implies --use-distributed-optimizer")
+        s.derive(use_distributed_optimizer=True)
     if s.weight_decay_incr_style == "constant" and s.start_weight_decay is None and s.end_weight_decay is None:
         s.derive(start_weight_decay=s.weight_decay, end_weight_decay=s.weight_decay)
     if s.recompute_activations and s.recompute_granularity is None:
@@ -180,6 +184,13 @@ def _checkpoint(s: Settings) -> None:
 
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_MUON = tuple(
+    f"muon_{name}"
+    for name in (
+        "momentum", "nesterov", "split_qkv", "scale_mode", "extra_scale_factor", "coefficient_type", "num_ns_steps",
+        "fp32_matmul_prec", "tp_mode", "scalar_optimizer",
+    )
+)  # fmt: skip
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _FILL_IN = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token")
 _GATED = ("activation_func_clamp_value", "glu_linear_offset")
@@ -210,6 +221,10 @@ _CURVES = (
     "log_validation_ppl_to_tensorboard",
     "log_world_size_to_tensorboard",
 )
+
+
+def _uses_lion(s: Settings) -> bool:
+    return bool(s.optimizer == "lion" or (s.optimizer == "muon" and s.muon_scalar_optimizer == "lion"))
 
 
 def _is_gated(s: Settings) -> bool:
@@ -251,7 +266,8 @@ def _without_effect(s: Settings) -> None:
         ("grad_reduce_in_bf16", not s.bf16, "--bf16"),
         ("apply_wd_to_qk_layernorm", not s.qk_layernorm, "--qk-layernorm"),
         ("sgd_momentum", s.optimizer != "sgd", "--optimizer sgd"),
-        *((dest, s.optimizer != "lion", "--optimizer lion") for dest in ("lion_beta1", "lion_beta2")),
+        *((dest, not _uses_lion(s), "--optimizer lion") for dest in ("lion_beta1", "lion_beta2")),
+        *((dest, s.optimizer != "muon", "--optimizer muon") for dest in _MUON),
         *((dest, s.optimizer in ("sgd", "lion"), "--optimizer adam") for dest in _ADAM),
         *((dest, not s.fp16, "--fp16") for dest in ("loss_scale", *_DYNAMIC_LOSS_SCALE)),
         *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),

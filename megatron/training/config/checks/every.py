@@ -12,6 +12,7 @@ from megatron.training.config.checks import (
     layout,
     memory,
     model,
+    optimizer,
     pipeline,
     precision,
     profiling,
@@ -19,7 +20,20 @@ from megatron.training.config.checks import (
 )
 from megatron.training.config.settings import Settings
 
-_SUBJECTS = (layout, pipeline, batch, schedule, model, precision, memory, experts, data, checkpoint, profiling)
+_SUBJECTS = (
+    layout,
+    pipeline,
+    batch,
+    schedule,
+    model,
+    precision,
+    optimizer,
+    memory,
+    experts,
+    data,
+    checkpoint,
+    profiling,
+)
 
 
 def violations(s: Settings) -> Iterator[str]:

@@ -1,0 +1,234 @@
+"""Muon: momentum, orthogonalised (Jordan et al., 2024; Liu et al., 2025, Muon is Scalable for LLM Training).
+
+    m = momentum m + (1 - momentum) g          u = m, or with Nesterov momentum m + (1 - momentum) g
+    w = (1 - lr weight_decay) w - lr scale orthogonal(u)
+
+An orthogonal factor needs the whole matrix, which processes may have cut:
+
+| cut by                                  | the whole comes together                                                  |
+|-----------------------------------------|---------------------------------------------------------------------------|
+| tensor parallelism, mode duplicated     | gathered; each process computes all of it and keeps its shard              |
+| tensor parallelism, mode distributed    | not at all: only the small Gram matrices are summed                       |
+| tensor parallelism, mode blockwise      | not at all: each shard is orthogonalised alone, another algorithm         |
+| the distributed optimizer               | each process computes the matrices that its slice meets; of those that    |
+|                                         | reach over the end of a slice, the pieces of u are summed into whole ones |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_into_tensor, all_reduce
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.optimizer.group_state import GroupState, Member
+from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
+from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.placement import Placement, Split, placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.optimizer.param_groups import ParamGroup
+
+Rows = list[tuple[int, int]]
+"""(start, length) of the rows that are orthogonalised together."""
+
+
+class Muon(UpdateRule):
+    """The rule of --optimizer muon for matrices. groups: the process groups that may have cut them."""
+
+    kinds = ("momentum_buffer",)
+
+    def __init__(self, config: OptimizerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(momentum=config.muon_momentum, nesterov=config.muon_nesterov)
+        self.config = config
+        self.groups = groups
+        self.newton_schulz = NewtonSchulz(
+            COEFFICIENTS[config.muon_coefficient_type],
+            config.muon_num_ns_steps,
+            config.muon_fp32_matmul_prec,  # type: ignore[arg-type]
+        )
+
+    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        options = group.options
+        for state in group.states:
+            for member, matrix in self._directions(state, group, divisor):
+                change = self.orthogonal(matrix, placement_of(member.param, member.name)).reshape(-1)
+                for piece, place in state.pieces([_range(member)]):
+                    values = state.values(piece, place)
+                    values.mul_(1.0 - options["lr"] * options["weight_decay"])
+                    first = piece[0] - member.slot.start
+                    values.add_(change[first : first + values.numel()], alpha=-options["lr"])
+
+    # ---- u, whole as far as this process's shard goes
+
+    def _directions(
+        self, state: GroupState, group: ParamGroup, divisor: Tensor | None
+    ) -> Iterator[tuple[Member, Tensor]]:
+        """Every matrix of which this process updates something, and its u [rows, columns of the shard]."""
+        cut = [member for member in state.members if _is_cut(state.buffer, member)]
+        together = iter(self._put_together(state, cut, group, divisor))
+        for member in state.members:
+            shape = tuple(member.param.shape)
+            if _is_cut(state.buffer, member):
+                whole = next(together)
+                if any(True for _ in state.pieces([_range(member)])):
+                    yield member, whole.view(shape)
+            else:
+                pieces = self._momentum(state, member, group, divisor)
+                if pieces:
+                    yield member, torch.cat(pieces).view(shape)
+
+    def _put_together(
+        self, state: GroupState, cut: list[Member], group: ParamGroup, divisor: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """u of matrices that several slices share, flat, by one sum in which each process fills its own place."""
+        if not cut:
+            return ()
+        sizes = [member.slot.numel for member in cut]
+        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=state.buffer.device)
+        places = flat.split(sizes)
+        for member, place in zip(cut, places, strict=True):
+            found = self._momentum(state, member, group, divisor)
+            if found:
+                (first, _), _ = next(state.pieces([_range(member)]))
+                piece = torch.cat(found)
+                place[first - member.slot.start :][: piece.numel()] = piece
+        all_reduce(flat, state.buffer.reduction.shards)
+        return places
+
+    def _momentum(self, state: GroupState, member: Member, group: ParamGroup, divisor: Tensor | None) -> list[Tensor]:
+        """Advance the momentum of what this process has of a matrix; u of it, flat, in pieces."""
+        momentum = group.options["momentum"]
+        found = []
+        for _, grad, kept in state.shards([_range(member)]):
+            if divisor is not None:
+                grad.div_(divisor)
+            mean = kept["momentum_buffer"].lerp_(grad, 1.0 - momentum)
+            found.append(torch.lerp(grad, mean, momentum) if group.options["nesterov"] else mean)
+        return found
+
+    # ---- orthogonal(u) times its scale
+
+    def orthogonal(self, matrix: Tensor, placement: Placement) -> Tensor:
+        """The scaled orthogonal factor of the whole matrix of which `matrix` is this process's shard: its shard."""
+        cut = [split for split in placement.splits if split.num_shards > 1]
+        assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
+        if not cut or self.config.muon_tp_mode == "blockwise":
+            return self._by_rows(matrix, self._rows_of_shard(placement))
+        group: Group = getattr(self.groups, cut[0].axis)
+        if self.config.muon_tp_mode == "distributed":
+            return self._distributed(matrix, placement, cut[0], group)
+        gathered = matrix.new_empty(group.size() * matrix.shape[0], matrix.shape[1])
+        all_gather_into_tensor(gathered, matrix.contiguous(), group)
+        whole = self._by_rows(placement.join(gathered.chunk(group.size())), self._rows_of_whole(placement))
+        return placement.take(whole)
+
+    def _by_rows(self, matrix: Tensor, blocks: list[Rows]) -> Tensor:
+        """Each block of rows by itself."""
+        if len(blocks) == 1:
+            return self.newton_schulz.orthogonalize(matrix) * self._scale(*matrix.shape)
+        result = torch.empty_like(matrix)
+        for rows in blocks:
+            block = _gather_rows(matrix, rows)
+            _put_rows(result, rows, self.newton_schulz.orthogonalize(block) * self._scale(*block.shape))
+        return result
+
+    def _distributed(self, matrix: Tensor, placement: Placement, split: Split, group: Group) -> Tensor:
+        """Only Gram matrices over the dimension that is not cut travel."""
+
+        def total(part: Tensor) -> Tensor:
+            summed = part.float()
+            summed = summed.clone() if summed is part else summed
+            all_reduce(summed, group)
+            return summed.to(part.dtype)
+
+        counted = torch.zeros(matrix.shape[split.dim], device=matrix.device)
+        for run in split.runs(placement.full_shape[split.dim]):
+            if run.owned:
+                counted[run.local_start : run.local_start + run.length] = 1.0
+        if split.dim == 1:
+            scale = self._scale(matrix.shape[0], placement.full_shape[1])
+            return self.newton_schulz.iterate(matrix, total, counted) * scale
+        result = torch.empty_like(matrix)
+        heights = [sum(length for _, length in rows) for rows in self._rows_of_whole(placement)]
+        for rows, height in zip(self._rows_of_shard(placement), heights, strict=True):
+            block, own = _gather_rows(matrix, rows), _gather_rows(counted, rows)
+            found = self.newton_schulz.iterate(block.t(), total, own).t()
+            _put_rows(result, rows, found * self._scale(height, matrix.shape[1]))
+        return result
+
+    def _rows_of_shard(self, placement: Placement) -> list[Rows]:
+        split = self._qkv_split(placement)
+        if split is None:
+            return [[(0, placement.local_shape[0])]]
+        return _by_name(split.local_parts(placement.full_shape[0]))
+
+    def _rows_of_whole(self, placement: Placement) -> list[Rows]:
+        split = self._qkv_split(placement)
+        if split is None:
+            return [[(0, placement.full_shape[0])]]
+        parts, start = [], 0
+        for part in split.parts_of(placement.full_shape[0]):
+            parts.append((part.name, start, part.size))
+            start += part.size
+        return _by_name(parts)
+
+    def _qkv_split(self, placement: Placement) -> Split | None:
+        """Where queries, keys and values are one matrix, and each is to be orthogonalised for itself: its split."""
+        for split in placement.splits:
+            if split.dim == 0 and any(part.name == "query" for part in split.parts or ()):
+                return split if self.config.muon_split_qkv else None
+        return None
+
+    def _scale(self, rows: int, columns: int) -> float:
+        """What the size of an update depends on: rows are outputs, columns are inputs.
+
+        spectral: elements as large in every shape (Liu et al., 2025, who take --muon-extra-scale-factor 0.2 to be as
+        large as Adam's). unit_rms_norm: Bernstein and Newhouse (2024). shape_scaling: Jordan et al. (2024).
+        """
+        match self.config.muon_scale_mode:
+            case "spectral":
+                factor = math.sqrt(max(rows, columns))
+            case "unit_rms_norm":
+                factor = math.sqrt(rows / columns)
+            case _:
+                factor = math.sqrt(max(1.0, rows / columns))
+        return factor * self.config.muon_extra_scale_factor
+
+
+def _gather_rows(matrix: Tensor, rows: Rows) -> Tensor:
+    return torch.cat([matrix[start : start + length] for start, length in rows])
+
+
+def _put_rows(matrix: Tensor, rows: Rows, values: Tensor) -> None:
+    for (start, length), part in zip(rows, values.split([length for _, length in rows]), strict=True):
+        matrix[start : start + length] = part
+
+
+def _by_name(parts: list[tuple[str, int, int]]) -> list[Rows]:
+    """Rows of parts of one name belong together; in the order in which the names first come."""
+    found: dict[str, Rows] = {}
+    for name, start, length in parts:
+        found.setdefault(name, []).append((start, length))
+    return list(found.values())
+
+
+def _range(member: Member) -> tuple[int, int]:
+    return member.slot.start, member.slot.start + member.slot.numel
+
+
+def _is_cut(buffer: ParamAndGradBuffer, member: Member) -> bool:
+    """Whether the slices of several processes meet in the matrix."""
+    first, last = _range(member)
+    shards = buffer.reduction.shards.size()
+    for start, stop, _ in buffer.layout.buckets:
+        if start <= first < stop:
+            share = (stop - start) // shards
+            return (first - start) // share != (last - 1 - start) // share
+    raise AssertionError(f"{member.name} is in no bucket")
