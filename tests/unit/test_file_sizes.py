@@ -22,6 +22,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "megatron/core/models/gpt/gpt_model.py:GPTModel.__init__": "upstream's signature",
     "megatron/training/training.py:pretrain": "upstream's signature",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "upstream's signature",
+    "megatron/training/training.py:pretrain": "upstream's signature, and one keyword for each hook",
 }
 DEEP_NESTING: dict[str, str] = {}
 """File, or file:function with its class -> why it may be larger."""
