@@ -93,6 +93,10 @@ class GroupState:
             for first, last in common([(start, stop)], ranges):
                 yield (first, last), slice(place + first - start, place + last - start)
 
+    def _own_pieces(self) -> Iterator[tuple[Range, slice]]:
+        for (start, stop), place in zip(self.owned, self._places, strict=True):
+            yield (start, stop), slice(place, place + stop - start)
+
     def values(self, piece: Range, place: slice) -> Tensor:
         """The values to update of one of the `pieces`: a view."""
         return self.buffer.values(*piece) if self.main is None else self.main[place]
@@ -102,10 +106,14 @@ class GroupState:
 
         The caller updates param and state in place and may overwrite the gradient.
         """
-        for piece, place in self.pieces(self.owned if ranges is None else ranges):
+        for piece, place in self._own_pieces() if ranges is None else self.pieces(ranges):
+            if self.is_float32 and longest is None:
+                state = {kind: tensor[place] for kind, tensor in self.tensors.items()}
+                yield FlatShard(self.values(piece, place), self.buffer.grad_data[slice(*piece)], state)
+                continue
             kept = [self.values(piece, place), self.buffer.grad_data[slice(*piece)]]
             kept += [tensor[place] for tensor in self.tensors.values()]
-            limit = longest or (piece[1] - piece[0] if self.is_float32 else CHUNK)
+            limit = longest or CHUNK
             for parts in zip(*(tensor.split(limit) for tensor in kept), strict=True):
                 wide = [part.float() for part in parts]  # the same tensor where it is float32
                 yield FlatShard(wide[0], wide[1], dict(zip(self.tensors, wide[2:], strict=True)))
