@@ -45,6 +45,7 @@ from megatron.training.hooks.memory import MemoryHook
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.hooks.metrics import MetricsHook
 from megatron.training.hooks.non_loss_data import NonLossDataHook
+from megatron.training.hooks.outliers import OutlierHook
 from megatron.training.hooks.pipeline_clock import PipelineClockHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
@@ -318,6 +319,9 @@ def metered(process: Process, traffic: Traffic, task: Task) -> Process:
 def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
     """Everything periodic, in the order of one iteration: measure, report, check, evaluate, decide, save."""
     hooks: list[Hook] = reporting_hooks(config, traffic, meter := MeterHook())
+    spiky, large = config.training.check_for_spiky_loss, config.training.check_for_large_grads
+    if spiky or large:
+        hooks.append(OutlierHook(meter, losses=spiky, gradients=large))
     if config.ddp.check_for_nan_in_grad:
         hooks.append(SanityHook(meter))
     if config.training.manual_gc:

@@ -20,7 +20,6 @@ MANY_PARAMETERS: dict[str, str] = {
         "upstream's signature"
     ),
     "megatron/core/models/gpt/gpt_model.py:GPTModel.__init__": "upstream's signature",
-    "megatron/training/training.py:pretrain": "upstream's signature",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "upstream's signature",
     "megatron/training/training.py:pretrain": "upstream's signature, and one keyword for each hook",
 }
