@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 
 from megatron.training.parity import Share, Tolerances, Trace, compare, join, run_share
 from megatron.training.parity_layouts import parse_layout
+from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.test_layout_checkpoints import run_on
 
 SMALL_STATE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 ONE_GROUP = "--num-query-groups 1"  # its key and value are held whole by both ranks
@@ -52,3 +55,13 @@ def test_blockwise_muon_takes_each_shard_for_a_matrix() -> None:
     assert any("linear_fc1" in text and "weight" in text for text in differing)
     assert not trace.disagreements
     assert compare(reference("--optimizer muon"), join([share(flags, "1")])) == []
+
+
+@pytest.mark.usefixtures("no_yardstick")
+def test_state_of_muon_moves_between_layouts(tmp_path: Path) -> None:
+    flags = f"{STYLES['llama']} --optimizer muon --bf16 --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+    run_on("tp2", f"{flags} --save {tmp_path}/first")
+    assert run_on("dp3,dist-opt", f"{flags} --load {tmp_path}/first --save {tmp_path}/second") == []
+    first = saved(tmp_path / "first", 2)
+    assert any("momentum_buffer" in name for name in first)
+    assert_bit_equal(first, saved(tmp_path / "second", 2))
