@@ -39,19 +39,28 @@ def training_flops_per_token(
     return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products
 
 
-def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of the fastest of a few square matrix products: the yardstick where no data sheet is known."""
+def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
+    """FLOP/s of the fastest of a few square matrix products: the yardstick where no data sheet is known.
+
+    Products grow from 128 x 128 to 1024 x 1024 as far as the time allows: a processor without 16-bit arithmetic would
+    spend seconds on one large product.
+    """
     import torch
 
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    out = torch.mm(a, b)  # the first product also pays for threads and kernels
-    fastest, started_at = float("inf"), time.perf_counter()
-    while time.perf_counter() - started_at < seconds:
+    size, fastest, started_at = 64, 0.0, time.perf_counter()
+    product_seconds = 0.0
+    while (remaining := seconds - (time.perf_counter() - started_at)) > 0 or not fastest:
+        if size < 1024 and 2 * 8 * product_seconds < remaining:  # twice as wide: 8 times the work, and once to warm up
+            size *= 2
+            a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+            out = torch.mm(a, b)
+            device_module.synchronize()
         began_at = time.perf_counter()
         torch.mm(a, b, out=out)
         device_module.synchronize()
-        fastest = min(fastest, time.perf_counter() - began_at)
-    return _MULTIPLY_AND_ADD * size**3 / fastest if fastest < float("inf") else float("nan")
+        product_seconds = time.perf_counter() - began_at
+        fastest = max(fastest, _MULTIPLY_AND_ADD * size**3 / product_seconds)
+    return fastest
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
