@@ -11,6 +11,7 @@ Pure functions over a mapping, without torch, so that a mistake in the environme
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import sys
@@ -184,13 +185,14 @@ def run_job(main: Callable[[], int | None], environ: Mapping[str, str]) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the process with this code.
+    """End the process with this code, without the interpreter's clean-up.
 
-    After a failure without the interpreter's clean-up: destroying process groups whose peers are gone can abort the
-    process (and lose its exit code) or wait for them for ever.
+    A thread of a process group may hold the last reference to a tensor for a moment. If it asks for the interpreter
+    during clean-up, Python before 3.14 ends it, which aborts the process after a run that has succeeded. After a
+    failure, groups whose peers are gone could abort it (and lose its exit code) or wait for them for ever.
     """
     if exit_code == 0:
-        sys.exit(0)
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from megatron.core.errors import ConfigError
@@ -114,3 +117,19 @@ def test_rank_0_says_errors_first(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert run_job(fail, {"RANK": "3"}) == 2
     assert capsys.readouterr().err == "error: rank 3: --lr is missing\n"
     assert waits == [launch.RANK_0_SPEAKS_FIRST_SECONDS]
+
+
+LEAVING = """
+import atexit, sys
+from megatron.training.launch import leave
+
+atexit.register(print, "closed")
+print("said", end=" ")
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("exit_code", "output"), [(0, "said closed\n"), (17, "said ")])
+def test_leaving_keeps_the_exit_code_and_what_was_said(exit_code: int, output: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVING, str(exit_code)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (exit_code, output, "")
