@@ -56,13 +56,15 @@ class Link:
     free_at: float = 0.0
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], object] = time.sleep
 
     def carry(self, kind: str, tensor: Tensor, work: Any) -> Travel:
         size = tensor.numel() * tensor.itemsize
         self.bytes[kind] += size
         rate = self.rate[kind]
         if rate is not None:
-            self.free_at = max(self.free_at, time.perf_counter()) + size / rate
+            self.free_at = max(self.free_at, self.clock()) + size / rate
         return Travel(self, kind, work, self.free_at)
 
     def delayed(self, kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,9 +90,9 @@ class Travel:
     def wait(self) -> None:
         """The real collective is not counted: on one machine it competes with computation for the processors."""
         self.work.wait()
-        remaining = self.arrives_at - time.perf_counter()
+        remaining = self.arrives_at - self.link.clock()
         if remaining > 0:
-            time.sleep(remaining)
+            self.link.sleep(remaining)
             self.link.exposed[self.kind] += remaining
 
 

@@ -44,7 +44,12 @@ def test_the_straight_line_is_the_same_model() -> None:
 
 def test_what_a_link_exposes() -> None:
     """A link of 1000 bytes a second carries two collectives of 20 bytes one after the other."""
-    link = overlap.Link(rate={"gradients": 1000.0, "parameters": None})
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    link = overlap.Link(rate={"gradients": 1000.0, "parameters": None}, clock=lambda: now[0], sleep=sleep)
 
     class Done:
         def wait(self) -> None:
@@ -52,9 +57,9 @@ def test_what_a_link_exposes() -> None:
 
     first = link.carry("gradients", torch.zeros(5), Done())
     second = link.carry("gradients", torch.zeros(5), Done())
-    assert second.arrives_at - first.arrives_at == pytest.approx(0.02)
+    assert (first.arrives_at, second.arrives_at) == pytest.approx((100.02, 100.04))
+    now[0] += 0.01  # computation hides this much
     second.wait()
-    exposed = link.exposed["gradients"]
-    assert 0.0 < exposed <= 0.04
+    assert link.exposed["gradients"] == pytest.approx(0.03)
     first.wait()
-    assert link.exposed["gradients"] == exposed, "it has arrived before the second"
+    assert link.exposed["gradients"] == pytest.approx(0.03), "it has arrived before the second"
