@@ -140,3 +140,10 @@ def test_groups_beside_the_backends_own() -> None:
         "--disable-gloo-process-groups has no effect" in n for n in run_config("--disable-gloo-process-groups").notes
     )
     assert run_config("--use-gloo-process-groups").distributed.use_gloo_process_groups
+
+
+@pytest.mark.flags("--use-layer-wise-param-layout")
+@pytest.mark.parametrize("flag", ["--use-layer-wise-param-layout", "--no-use-layer-wise-param-layout"])
+def test_a_layout_by_whole_matrices_is_not_needed(flag: str) -> None:
+    assert any("--use-layer-wise-param-layout has no effect" in note for note in run_config(flag).notes)
+    assert not any("layer-wise" in note for note in run_config("").notes)

@@ -32,6 +32,9 @@ class OptimizerConfig:
     """Weight decay also for the norms of queries and keys (--qk-layernorm)."""
     no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",))
     """Upstream's older way to say --apply-wd-to-qk-layernorm."""
+    use_layer_wise_param_layout: bool = True
+    """Upstream's layout for dist_muon, by whole matrices. Here buffers are cut anywhere; a matrix that lies on a cut
+    is put together for its update."""
     clip_grad: float = flag(1.0, minimum=0)
     """Largest global gradient norm (L2 over all parameters); 0 switches clipping off."""
     adam_beta1: float = flag(0.9, minimum=0, maximum=1)

@@ -38,6 +38,10 @@ def _layout(s: Settings) -> None:
     s.derive(virtual_pipeline_model_parallel_size=_virtual_stages(s))
     if s.overlap_p2p_comm_warmup_flush:
         s.note("--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already")
+    if "use_layer_wise_param_layout" in s.given:
+        s.note(
+            "--use-layer-wise-param-layout has no effect: matrices that lie on a cut are put together for their update"
+        )
     if not s.use_gloo_process_groups:
         s.note("--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend")
 
