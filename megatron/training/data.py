@@ -14,9 +14,11 @@ import contextlib
 import dataclasses
 import itertools
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -260,7 +262,7 @@ def _loaded(
         pin_memory=settings.device.type != "cpu",
         # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
         generator=torch.Generator(),
-        worker_init_fn=None if settings.ignored_signal is None else _IgnoreSignal(settings.ignored_signal),
+        worker_init_fn=_Behaviour(settings.ignored_signal),
     )
     for batch in _supervised(loader, settings):
         if isinstance(batch, MegatronError):
@@ -269,13 +271,21 @@ def _loaded(
 
 
 @dataclass(frozen=True)
-class _IgnoreSignal:
-    """For a loader process."""
+class _Behaviour:
+    """What a loader process does about signals, and about a trainer that has stopped listening."""
 
-    name: str
+    ignored_signal: str | None
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.Signals[self.name], signal.SIG_IGN)
+        if self.ignored_signal is not None:
+            signal.signal(signal.Signals[self.ignored_signal], signal.SIG_IGN)
+        sys.excepthook = say_unless_cut_off
+
+
+def say_unless_cut_off(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """An exception hook for loader processes: when the trainer ends in the middle of a transfer, it says why itself."""
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _supervised(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[Any]:

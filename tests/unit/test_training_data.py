@@ -12,7 +12,15 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.core.errors import DataError, TemporaryError
-from megatron.training.data import PADDING, CyclicSampler, LoaderSettings, SingleSampler, TrainingData, WholeSampler
+from megatron.training.data import (
+    PADDING,
+    CyclicSampler,
+    LoaderSettings,
+    SingleSampler,
+    TrainingData,
+    WholeSampler,
+    say_unless_cut_off,
+)
 
 
 def _upstream_cyclic(total: int, consumed: int, mbs: int, rank: int, size: int, count: int) -> list[list[int]]:
@@ -230,3 +238,13 @@ def test_I8_external_batches_are_checked() -> None:
     next(batches), next(batches)
     with pytest.raises(DataError, match="a batch of the train data has token id 2 at position 0 of its tokens"):
         next(batches)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(EOFError(), ""), (ConnectionResetError(), ""), (KeyError("x"), "KeyError: 'x'\n")]
+)
+def test_I15_a_loader_process_is_silent_about_a_trainer_that_is_gone(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_unless_cut_off(type(error), error, None)
+    assert capsys.readouterr().err == said
