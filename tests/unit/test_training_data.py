@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import numpy as np
@@ -248,3 +249,14 @@ def test_I15_a_loader_process_is_silent_about_a_trainer_that_is_gone(
 ) -> None:
     say_unless_cut_off(type(error), error, None)
     assert capsys.readouterr().err == said
+
+
+def test_loader_processes_have_that_hook() -> None:
+    class Hooks(Numbers):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"tokens": np.array([sys.excepthook is say_unless_cut_off]), "labels": np.array([0])}
+
+    for num_workers in (0, 1):
+        data = _data(Hooks(), num_workers=num_workers)
+        assert int(next(data.open("train", 0))["tokens"][0, 0]) == num_workers
+        data.close()
