@@ -37,17 +37,8 @@ def no_groups_left_behind() -> Iterator[None]:
         module.ProcessGroupCollection.clear_current()
 
 
-STARTS_PROCESSES = {"faults", "functional", "parallel"}
-"""Directories whose tests start processes of their own: under pytest-xdist one worker runs them one after another, so
-that they do not compete for the processors."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; torch is imported only when such a test was collected."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if STARTS_PROCESSES & set(item.path.relative_to(ROOT).parts):
-                item.add_marker(pytest.mark.xdist_group("starts-processes"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
