@@ -27,13 +27,12 @@ from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
-from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
 from megatron.core.placement import Placement, Split, placement_of
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
-    from megatron.core.optimizer.param_groups import ParamGroup
 
 Rows = list[tuple[int, int]]
 """(start, length) of the rows that are orthogonalised together."""
@@ -54,7 +53,7 @@ class Muon(UpdateRule):
             config.muon_fp32_matmul_prec,  # type: ignore[arg-type]
         )
 
-    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+    def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         for state in group.states:
             for member, matrix in self._directions(state, group, divisor):
@@ -68,7 +67,7 @@ class Muon(UpdateRule):
     # ---- u, whole as far as this process's shard goes
 
     def _directions(
-        self, state: GroupState, group: ParamGroup, divisor: Tensor | None
+        self, state: GroupState, group: UpdatedGroup, divisor: Tensor | None
     ) -> Iterator[tuple[Member, Tensor]]:
         """Every matrix of which this process updates something, and its u [rows, columns of the shard]."""
         cut = [member for member in state.members if _is_cut(state.buffer, member)]
@@ -85,7 +84,7 @@ class Muon(UpdateRule):
                     yield member, torch.cat(pieces).view(shape)
 
     def _put_together(
-        self, state: GroupState, cut: list[Member], group: ParamGroup, divisor: Tensor | None
+        self, state: GroupState, cut: list[Member], group: UpdatedGroup, divisor: Tensor | None
     ) -> tuple[Tensor, ...]:
         """u of matrices that several slices share, flat, by one sum in which each process fills its own place."""
         if not cut:
@@ -102,7 +101,7 @@ class Muon(UpdateRule):
         all_reduce(flat, state.buffer.reduction.shards)
         return places
 
-    def _momentum(self, state: GroupState, member: Member, group: ParamGroup, divisor: Tensor | None) -> list[Tensor]:
+    def _momentum(self, state: GroupState, member: Member, group: UpdatedGroup, divisor: Tensor | None) -> list[Tensor]:
         """Advance the momentum of what this process has of a matrix; u of it, flat, in pieces."""
         momentum = group.options["momentum"]
         found = []

@@ -7,20 +7,29 @@ docs/optimizers.md.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.group_state import CHUNK, FlatShard
+from megatron.core.optimizer.group_state import CHUNK, FlatShard, GroupState
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
-    from megatron.core.optimizer.param_groups import ParamGroup
 
 
-class UpdateRule:
+class UpdatedGroup(Protocol):
+    """What a rule sees of a ParamGroup."""
+
+    options: dict[str, Any]
+    """lr, weight_decay and the rule's own options, as they are for this step."""
+    states: list[GroupState]
+    """What this process updates, one for each buffer."""
+
+
+class UpdateRule(ABC):
     """One way to update; `options` go into the parameter group, where a scheduler may change them."""
 
     kinds: tuple[str, ...] = ()
@@ -33,12 +42,12 @@ class UpdateRule:
     def __init__(self, **options: Any) -> None:
         self.options = options
 
-    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+    @abstractmethod
+    def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         """Update what this process has of the group. step: number of this update, from 1, a scalar on the device."""
-        raise NotImplementedError
 
 
-def batches(group: ParamGroup) -> Iterator[list[FlatShard]]:
+def batches(group: UpdatedGroup) -> Iterator[list[FlatShard]]:
     """Everything that one fused call updates: all shards that lie in memory as float32 together, others one by one."""
     together = [shard for state in group.states if state.is_float32 for shard in state.shards()]
     if together:
@@ -55,7 +64,7 @@ class AdamW(UpdateRule):
     kinds = ("exp_avg", "exp_avg_sq")
     keeps_still = True
 
-    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+    def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         beta1, beta2 = options["betas"]
         for shards in batches(group):
@@ -88,7 +97,7 @@ class SGD(UpdateRule):
         super().__init__(momentum=momentum)
         self.kinds = ("momentum_buffer",) if momentum else ()
 
-    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+    def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         for shards in batches(group):
             torch._fused_sgd_(
@@ -115,7 +124,7 @@ class Lion(UpdateRule):
 
     kinds = ("exp_avg",)
 
-    def update(self, group: ParamGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+    def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         beta1, beta2 = options["betas"]
         for state in group.states:

@@ -13,16 +13,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+from typing import Literal, Protocol
 
 LayerPattern = int | Sequence[int]
 """Every n-th layer, or one 0 or 1 per layer."""
 
 
-def window_of_layer(config: TransformerConfig, layer_number: int) -> int | None:
+class HasPatterns(Protocol):
+    """What a TransformerConfig says about windows and rotary positions of its layers."""
+
+    num_layers: int
+    window_size: Sequence[int] | None
+    window_attn_skip_freq: LayerPattern | None
+    no_rope_freq: LayerPattern | None
+    rotary_base_local: int | None
+
+
+def window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
     """How many tokens before itself a token sees in this layer; None for all."""
     if config.window_size is None or config.window_size[0] < 0:
         return None
@@ -32,13 +39,13 @@ def window_of_layer(config: TransformerConfig, layer_number: int) -> int | None:
     return None if is_full else config.window_size[0]
 
 
-def has_windows(config: TransformerConfig) -> bool:
+def has_windows(config: HasPatterns) -> bool:
     """Whether any layer has a sliding window."""
     assert config.num_layers is not None
     return any(window_of_layer(config, index + 1) is not None for index in range(config.num_layers))
 
 
-def rotary_kind_of_layer(config: TransformerConfig, layer_number: int) -> Literal["global", "local", "none"]:
+def rotary_kind_of_layer(config: HasPatterns, layer_number: int) -> Literal["global", "local", "none"]:
     """Which rotary positions a layer gets: the model's, those of layers with a window, or none."""
     skipped = config.no_rope_freq
     if isinstance(skipped, int) and layer_number % skipped == 0:
@@ -49,7 +56,7 @@ def rotary_kind_of_layer(config: TransformerConfig, layer_number: int) -> Litera
     return "local" if is_local else "global"
 
 
-def pattern_problems(config: TransformerConfig) -> Iterator[str]:
+def pattern_problems(config: HasPatterns) -> Iterator[str]:
     """What is wrong with the windows and patterns of a config."""
     if config.window_size is not None:
         left, right = config.window_size

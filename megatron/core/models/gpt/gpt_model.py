@@ -74,18 +74,13 @@ class GPTModel(LanguageModule):
             share_embeddings_and_output_weights and post_process and not pre_process and is_folded
         )
         with torch.device(current_device()):
-            self.rotary_pos_emb: RotaryEmbedding | None = None
-            self.local_rotary_pos_emb: RotaryEmbedding | None = None  # of layers with a sliding window
-            if position_embedding_type in ("rope", "yarn"):
-                assert config.kv_channels is not None
-                shape = (config.kv_channels, rotary_percent, config.rotary_interleaved)
-                stretched = (*shape, seq_len_interpolation_factor, rotary_base)
-                if position_embedding_type == "yarn":
-                    self.rotary_pos_emb = YarnRotaryEmbedding(*stretched, **_yarn_options(config))
-                else:
-                    self.rotary_pos_emb = RotaryEmbedding(*stretched, rope_scaling, rope_scaling_factor)
-                if config.rotary_base_local is not None:
-                    self.local_rotary_pos_emb = RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
+            self.rotary_pos_emb, self.local_rotary_pos_emb = _rotary_embeddings(
+                config,
+                position_embedding_type,
+                rotary_percent,
+                (seq_len_interpolation_factor, rotary_base),
+                (rope_scaling, rope_scaling_factor),
+            )
         with torch.device("meta" if config.init_model_with_meta_device else current_device()):
             if pre_process:
                 self.embedding = LanguageModelEmbedding(
@@ -219,6 +214,31 @@ class GPTModel(LanguageModule):
         """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return int(hidden_states.shape[0]) * parts * self.pg_collection.cp.size()
+
+
+def _rotary_embeddings(
+    config: TransformerConfig,
+    position_embedding_type: str,
+    rotary_percent: float,
+    stretch: tuple[float | None, float],
+    llama3_scaling: tuple[bool, float],
+) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
+    """The model's rotary positions, and those of its layers with a sliding window; None where it has none.
+
+    stretch: interpolation factor and base. llama3_scaling: whether, and its factor.
+    """
+    if position_embedding_type not in ("rope", "yarn"):
+        return None, None
+    assert config.kv_channels is not None
+    shape = (config.kv_channels, rotary_percent, config.rotary_interleaved)
+    everywhere = (
+        YarnRotaryEmbedding(*shape, *stretch, **_yarn_options(config))
+        if position_embedding_type == "yarn"
+        else RotaryEmbedding(*shape, *stretch, *llama3_scaling)
+    )
+    if config.rotary_base_local is None:
+        return everywhere, None
+    return everywhere, RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
 
 
 def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
