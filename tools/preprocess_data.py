@@ -162,11 +162,13 @@ def parse_arguments(argv: list[str], parser: Parser) -> tuple[argparse.Namespace
     return arguments, tokenizer.config()
 
 
-def options_of(arguments: argparse.Namespace) -> PreprocessOptions:
+def options_of(arguments: argparse.Namespace, tokenizer: TokenizerConfig) -> PreprocessOptions:
     """The settings of the job."""
     names = {field.name for field in dataclasses.fields(PreprocessOptions)}
     options = {name: value for name, value in vars(arguments).items() if name in names}
-    return PreprocessOptions(**options | {"json_keys": tuple(arguments.json_keys)})
+    return PreprocessOptions(
+        **options | {"json_keys": tuple(arguments.json_keys), "use_gigatoken": tokenizer.use_gigatoken}
+    )
 
 
 def report(summary: Summary) -> None:
@@ -197,7 +199,11 @@ def main() -> int:
     # One thread per worker: the number of processes is the user's choice, and forked thread pools are a hazard.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGTERM, end_on_sigterm)
-    options = options_of(arguments)
+    options = options_of(arguments, tokenizer)
+    if options.use_gigatoken:
+        print(
+            "note: --use-gigatoken: the fast encoder here is tiktoken's, over the converted vocabulary", file=sys.stderr
+        )
     if arguments.find_optimal_num_workers:
         documents = SEARCH_DOCUMENTS if options.max_documents is None else options.max_documents
         fastest = find_fastest(options, tokenizer_from(tokenizer), arguments.workers_to_check, documents)

@@ -51,7 +51,9 @@ def report(verified: Verified) -> None:
 def main() -> int:
     arguments, tokenizer = parse_arguments(sys.argv[1:], make_verification_parser())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    report(verify_tokenization(options_of(arguments), tokenizer_from(tokenizer), arguments.documents))
+    if tokenizer.use_gigatoken:
+        print("note: --use-gigatoken has no effect: tokens are compared with the tokenizer's own", file=sys.stderr)
+    report(verify_tokenization(options_of(arguments, tokenizer), tokenizer_from(tokenizer), arguments.documents))
     return 0
 
 

@@ -48,6 +48,7 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
 
     data = config.data
     blend, per_split = blends_of(data)
+    _check_protocols(data, [entry for entry in (blend, *(per_split or ())) if entry is not None])
     if blend is None and per_split is None and not data.mock_data:
         # Upstream would silently train on made-up tokens.
         raise ConfigError(
@@ -107,6 +108,13 @@ def blends_of(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None
         )
     ]
     return None, per_split if any(per_split) else None
+
+
+def _check_protocols(data: DataConfig, blends: Sequence[Blend]) -> None:
+    """The multi-storage client reads its profiles' credentials from files of its own: only where it is asked for."""
+    found = next((prefix for prefixes, _ in blends for prefix in prefixes if prefix.startswith("msc://")), None)
+    if found is not None and not data.enable_msc:
+        raise ConfigError(f"{found} is read through the multi-storage client; add --enable-msc to allow that")
 
 
 def _blends_of_file(path: str) -> list[Blend | None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.datasets.preprocessing.job import preprocess
+from megatron.core.errors import ConfigError
+from megatron.core.tokenizers.build import build_tokenizer, tokenizer_from
 from megatron.core.tokenizers.byte_pair_conversion import (
     GPT2_PATTERN,
     KNOWN,
@@ -28,7 +32,9 @@ from megatron.core.tokenizers.encoders import (
     choose_encoder,
 )
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
-from tests.preprocess_runs import DATA
+from tests.preprocess_runs import DATA, write_lines
+from tests.unit.run_flags import run_config
+from tools import preprocess_data
 
 pytest.importorskip("tiktoken")
 CORPUS = [json.loads(line)["text"] for line in (DATA / "corpus" / "public_small.jsonl").read_text().splitlines()]
@@ -278,3 +284,23 @@ def test_choice_without_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     texts = ["".join(rng.choices(PIECES, k=30)) for _ in range(20)]
     assert [ids.tolist() for ids in encoder.encode_batch(texts)] == tokenizer.tokenize_batch(texts)
+
+
+@pytest.mark.flags("--use-gigatoken")
+def test_the_fast_encoder_or_none(tmp_path: Path) -> None:
+    """A tokenizer that it does not know is slow without the flag, refused with it; the flag reaches the job."""
+    source = write_lines(tmp_path / "in.jsonl", {"text": "some text"})
+    for name, pattern in (("known", GPT2_PATTERN), ("unknown", r"[a-z]+|\s|.")):
+        trained(pattern).save(str(tmp_path / f"{name}.json"))
+    parsed = {}
+    for name in ("known", "unknown"):
+        argv = ["--input", str(source), "--output-prefix", str(tmp_path / name), "--workers", "1", "--use-gigatoken"]
+        argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / f"{name}.json")]
+        arguments, flags = preprocess_data.parse_arguments(argv, preprocess_data.make_parser())
+        parsed[name] = (preprocess_data.options_of(arguments, flags), tokenizer_from(flags))
+    assert preprocess(*parsed["known"]).encoder.startswith("tiktoken encoder")
+    with pytest.raises(ConfigError, match="--use-gigatoken asks for the fast encoder.*no faster encoder.*leave"):
+        preprocess(*parsed["unknown"])
+    options, tokenizer = parsed["unknown"]
+    assert preprocess(dataclasses.replace(options, use_gigatoken=False), tokenizer).documents == 1
+    assert any("--use-gigatoken has no effect here" in note for note in run_config("--use-gigatoken").notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.core.datasets import object_storage
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -126,3 +128,34 @@ def test_protocols_that_cannot_be_used(prefix: Path, tmp_path: Path) -> None:
         IndexedDataset(URL, index_directory=str(tmp_path / "file" / "x"))
     with pytest.raises(ConfigError, match="conversations are read from a disk only"):
         samples(f"--data-path {URL}.bin --sft --object-storage-cache-path {tmp_path}")
+
+
+class Profiles(MemoryFileSystem):
+    """Stands in for the multi-storage client: its protocol, over objects in memory."""
+
+    protocol = "msc"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("msc://").lstrip("/")
+
+
+@pytest.mark.flags("--enable-msc")
+def test_profiles_of_the_multi_storage_client(prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = f"--data-path msc://bucket/corpus --object-storage-cache-path {tmp_path / 'copies'}"
+    with pytest.raises(ConfigError, match="msc://bucket/corpus.idx: cannot be used .* pip install 'multi-storage-cl"):
+        samples(f"{data} --enable-msc")
+    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "msc", Profiles)
+    assert samples(f"{data} --enable-msc") == samples(f"--data-path {prefix}")
+    with pytest.raises(ConfigError, match="msc://bucket/corpus is read through .*; add --enable-msc"):
+        samples(data)
+    (tmp_path / "blend.json").write_text('{"train": ["msc://bucket/corpus"]}')
+    with pytest.raises(ConfigError, match="add --enable-msc"):
+        run = RUN.replace("--split 1,0,0", f"--per-split-data-args-path {tmp_path}/blend.json")
+        build_gpt_datasets(run_config("", run), Tokenizer(), (40, 0, 0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", ["--save-interval 5 --save", "--load", "--pretrained-checkpoint"])
+def test_checkpoints_are_not_objects(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.split()[-1]} s3://bucket/run is in object storage"):
+        run_config(f"{flag} s3://bucket/run", f"{RUN} --mock-data")

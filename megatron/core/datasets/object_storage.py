@@ -120,7 +120,10 @@ def _open_file_system(path: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ConfigError(f"{path}: fsspec needs a plugin for this protocol ({error}); pip install it") from error
     except Exception as error:  # unknown protocols, malformed addresses, each plugin in its own way
-        raise ConfigError(f"{path}: cannot be used ({_reason(error)}); give a local path or one like s3://…") from error
+        remedy = "give a local path or one like s3://…"
+        if path.startswith("msc://"):
+            remedy = f"pip install 'multi-storage-client[fsspec]' and describe the profile, or {remedy}"
+        raise ConfigError(f"{path}: cannot be used ({_reason(error)}); {remedy}") from error
     return file_system, str(name)
 
 

@@ -74,6 +74,9 @@ class DataConfig(FillInTheMiddle):
     object_storage_cache_path: str | None = None
     """Local directory for copies of the index files of datasets in object storage, such as s3://bucket/prefix; the
     sample indices go there, too, unless --data-cache-path says otherwise."""
+    enable_msc: bool = False
+    """Allow msc://profile/prefix among the data paths: object storage through the multi-storage client, a package that
+    brings this protocol to fsspec."""
     num_workers: int = flag(2, minimum=0)
     """Loader processes per rank; 0 loads in the training process."""
     dataloader_type: str | None = flag(None, choices=("single", "cyclic", "external"))

@@ -42,6 +42,8 @@ def _layout(s: Settings) -> None:
         s.note(
             "--use-layer-wise-param-layout has no effect: matrices that lie on a cut are put together for their update"
         )
+    if s.use_gigatoken:
+        s.note("--use-gigatoken has no effect here: tools/preprocess_data.py encodes text, training reads token ids")
     if not s.use_gloo_process_groups:
         s.note("--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend")
 

@@ -40,6 +40,7 @@ _SAMPLE_BYTES = 1 << 18
 _SAMPLE_TEXT = 1 << 12
 _SAMPLE_CHARACTERS = 1 << 16
 _LISTED_PROBLEMS = 20
+_FAST_ONLY = "--use-gigatoken asks for the fast encoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,8 @@ class PreprocessOptions:
     """With on_bad_line skip: more unusable lines than this end the job."""
     max_line_bytes: int = 1 << 26
     overwrite: bool = False
+    use_gigatoken: bool = False
+    """The fast encoder or none: a tokenizer that has none is refused."""
     max_documents: int | None = None
     """Stop after so many documents of the input, rounded up to whole chunks."""
 
@@ -143,9 +146,13 @@ def preprocess(
     show = progress or (lambda size: Progress(sys.stderr, options.log_interval, size))
     with output_lock(options.output_prefix):
         encoder = choose_encoder(tokenizer, sample_texts(paths, options))
+        if options.use_gigatoken and isinstance(encoder, PlainEncoder):
+            raise ConfigError(f"{_FAST_ONLY}, and this job would have {encoder.description}; leave it out")
         try:
             return _run(options, paths, ChunkEncoder(encoder, work), show)
         except EncoderMismatch as reason:
+            if options.use_gigatoken:
+                raise DataError(f"{_FAST_ONLY}, and {reason}; leave it out") from None
             show(0).say(f"note: starting again without the fast encoder: {reason}")
             plain = PlainEncoder(tokenizer, f"faster encoder set aside: {reason}")
             return _run(options, paths, ChunkEncoder(plain, work), show)

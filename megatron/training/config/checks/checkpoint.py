@@ -19,6 +19,13 @@ def saving_has_an_interval(s: Settings) -> Iterator[str]:
         )
 
 
+def checkpoints_are_files(s: Settings) -> Iterator[str]:
+    for dest in ("save", "load", "pretrained_checkpoint"):
+        path = getattr(s, dest)
+        if path is not None and "://" in path:
+            yield f"{s.say(dest)} is in object storage, checkpoints are files and directories; give a path"
+
+
 def formats_fit(s: Settings) -> Iterator[str]:
     if s.ckpt_format == "fsdp_dtensor" and not s.use_megatron_fsdp:
         yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp; use torch_dist"
@@ -59,4 +66,7 @@ def weights_come_from_somewhere(s: Settings) -> Iterator[str]:
         yield f"{s.say('perform_initialization')} leaves the weights undefined; add --load or --pretrained-checkpoint"
 
 
-CHECKS = (saving_has_an_interval, formats_fit, loading_is_consistent, weights_come_from_somewhere, data_has_one_source)
+CHECKS = (
+    saving_has_an_interval, checkpoints_are_files, formats_fit, loading_is_consistent, weights_come_from_somewhere,
+    data_has_one_source,
+)  # fmt: skip
