@@ -1,6 +1,6 @@
 """Rows J1 to J15 of the fault catalogue: bad raw text, bad tokenizers, dying processes and full disks.
 
-Every case ends within 5 seconds with one error line and the exit code of its row, and leaves no output.
+Every case ends with one error line and the exit code of its row, and leaves no output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron.core.errors import DataError
 from tests.preprocess_runs import DATA, HF_FLAGS, NULL_FLAGS, Run, command, run_tool, write_lines
 
 GOOD = {"text": "Hello world"}
-LIMIT_SECONDS = 5
+LIMIT_SECONDS = 30
+"""An idle machine needs a second or two; a loaded one must not fail, a program that hangs or starts 64 workers must."""
 
 
 def refused(run: Run, folder: Path, *words: str, code: int = 2) -> None:
