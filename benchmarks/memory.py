@@ -14,9 +14,7 @@ backward at one time (each piece of memory once, parameters not). Planned:
     replicas          optimizer state / dp with dist-opt; parameters, gradients and state / dp with fsdp2
     activations       microbatches under way x layers of the stage x a + e on the stage with the loss; a and e come from
                       one process with 4 and with 8 layers. tp with sp, and cp, divide both. tp without sp divides only
-                      a part of them: no plan, the measured share of one process stands alone. Without
-                      --tp-comm-overlap a column layer keeps its gathered input, which is not divided: a tenth more
-                      than planned with tp2, a third with tp4.
+                      a part of them: no plan, the measured share of one process stands alone.
 """
 
 # ruff: noqa: E402 - the path comes before the imports

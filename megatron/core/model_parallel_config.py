@@ -36,7 +36,7 @@ class ModelParallelConfig:
     """Divide norms and dropout along the sequence over the tensor-parallel processes."""
     tp_comm_overlap: bool = False
     """With --sequence-parallel, divide the tensor-parallel layers' tokens into chunks, and gather or scatter one chunk
-    while the product of another is computed. Activations are kept divided and gathered again in backward."""
+    while the product of another is computed."""
     tp_comm_overlap_ag: bool = True
     """With --tp-comm-overlap, gather in chunks beside the products that need them; switched off, all before."""
     tp_comm_overlap_rs: bool = True

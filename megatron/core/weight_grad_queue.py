@@ -34,9 +34,14 @@ class WeightGradQueue:
         finally:
             self._open_for = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `defer` would take work now."""
+        return self._open_for is not None
+
     def defer(self, compute: Callable[[], object]) -> bool:
         """Take the work; False where no backward pass is being collected, so that the caller does it at once."""
-        if self._open_for is None:
+        if not self.is_open:
             return False
         self._work[self._open_for].append(compute)
         return True
@@ -56,3 +61,9 @@ def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
 def queue_of(parameter: Any) -> WeightGradQueue | None:
     """The queue that this parameter's weight gradients may be left in."""
     return getattr(parameter, "weight_grad_queue", None)
+
+
+def is_deferred(parameter: Any) -> bool:
+    """Whether a weight gradient of this parameter that is made now would be left for later."""
+    queue = queue_of(parameter)
+    return queue is not None and queue.is_open

@@ -22,13 +22,13 @@ def activations_of_one_process() -> tuple[float, float]:
     return per_layer, small.activations - memory.LAYERS * per_layer
 
 
-@pytest.mark.parametrize("text", ["tp2,sp,--tp-comm-overlap", "dp2,fsdp2"])
+@pytest.mark.parametrize("text", ["tp2,sp", "dp2,fsdp2"])
 def test_memory_is_what_was_planned(text: str) -> None:
     layout = parse_layout(text)
     plan = memory.planned(layout, 0, *activations_of_one_process())
     found = run_locally(memory.measure, layout.world_size, (text, memory.LAYERS))[0]
     assert found[:3] == pytest.approx(plan[:3], rel=0.01), "alignment costs less"
-    assert found.activations == pytest.approx(plan.activations, rel=0.1)
+    assert found.activations == pytest.approx(plan.activations, rel=0.01)
 
 
 def test_the_straight_line_is_the_same_model() -> None:

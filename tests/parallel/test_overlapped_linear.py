@@ -1,7 +1,9 @@
-"""--tp-comm-overlap: the same layers, and each switch decides what runs beside what."""
+"""Linear layers under sequence parallelism: what runs beside what, what is kept, and what --tp-comm-overlap adds."""
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from megatron.core.mesh import RankGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import overlapped_linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear_ops import multiply_to_float32
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, normal
+from megatron.core.weight_grad_queue import WeightGradQueue, attach_queue
 from megatron.training.config.container import RunConfig
 from tests.parallel.harness import run_distributed
 from tests.unit.run_flags import run_config
@@ -103,7 +108,7 @@ def logs(flags: list[str]) -> list[list[str]]:
     overlapped_linear.weight_gradient = recorded_product
     for more in flags:
         found.append([])
-        two_layers(f"--tp-comm-overlap {more}")
+        two_layers(more)
     return found
 
 
@@ -112,7 +117,13 @@ def logs(flags: list[str]) -> list[list[str]]:
     "--tp-comm-overlap-rs-dgrad",
 )  # fmt: skip
 def test_each_switch_has_its_effect() -> None:
-    log = dict(zip(SWITCHES, run_distributed(logs, 2, list(SWITCHES.values()))[0], strict=True))
+    flags = ["", *(f"--tp-comm-overlap {switch}" for switch in SWITCHES.values())]
+    log = dict(zip(["plain", *SWITCHES], run_distributed(logs, 2, flags)[0], strict=True))
+    assert log["plain"] == [
+        *("gather", "scatter*", "scatter done"),  # forward; a scatter that ends with its pass, begun and waited for
+        *("gather", "dW"),  # row layer: its gradient is gathered
+        *("gather*", "scatter*", "gather done", "dW", "scatter done"),  # column layer: its input is gathered again
+    ]
     gathers, scatters = ["gather*"] * 4, ["scatter*"] * 4
     assert log[""][:4] == gathers and log["ag"][:1] == ["gather"] and "gather" not in log["ag"][1:2]
     assert [step for step in log[""] if step == "scatter*"][:4] == scatters
@@ -122,6 +133,59 @@ def test_each_switch_has_its_effect() -> None:
     assert log[""][-2:] == ["dW", "scatter done"], "the input gradient travels while the weight gradient is made"
     assert log["wgrad"][-1] == "dW"
     assert log["dgrad"][-4:-2] == ["gather", "scatter*"]
+
+
+def deferred_and_wide() -> tuple[list[int], int, bool, Tensor, Tensor]:
+    """Gathers of a layer's forward, backward and late weight gradient; elements kept in between; whether the gradient
+    is the usual one; and a float32 result of bfloat16 operands, gathered outside and inside the layer."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = ProcessGroupCollection.build(RankGrid(size, tp=size), rank).tp
+    layer = ColumnParallelLinear(8, 16, config=settings("", size).model, init_method=normal(0.5), tp_group=group)
+    initialise_parameters(layer, seed=1)
+    tokens = torch.randn(size, 12, 3, 8, generator=torch.Generator().manual_seed(2))[rank].requires_grad_()
+    counts, gather = [0], overlapped_linear.all_gather_into_tensor
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return gather(*args, **kwargs)
+
+    overlapped_linear.all_gather_into_tensor = counted
+    kept = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * (not isinstance(tensor, torch.nn.Parameter))
+        return tensor
+
+    queue = WeightGradQueue()
+    for is_late in (False, True):
+        attach_queue(layer.parameters(), queue)
+        counts[:] = [0]
+        kept = 0
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output, _ = layer(tokens)
+        with queue.collect("backward") if is_late else nullcontext():
+            counts.append(0)
+            output.backward(torch.ones_like(output))
+        if is_late:
+            usual, layer.weight.grad = layer.weight.grad, None
+            counts.append(0)
+            queue.run("backward")
+    overlapped_linear.all_gather_into_tensor = gather
+    config = settings("--bf16 --tp-comm-overlap", size).model
+    wide = ColumnParallelLinear(8, 16, config=config, init_method=normal(0.5), bias=False, tp_group=group)
+    initialise_parameters(wide, seed=1)
+    outside = multiply_to_float32(gather_from_sequence_parallel_region(tokens.bfloat16(), group), wide.weight)
+    wide.overlap = dataclasses.replace(wide.overlap, to_float32=True)
+    inside, _ = wide(tokens.bfloat16())
+    return counts, kept, torch.equal(usual, layer.weight.grad), outside.detach(), inside.detach()
+
+
+def test_a_late_weight_gradient_gathers_late_and_a_float32_result_is_not_rounded() -> None:
+    for counts, kept, is_equal, outside, inside in run_distributed(deferred_and_wide, 2):
+        assert counts == [1, 0, 1] and kept == 12 * 3 * 8 and is_equal
+        assert inside.dtype == torch.float32
+        torch.testing.assert_close(inside, outside, rtol=1e-6, atol=1e-6)
 
 
 def test_refusals_and_notes() -> None:

@@ -60,11 +60,12 @@ def tensor_parallel(n: int, m: int) -> Sent:
 
 def sequence_parallel(n: int, m: int) -> Sent:
     """Each all-reduce of a layer is a reduce-scatter on one side and an all-gather on the other, forward and backward;
-    the output layer gathers the sequence. The embedding is all-reduced, because learned positions are added to the
+    the output layer gathers the sequence. Column layers and the output layer keep their own tokens only and gather the
+    others' once more in backward. The embedding is all-reduced, because learned positions are added to the
     whole sequence; its gradient is gathered. Gradients of norms and of row-parallel biases, which saw a part of the
     tokens, are all-reduced once per step."""
     scatters = 2 * LAYERS + (2 * LAYERS + 1)
-    gathers = (2 * LAYERS + 1) + (2 * LAYERS + 1)
+    gathers = 2 * (2 * LAYERS + 1) + (2 * LAYERS + 1)
     partial = (2 * LAYERS + 1) * 2 * HIDDEN * 4 + 2 * LAYERS * HIDDEN * 4
     return {
         ("tp", "reduce_scatter"): m * (n - 1) * scatters * X // n,

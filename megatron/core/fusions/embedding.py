@@ -16,12 +16,13 @@ from torch import Tensor
 class _EmbeddingIntoMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(ids, weight)
+        ctx.save_for_backward(ids)
+        ctx.weight = weight  # itself, with its main_grad: hooks for saved tensors would hand back another tensor
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.weight
         rows = grad.reshape(-1, grad.shape[-1])  # [s, b, h] -> [tokens, h]
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:

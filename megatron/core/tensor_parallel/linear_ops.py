@@ -6,6 +6,9 @@
 
 G is `weight.main_grad`, the view of the flat gradient buffer that data parallelism hands to every parameter. Adding
 into it inside the product spares one temporary the size of the weight, and one pass over it, per microbatch.
+
+The weight itself, with what is attached to it, stays on ctx: hooks for saved tensors, such as those of recomputation,
+hand back another tensor.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ class _LinearIntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         grad_rows = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -47,15 +51,16 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor | Callable[[], Tensor]) -> Tensor | None:
     """dW = dY^T X: added into weight.main_grad, returning None; or returned, where the weight has no such buffer.
 
-    grad_rows: dY [tokens, out]. x_rows: X [tokens, in]. Where a zero-bubble schedule defers weight gradients, the
-    product waits in the queue and None is returned.
+    grad_rows: dY [tokens, out]. x_rows: X [tokens, in], or what makes it when its turn comes. Where a zero-bubble
+    schedule defers weight gradients, the product waits in the queue and None is returned.
     """
     queue = queue_of(weight)
     if queue is not None and queue.defer(lambda: _add_weight_gradient(weight, grad_rows, x_rows)):
         return None
+    x_rows = x_rows if isinstance(x_rows, Tensor) else x_rows()
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return grad_rows.t() @ x_rows
@@ -69,7 +74,7 @@ def weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor) -> Tensor
     return None
 
 
-def _add_weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor) -> None:
+def _add_weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor | Callable[[], Tensor]) -> None:
     """The deferred half of a backward pass: what autograd would have done with the result is done here."""
     with torch.no_grad():
         grad = weight_gradient(weight, grad_rows, x_rows)
@@ -83,24 +88,29 @@ def linear_into_main_grad(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return result
 
 
+def multiply_to_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b of 16-bit operands, in float32. It has no gradient of its own."""
+    rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+    if x.is_cpu:
+        y = rows.float() @ weight.float().t()
+    else:
+        y = torch.mm(rows, weight.t(), out_dtype=torch.float32)  # the CPU has no such product
+    y = y if bias is None else y.add_(bias)
+    return y.view(*x.shape[:-1], -1)
+
+
 class _LinearToFloat32(torch.autograd.Function):
     """y = x W^T + b of 16-bit operands whose float32 sums are not rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, into_main_grad: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.into_main_grad = into_main_grad
-        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
-        if x.is_cpu:
-            y = rows.float() @ weight.float().t()
-        else:
-            y = torch.mm(rows, weight.t(), out_dtype=torch.float32)  # the CPU has no such product
-        y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], -1)
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.into_main_grad = weight, into_main_grad
+        return multiply_to_float32(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         grad_rows = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
         short = grad_rows.to(x.dtype)
         x_rows = x.reshape(-1, x.shape[-1])

@@ -1,4 +1,5 @@
-"""Linear layers under sequence parallelism whose communication runs while their products are computed.
+"""Linear layers under sequence parallelism: a column layer keeps its rank's tokens and gathers the others' again in
+backward, and communication runs while products are computed.
 
     column, forward    gather chunk 1 | gather chunk 2   | gather chunk 3   |
                                       | product, chunk 1 | product, chunk 2 | product, chunk 3
@@ -14,6 +15,9 @@
 | column backward          | reduce-scatter of dX, product dW = dY^T X                     | bulk_wgrad         |
 | column backward, chunked | reduce-scatter of a chunk of dX, product of the next          | overlap_rs_dgrad   |
 
+The two bulk rows need no chunks and always hold (Korthikanti et al., 2022, section 4.2.2); the others, and switching
+these off, belong to --tp-comm-overlap.
+
 A chunk is the same stretch of every rank's tokens: of x [tp, chunks, n, b, h], x[:, i]. Collectives are torch's own; on
 CUDA they run on the communicator's stream. Source: Wang et al., "Overlap Communication with Dependent Computation via
 Decomposition", 2023; the bulk variants are those of Transformer Engine.
@@ -26,12 +30,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.collectives import Handle, all_gather_into_tensor, reduce_scatter_tensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.linear_ops import weight_gradient
+from megatron.core.tensor_parallel.linear_ops import multiply_to_float32, weight_gradient
+from megatron.core.weight_grad_queue import is_deferred
 
 CHUNKS = 4
 """At most; the largest divisor of a rank's tokens up to it. What is exposed is one chunk's communication."""
@@ -47,12 +53,17 @@ class CommunicationOverlap:
     bulk_wgrad: bool = True
     rs_dgrad: bool = False
     into_main_grad: bool = True
+    to_float32: bool = False
+    """A column layer's result stays in float32, as its products are summed."""
 
     @classmethod
     def of(cls, config: ModelParallelConfig, group: Group) -> CommunicationOverlap | None:
-        """None where a layer communicates before or after its product."""
-        if not config.tp_comm_overlap or not config.sequence_parallel or group.size() == 1:
+        """None without sequence parallelism, and where layers are compiled: the communication is outside the linear
+        operation then, and a column layer keeps the gathered input."""
+        if not config.sequence_parallel or group.size() == 1 or getattr(config, "compile", False):
             return None
+        if not config.tp_comm_overlap:
+            return cls(ag=False, rs=False, into_main_grad=config.gradient_accumulation_fusion)
         return cls(
             ag=config.tp_comm_overlap_ag,
             rs=config.tp_comm_overlap_rs,
@@ -82,27 +93,37 @@ class _GatherAndMultiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, overlap: CommunicationOverlap
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.overlap = group, overlap
-        output = x.new_empty(x.shape[0] * group.size(), x.shape[1], weight.shape[0])
-        for rows, gathered in _gathered(x.contiguous(), group, _chunks(x.shape[0]) if overlap.ag else 1):
-            product = gathered.flatten(0, -2) @ weight.t()
-            rows(output).copy_(product.view(group.size(), -1, *output.shape[1:]))
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.overlap = weight, group, overlap
+        multiply = multiply_to_float32 if overlap.to_float32 else F.linear
+        chunks = _chunks(x.shape[0]) if overlap.ag else 1
+        if chunks == 1:
+            return multiply(_gather(x, group)[0], weight, bias)
+        dtype = torch.float32 if overlap.to_float32 else x.dtype
+        output = x.new_empty(x.shape[0] * group.size(), x.shape[1], weight.shape[0], dtype=dtype)
+        for rows, gathered in _gathered(x.contiguous(), group, chunks):
+            rows(output).copy_(multiply(gathered, weight))
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x, weight), group, overlap = ctx.saved_tensors, ctx.group, ctx.overlap
-        grad = grad.contiguous()
-        x_full = x.new_empty(grad.shape[0], *x.shape[1:])
-        gathering = all_gather_into_tensor(x_full, x.contiguous(), group, async_op=overlap.bulk_dgrad)
+        (x,), weight, group, overlap = ctx.saved_tensors, ctx.weight, ctx.group, ctx.overlap
+        grad_bias = grad.sum(dim=(0, 1)).to(x.dtype) if ctx.needs_input_grad[2] else None
+        grad = grad.to(x.dtype).contiguous()
+        # A weight gradient that waits in a queue gathers when its turn comes: until then only our tokens are kept.
+        is_later = overlap.into_main_grad and is_deferred(weight)
+        x_full, gathering = None, None
+        if ctx.needs_input_grad[1] and not is_later:
+            x_full, gathering = _gather(x, group, async_op=overlap.bulk_dgrad)
         chunks = _chunks(x.shape[0]) if overlap.rs_dgrad else 1
         grad_x, scattering = _multiplied_and_scattered(grad, weight, group, chunks)
         if not (overlap.bulk_wgrad or overlap.rs_dgrad):
             _wait(scattering)
         _wait([gathering])
-        grad_weight = _weight_gradient(weight, grad, x_full, overlap) if ctx.needs_input_grad[1] else None
-        grad_bias = grad.sum(dim=(0, 1)) if ctx.needs_input_grad[2] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            x_rows = (lambda: _gather(x, group)[0].flatten(0, -2)) if x_full is None else x_full.flatten(0, -2)
+            grad_weight = _weight_gradient(weight, grad, x_rows, overlap)
         _wait(scattering)
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -110,8 +131,8 @@ class _GatherAndMultiply(torch.autograd.Function):
 class _MultiplyAndScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, overlap: CommunicationOverlap) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.overlap = group, overlap
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.overlap = weight, group, overlap
         chunks = _chunks(x.shape[0] // group.size()) if overlap.rs else 1
         output, scattering = _multiplied_and_scattered(x.contiguous(), weight.t(), group, chunks)
         _wait(scattering)
@@ -119,14 +140,27 @@ class _MultiplyAndScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x, weight), group, overlap = ctx.saved_tensors, ctx.group, ctx.overlap
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        grad_full = grad.new_empty(x.shape[0], *grad.shape[1:])
-        for rows, gathered in _gathered(grad.contiguous(), group, _chunks(grad.shape[0]) if overlap.ag else 1):
-            rows(grad_full).copy_(gathered)
-            rows(grad_x).copy_((gathered.flatten(0, -2) @ weight).view(group.size(), -1, *x.shape[1:]))
-        grad_weight = _weight_gradient(weight, grad_full, x, overlap) if ctx.needs_input_grad[1] else None
+        (x,), weight, group, overlap = ctx.saved_tensors, ctx.weight, ctx.group, ctx.overlap
+        chunks = _chunks(grad.shape[0]) if overlap.ag else 1
+        if chunks == 1:
+            grad_full, _ = _gather(grad, group)
+            grad_x = grad_full @ weight
+        else:
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            grad_full = grad.new_empty(x.shape[0], *grad.shape[1:])
+            for rows, gathered in _gathered(grad.contiguous(), group, chunks):
+                rows(grad_full).copy_(gathered)
+                rows(grad_x).copy_(gathered @ weight)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_gradient(weight, grad_full, x.flatten(0, -2), overlap)
         return grad_x, grad_weight, None, None
+
+
+def _gather(own: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, Handle | None]:
+    """All ranks' tokens, [s/tp, b, h] -> [s, b, h], and what to wait for."""
+    full = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
+    return full, all_gather_into_tensor(full, own.contiguous(), group, async_op=async_op)
 
 
 Rows = Callable[[Tensor], Tensor]
@@ -173,6 +207,10 @@ def _wait(handles: list[Handle | None]) -> None:
     handles.clear()
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, overlap: CommunicationOverlap) -> Tensor | None:
-    grad_rows, x_rows = grad.flatten(0, -2), x.flatten(0, -2)
-    return weight_gradient(weight, grad_rows, x_rows) if overlap.into_main_grad else grad_rows.t() @ x_rows
+def _weight_gradient(
+    weight: Tensor, grad: Tensor, x_rows: Tensor | Callable[[], Tensor], overlap: CommunicationOverlap
+) -> Tensor | None:
+    grad_rows = grad.flatten(0, -2)
+    if overlap.into_main_grad:
+        return weight_gradient(weight, grad_rows, x_rows)
+    return grad_rows.t() @ (x_rows if isinstance(x_rows, Tensor) else x_rows())

@@ -50,7 +50,7 @@ class LanguageModule(MegatronModule):
         )
         if self.config.logit_dtype == "fp32" and parameter_dtype(self.config) != torch.float32:
             layer.linear = to_float32(layer.linear)
-            layer.overlap = None  # its chunked product has one number format
+            layer.overlap = None if layer.overlap is None else dataclasses.replace(layer.overlap, to_float32=True)
         if layer.weight is not None:
             layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         if is_tied and layer.weight is not None:
