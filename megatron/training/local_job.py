@@ -68,7 +68,7 @@ def _collect(pipes: Sequence[Connection], deadline: float) -> list[Any]:
             error: Exception | None
             try:
                 error, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # also in the middle of a message
                 error, value = TemporaryError(f"rank {rank} of {len(pipes)} died without a word"), None
             results[rank] = value
             if error is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,6 +126,22 @@ def test_pool_reports_a_worker_that_dies() -> None:
         pytest.raises(StorageError, match=r"worker \d \(process \d+\) ended with exit code 3"),
     ):
         list(pool.map_ordered([9]))
+
+
+def test_pool_is_stopped_by_a_signal_that_arrives_while_it_starts_a_worker() -> None:
+    """What a handler raises in the middle of a fork would be forgotten."""
+    forks = []
+
+    def stop_at_the_first_fork() -> None:
+        if not forks:
+            forks.append(os.getpid())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    os.register_at_fork(before=stop_at_the_first_fork)  # stays, without effect
+    with WorkerPool[int, int](slow_square, 2) as pool, pytest.raises(KeyboardInterrupt):
+        list(pool.map_ordered(range(4)))
+    assert forks == [os.getpid()]
+    assert not [process for process in multiprocessing.active_children() if process.name.startswith("preprocess-")]
 
 
 class _Unreliable(PlainEncoder):

@@ -24,6 +24,7 @@ from megatron.core.errors import StorageError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _ITEMS_PER_WORKER = 2
 _WINDOW_PER_WORKER = 4
 """Items per worker that may be finished ahead of the one that the caller waits for."""
@@ -109,12 +110,13 @@ class WorkerPool(Generic[Item, Result]):
         number = len(self._workers)
         inherited = [worker.connection for worker in self._workers]
         try:
-            worker = _Worker(self._context, self._work, number, inherited)
+            with _signals_wait():
+                worker = _Worker(self._context, self._work, number, inherited)
+                self._workers.append(worker)
         except OSError as error:
             raise StorageError(
                 f"cannot start preprocessing worker {number}: {error.strerror}; use fewer --workers"
             ) from error
-        self._workers.append(worker)
         return worker
 
 
@@ -163,7 +165,7 @@ class _Worker:
         assert self.items, f"worker {self.number} has nothing to do"
         try:
             value, error = self.connection.recv()
-        except (EOFError, ConnectionResetError) as broken:
+        except (EOFError, OSError) as broken:  # OSError: the end came in the middle of a message
             raise self._died() from broken
         return self.items.popleft(), _Outcome(value, error)
 
@@ -192,10 +194,22 @@ class _Worker:
         )
 
 
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come after the block. What a handler raises during a fork, Python may report and forget (in a
+    function that runs after each fork, such as logging's), or it leaves a process behind that nobody knows of."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(connection: Connection, work: Callable[[Any], Any], close: list[Connection]) -> None:
     """What a worker does: take an item, work, send the outcome, until its pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     for other in close:
         other.close()
     waiting: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -215,7 +229,7 @@ def _serve(connection: Connection, work: Callable[[Any], Any], close: list[Conne
 
 def _receive(connection: Connection, waiting: queue.Queue[Any]) -> None:
     """Take the next item while the worker is busy with one, so that it need not wait for it afterwards."""
-    with contextlib.suppress(EOFError, ConnectionResetError):
+    with contextlib.suppress(EOFError, OSError):  # OSError: the parent died in the middle of an item
         while True:
             waiting.put(connection.recv())
     waiting.put(_END)
