@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -126,6 +127,16 @@ def test_pool_reports_a_worker_that_dies() -> None:
         pytest.raises(StorageError, match=r"worker \d \(process \d+\) ended with exit code 3"),
     ):
         list(pool.map_ordered([9]))
+
+
+def test_worker_leaves_when_its_parent_dies_in_the_middle_of_an_item() -> None:
+    with WorkerPool[int, int](slow_square, 1) as pool:
+        assert list(pool.map_ordered([1])) == [1]
+        (worker,) = pool._workers
+        os.write(worker.connection.fileno(), struct.pack("!i", 100) + b"of 100 bytes not all")
+        worker.connection.close()
+        worker.process.join(20)
+        assert worker.process.exitcode == 0
 
 
 def test_pool_is_stopped_by_a_signal_that_arrives_while_it_starts_a_worker() -> None:
