@@ -27,7 +27,13 @@ from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_r
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, prepare_save_directory
 from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file, read_legacy_weights
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, model_state, optimizer_state
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    model_state,
+    optimizer_state,
+    whole_optimizer_state,
+)
 from megatron.core.dist_checkpointing.validation import ModelMismatchError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import CheckpointError
@@ -243,7 +249,8 @@ def _sharded_optimizer_state(run: Run) -> ShardedStateDict:
     placements = {placement.name: placement for _, _, placement in _placed_parameters(run)}
     slices = run.optimizer.named_slices()
     starts = {name: found.start for name, found in slices.items() if not found.is_whole}
-    return optimizer_state(run.optimizer.named_state(), placements, starts)
+    state = optimizer_state(run.optimizer.named_state(), placements, starts)
+    return state | whole_optimizer_state(run.optimizer.whole_state())
 
 
 def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:

@@ -16,6 +16,7 @@ from tests.parallel.test_layout_checkpoints import run_on
 
 SMALL_STATE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 ONE_GROUP = "--num-query-groups 1"  # its key and value are held whole by both ranks
+SOAP = "--optimizer soap --soap-precondition-frequency 3 --lr 1e-4"
 # Flags, layout, and what rounding may do: the sign that Lion takes of a mean near zero may turn, a moment may round to
 # the neighbouring bfloat16 number.
 CASES = [
@@ -25,6 +26,8 @@ CASES = [
     ("--optimizer muon", "tp2,pp2", Tolerances(weight=1e-3)),
     ("--optimizer dist_muon --muon-nesterov", "tp2,dp2,--ddp-num-buckets=3,overlap-all", Tolerances(weight=1e-3)),
     ("--optimizer dist_muon --muon-scalar-optimizer lion --lr 1e-4", "dp3", Tolerances(weight=1e-2)),
+    (SOAP, "tp2,pp2", Tolerances(weight=1e-2)),
+    (f"{SOAP} {ONE_GROUP}", "tp2,sp,dp2,dist-opt,--ddp-num-buckets=3", Tolerances(weight=1e-2)),
     (f"--optimizer muon --muon-tp-mode distributed {ONE_GROUP}", "tp2,sp", Tolerances(weight=1e-3)),
     (SMALL_STATE, "dp2,dist-opt", Tolerances(loss=1e-3, grad=5e-2, weight=3e-2)),
 ]
@@ -58,10 +61,14 @@ def test_blockwise_muon_takes_each_shard_for_a_matrix() -> None:
 
 
 @pytest.mark.usefixtures("no_yardstick")
-def test_state_of_muon_moves_between_layouts(tmp_path: Path) -> None:
-    flags = f"{STYLES['llama']} --optimizer muon --bf16 --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [("muon", "momentum_buffer"), ("soap --soap-precondition-frequency 1", "soap_left_basis")],
+)
+def test_state_moves_between_layouts(optimizer: str, kind: str, tmp_path: Path) -> None:
+    flags = f"{STYLES['llama']} --optimizer {optimizer} --bf16 --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
     run_on("tp2", f"{flags} --save {tmp_path}/first")
     assert run_on("dp3,dist-opt", f"{flags} --load {tmp_path}/first --save {tmp_path}/second") == []
     first = saved(tmp_path / "first", 2)
-    assert any("momentum_buffer" in name for name in first)
+    assert any(kind in name for name in first)
     assert_bit_equal(first, saved(tmp_path / "second", 2))

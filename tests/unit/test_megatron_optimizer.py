@@ -218,8 +218,8 @@ def test_params_norm() -> None:
 
 def test_unknown_rules_and_bare_modules_are_refused() -> None:
     model, _ = wrapped(tiny_network())
-    with pytest.raises(ConfigError, match="--optimizer soap"):
-        get_megatron_optimizer(OptimizerConfig(optimizer="soap"), [model])
+    with pytest.raises(ConfigError, match="--optimizer adaptive_muon"):
+        get_megatron_optimizer(OptimizerConfig(optimizer="adaptive_muon"), [model])
     with pytest.raises(TypeError, match="found Sequential"):
         get_megatron_optimizer(OptimizerConfig(), [tiny_network()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="nothing to optimize"):
@@ -231,4 +231,4 @@ def test_optimizer_flag_takes_the_rule_that_exists_and_refuses_the_others() -> N
     model, _ = wrapped(tiny_network())
     assert get_megatron_optimizer(run_config("--optimizer adam").optimizer, [model]).step_count == 0
     with pytest.raises(ConfigError, match="--optimizer"):
-        run_config("--optimizer soap")
+        run_config("--optimizer adaptive_muon")

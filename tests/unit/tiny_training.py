@@ -84,6 +84,9 @@ def values(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensors in run.optimizer.named_state().items():
         for kind, tensor in tensors.items():
             yield f"{kind} of {name}", tensor.clone()
+    for name, tensors in run.optimizer.whole_state().items():
+        for kind, tensor in tensors.items():
+            yield f"{kind} of {name}", tensor.clone()
 
 
 def differing(first: Run, second: Run) -> list[str]:

@@ -199,3 +199,11 @@ def optimizer_state(
             entry = _entry(data, placement, starts, prefix=prefix, fallback=name == "main_param")
             state[entry.key] = entry
     return state
+
+
+def whole_optimizer_state(named_state: Mapping[str, Mapping[str, Tensor]]) -> ShardedStateDict:
+    """State that is not shaped like its parameter, and the same on all processes that have it."""
+    keys = {
+        f"{OPTIMIZER_PREFIX}{kind}.{name}": data for name, kinds in named_state.items() for kind, data in kinds.items()
+    }
+    return {key: ShardedTensor.whole(key, data) for key, data in keys.items()}

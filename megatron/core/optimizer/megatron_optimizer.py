@@ -17,6 +17,7 @@ from megatron.core.optimizer.group_state import StateSlice
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamKey, make_param_groups
+from megatron.core.optimizer.soap import Soap
 from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -76,7 +77,12 @@ class MegatronOptimizer:
         self.grad_scaler = make_grad_scaler(config, self._device)
 
     def _rule(self, name: str) -> UpdateRule:
-        return Muon(self.config, self.groups) if name == "muon" else elementwise_rule(name, self.config)
+        match name:
+            case "muon":
+                return Muon(self.config, self.groups)
+            case "soap":
+                return Soap(self.config, self.groups)
+        return elementwise_rule(name, self.config)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -181,6 +187,11 @@ class MegatronOptimizer:
         replicas divide the state, those of this process's slices, flat (`named_slices` tells their place)."""
         return {name: found.tensors for name, found in self.named_slices().items()}
 
+    def whole_state(self) -> dict[str, dict[str, Tensor]]:
+        """State that is not shaped like a parameter: parameter's name in the whole model -> kind -> tensor, whole on
+        each process that has it."""
+        return {name: kinds for group in self._groups for name, kinds in group.rule.whole_state().items()}
+
     def after_load(self) -> None:
         """Refresh the model's parameters after a loader has written main parameters; every process calls this."""
         self._write_back()
@@ -236,8 +247,8 @@ def get_megatron_optimizer(
     config's. Raises ConfigError for an update rule that does not exist yet and TypeError for a model that is not
     wrapped in DistributedDataParallel.
     """
-    if update_rule is None and config.optimizer not in ("adam", "sgd", "lion", "muon"):
-        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd, lion or muon")
+    if update_rule is None and config.optimizer not in ("adam", "sgd", "lion", "muon", "soap"):
+        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd, lion, muon or soap")
     for chunk in model_chunks:
         if not isinstance(chunk, DistributedDataParallel):
             found = type(chunk).__name__

@@ -17,17 +17,16 @@ An orthogonal factor needs the whole matrix, which processes may have cut:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
-from megatron.core.optimizer.group_state import GroupState, Member
+from megatron.core.optimizer.group_state import FlatShard
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
 from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
+from megatron.core.optimizer.whole_matrices import range_of, whole_matrices
 from megatron.core.placement import Placement, Split, placement_of
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
@@ -55,62 +54,21 @@ class Muon(UpdateRule):
 
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
+
+        def direction(shard: FlatShard) -> list[Tensor]:
+            """Advance the momentum; u."""
+            grad = shard.grad if divisor is None else shard.grad.div_(divisor)
+            mean = shard.state["momentum_buffer"].lerp_(grad, 1.0 - options["momentum"])
+            return [torch.lerp(grad, mean, options["momentum"]) if options["nesterov"] else mean]
+
         for state in group.states:
-            for member, matrix in self._directions(state, group, divisor):
+            for member, (matrix,) in whole_matrices(state, direction, 1):
                 change = self.orthogonal(matrix, placement_of(member.param, member.name)).reshape(-1)
-                for piece, place in state.pieces([_range(member)]):
+                for piece, place in state.pieces([range_of(member)]):
                     values = state.values(piece, place)
                     values.mul_(1.0 - options["lr"] * options["weight_decay"])
                     first = piece[0] - member.slot.start
                     values.add_(change[first : first + values.numel()], alpha=-options["lr"])
-
-    # ---- u, whole as far as this process's shard goes
-
-    def _directions(
-        self, state: GroupState, group: UpdatedGroup, divisor: Tensor | None
-    ) -> Iterator[tuple[Member, Tensor]]:
-        """Every matrix of which this process updates something, and its u [rows, columns of the shard]."""
-        cut = [member for member in state.members if _is_cut(state.buffer, member)]
-        together = iter(self._put_together(state, cut, group, divisor))
-        for member in state.members:
-            shape = tuple(member.param.shape)
-            if _is_cut(state.buffer, member):
-                whole = next(together)
-                if any(True for _ in state.pieces([_range(member)])):
-                    yield member, whole.view(shape)
-            else:
-                pieces = self._momentum(state, member, group, divisor)
-                if pieces:
-                    yield member, torch.cat(pieces).view(shape)
-
-    def _put_together(
-        self, state: GroupState, cut: list[Member], group: UpdatedGroup, divisor: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """u of matrices that several slices share, flat, by one sum in which each process fills its own place."""
-        if not cut:
-            return ()
-        sizes = [member.slot.numel for member in cut]
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=state.buffer.device)
-        places = flat.split(sizes)
-        for member, place in zip(cut, places, strict=True):
-            found = self._momentum(state, member, group, divisor)
-            if found:
-                (first, _), _ = next(state.pieces([_range(member)]))
-                piece = torch.cat(found)
-                place[first - member.slot.start :][: piece.numel()] = piece
-        all_reduce(flat, state.buffer.reduction.shards)
-        return places
-
-    def _momentum(self, state: GroupState, member: Member, group: UpdatedGroup, divisor: Tensor | None) -> list[Tensor]:
-        """Advance the momentum of what this process has of a matrix; u of it, flat, in pieces."""
-        momentum = group.options["momentum"]
-        found = []
-        for _, grad, kept in state.shards([_range(member)]):
-            if divisor is not None:
-                grad.div_(divisor)
-            mean = kept["momentum_buffer"].lerp_(grad, 1.0 - momentum)
-            found.append(torch.lerp(grad, mean, momentum) if group.options["nesterov"] else mean)
-        return found
 
     # ---- orthogonal(u) times its scale
 
@@ -216,18 +174,3 @@ def _by_name(parts: list[tuple[str, int, int]]) -> list[Rows]:
     for name, start, length in parts:
         found.setdefault(name, []).append((start, length))
     return list(found.values())
-
-
-def _range(member: Member) -> tuple[int, int]:
-    return member.slot.start, member.slot.start + member.slot.numel
-
-
-def _is_cut(buffer: ParamAndGradBuffer, member: Member) -> bool:
-    """Whether the slices of several processes meet in the matrix."""
-    first, last = _range(member)
-    shards = buffer.reduction.shards.size()
-    for start, stop, _ in buffer.layout.buckets:
-        if start <= first < stop:
-            share = (stop - start) // shards
-            return (first - start) // share != (last - 1 - start) // share
-    raise AssertionError(f"{member.name} is in no bucket")

@@ -13,11 +13,14 @@ class OptimizerConfig:
 
     optimizer: str = flag(
         "adam", choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
-        planned_choices=("adaptive_muon", "soap"),
+        planned_choices=("adaptive_muon",),
         coming="the remaining optimizers",
     )  # fmt: skip
     """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023), muon
-    orthogonalises the updates of matrices (Jordan et al., 2024); dist_muon is muon with the distributed optimizer."""
+    orthogonalises the updates of matrices (Jordan et al., 2024); dist_muon is muon with the distributed optimizer; soap
+    is Adam in the eigenbasis of Shampoo's preconditioners for matrices (Vyas et al., 2024), adam for the rest."""
+    soap_precondition_frequency: int = flag(10, minimum=1, unit="iterations")
+    """With --optimizer soap: updates between changes of the basis."""
     lr: float | None = flag(None, minimum=0)
     """Learning rate at the end of the warm-up; the schedule scales it."""
     min_lr: float = flag(0.0, minimum=0)

@@ -79,10 +79,11 @@ def has_weight_decay(name: str, param: nn.Parameter, config: OptimizerConfig) ->
 
 
 def rule_name(param: nn.Parameter, config: OptimizerConfig) -> str:
-    """Muon is for the matrices inside the network; tables, the output layer and vectors take the scalar optimizer."""
-    if config.optimizer != "muon":
+    """Muon and SOAP are for the matrices inside the network; tables, the output layer and vectors take another rule."""
+    others = {"muon": config.muon_scalar_optimizer, "soap": "adam"}
+    if config.optimizer not in others or (param.dim() == 2 and is_hidden_matrix(param)):
         return config.optimizer
-    return "muon" if param.dim() == 2 and is_hidden_matrix(param) else config.muon_scalar_optimizer
+    return others[config.optimizer]
 
 
 def param_key(name: str, param: nn.Parameter, config: OptimizerConfig) -> ParamKey:
@@ -109,6 +110,7 @@ def make_param_groups(
             for buffer, parts in zip(buffers, divided, strict=True)
             if key in parts
         ]
+        rule.begin(states)
         groups.append(ParamGroup(key, rule, states, config))
     return groups
 

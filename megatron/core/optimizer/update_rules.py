@@ -8,7 +8,7 @@ docs/optimizers.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,6 +41,14 @@ class UpdateRule(ABC):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
+
+    def begin(self, states: Sequence[GroupState]) -> None:  # noqa: B027
+        """Before the first update: what the rule will update."""
+
+    def whole_state(self) -> dict[str, dict[str, Tensor]]:
+        """State that is not shaped like a parameter, whole on each process that has it: parameter's name -> kind ->
+        tensor. Views, so that a loader writes into them."""
+        return {}
 
     @abstractmethod
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:

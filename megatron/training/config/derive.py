@@ -274,6 +274,7 @@ def _without_effect(s: Settings) -> None:
         ("sgd_momentum", s.optimizer != "sgd", "--optimizer sgd"),
         *((dest, not _uses_lion(s), "--optimizer lion") for dest in ("lion_beta1", "lion_beta2")),
         *((dest, s.optimizer != "muon", "--optimizer muon") for dest in _MUON),
+        ("soap_precondition_frequency", s.optimizer != "soap", "--optimizer soap"),
         *((dest, s.optimizer in ("sgd", "lion"), "--optimizer adam") for dest in _ADAM),
         *((dest, not s.fp16, "--fp16") for dest in ("loss_scale", *_DYNAMIC_LOSS_SCALE)),
         *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),

@@ -9,10 +9,13 @@ from megatron.training.config.settings import Settings
 
 def muon_finds_its_matrices(s: Settings) -> Iterator[str]:
     """Muon needs whole matrices; processes that hold the same keys and values must update them alike."""
+    if s.optimizer in ("muon", "soap") and s.use_torch_fsdp2:
+        yield (
+            f"{s.say('optimizer')} needs whole matrices, which --use-torch-fsdp2 divides; "
+            "use --use-distributed-optimizer"
+        )
     if s.optimizer != "muon":
         return
-    if s.use_torch_fsdp2:
-        yield "--optimizer muon needs whole matrices, which --use-torch-fsdp2 divides; use --use-distributed-optimizer"
     groups, tp = s.num_query_groups, s.tensor_model_parallel_size
     if s.muon_tp_mode == "blockwise" and not s.muon_split_qkv and groups and groups < tp:
         yield (

@@ -1,0 +1,143 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al., 2024, algorithms 3 and 4).
+
+    g' = Ql^T g Qr                                       the gradient in the basis
+    m = beta1 m + (1 - beta1) g,    v = beta2 v + (1 - beta2) g'^2
+    w = (1 - lr weight_decay) w - lr Ql (Ql^T m Qr / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) Qr^T
+    L = beta2 L + (1 - beta2) g g^T,    R = beta2 R + (1 - beta2) g^T g
+    every f updates Ql = orthonormal(L Ql), Qr = orthonormal(R Qr)
+
+Ql and Qr begin as unit matrices, so that the first f updates are Adam's; the first change takes all eigenvectors, each
+later one is a step of orthogonal iteration. A side longer than LONGEST keeps the unit matrix, as in the paper. Where the
+gradients so far have a lower rank than a side is long, part of its basis is open, and rounding decides.
+
+Every process that updates something of a matrix computes all of it, from the shards of the tensor-parallel ranks and
+the slices of the distributed optimizer; m and v are divided like the matrix, L, R, Ql and Qr are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_into_tensor
+from megatron.core.optimizer.group_state import GroupState, Member
+from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
+from megatron.core.optimizer.whole_matrices import is_ours, range_of, whole_matrices
+from megatron.core.placement import Placement, placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+LONGEST = 10_000
+"""Rows or columns of a matrix up to which that side has a basis."""
+
+
+class Soap(UpdateRule):
+    """The rule of --optimizer soap for matrices. groups: the process groups that may have cut them."""
+
+    kinds = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, config: OptimizerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        self.interval = config.soap_precondition_frequency
+        self.groups = groups
+        self._bases: dict[str, _Bases] = {}
+
+    def begin(self, states: Sequence[GroupState]) -> None:
+        for state in states:
+            for member in state.members:
+                if is_ours(state, member):
+                    rows, columns = placement_of(member.param, member.name).full_shape
+                    self._bases[member.name] = _Bases(rows, columns, state.buffer.device)
+
+    def whole_state(self) -> dict[str, dict[str, Tensor]]:
+        return {name: bases.tensors for name, bases in self._bases.items()}
+
+    def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        number = int(step.item())
+        for state in group.states:
+            found = whole_matrices(state, lambda shard: (shard.grad, *(shard.state[kind] for kind in self.kinds)), 3)
+            for member, tensors in found:
+                placement = placement_of(member.param, member.name)
+                grad, mean, square = (self._gathered(tensor, placement) for tensor in tensors)
+                if divisor is not None:
+                    grad = grad / divisor
+                bases = self._bases[member.name]
+                change = self._advance(bases, grad, mean, square, number, group)
+                bases.learn(grad, group.options["betas"][1])
+                if number % self.interval == 0:
+                    bases.turn(is_first=number == self.interval)
+                self._write(state, member, [placement.take(x) for x in (change, mean, square)], group)
+
+    def _advance(
+        self, bases: _Bases, grad: Tensor, mean: Tensor, square: Tensor, step: int, group: UpdatedGroup
+    ) -> Tensor:
+        """Advance m and v in place; the change of the matrix for a learning rate of 1."""
+        beta1, beta2 = group.options["betas"]
+        mean.lerp_(grad, 1.0 - beta1)
+        square.lerp_(bases.into(grad).square_(), 1.0 - beta2)
+        root = (square / (1.0 - beta2**step)).sqrt_().add_(group.options["eps"])
+        return bases.back((bases.into(mean) / (1.0 - beta1**step)).div_(root))
+
+    def _gathered(self, shard: Tensor, placement: Placement) -> Tensor:
+        """The whole matrix of which this is a tensor-parallel rank's shard; memory of its own."""
+        cut = [split for split in placement.splits if split.num_shards > 1]
+        assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
+        if not cut:
+            return shard.clone()
+        group: Group = getattr(self.groups, cut[0].axis)
+        gathered = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
+        all_gather_into_tensor(gathered, shard.contiguous(), group)
+        return placement.join(gathered.chunk(group.size()))
+
+    def _write(self, state: GroupState, member: Member, shards: list[Tensor], group: UpdatedGroup) -> None:
+        """Keep of the change, m and v what this process updates."""
+        lr, decay = group.options["lr"], group.options["weight_decay"]
+        change, mean, square = (shard.reshape(-1) for shard in shards)
+        for piece, place in state.pieces([range_of(member)]):
+            part = slice(piece[0] - member.slot.start, piece[1] - member.slot.start)
+            state.values(piece, place).mul_(1.0 - lr * decay).add_(change[part], alpha=-lr)
+            state.tensors["exp_avg"][place] = mean[part]
+            state.tensors["exp_avg_sq"][place] = square[part]
+
+
+class _Bases:
+    """Preconditioners and bases of one matrix, [rows, rows] and [columns, columns]; none on a side too long."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        for side, size in (("left", rows), ("right", columns)):
+            if size <= LONGEST:
+                self.tensors[f"soap_{side}_gram"] = torch.zeros(size, size, device=device)
+                self.tensors[f"soap_{side}_basis"] = torch.eye(size, device=device)
+
+    def into(self, matrix: Tensor) -> Tensor:
+        """Ql^T matrix Qr, memory of its own."""
+        left, right = (self.tensors.get(f"soap_{side}_basis") for side in ("left", "right"))
+        turned = matrix if left is None else left.t() @ matrix
+        return turned.clone() if right is None else turned @ right
+
+    def back(self, matrix: Tensor) -> Tensor:
+        """Ql matrix Qr^T."""
+        left, right = (self.tensors.get(f"soap_{side}_basis") for side in ("left", "right"))
+        turned = matrix if left is None else left @ matrix
+        return turned if right is None else turned @ right.t()
+
+    def learn(self, grad: Tensor, beta: float) -> None:
+        """Advance L and R."""
+        for side, matrix in (("left", grad), ("right", grad.t())):
+            gram = self.tensors.get(f"soap_{side}_gram")
+            if gram is not None:
+                gram.lerp_(matrix @ matrix.t(), 1.0 - beta)
+
+    def turn(self, is_first: bool) -> None:
+        """Advance Ql and Qr."""
+        for side in ("left", "right"):
+            gram = self.tensors.get(f"soap_{side}_gram")
+            if gram is not None:
+                basis = self.tensors[f"soap_{side}_basis"]
+                basis.copy_(torch.linalg.eigh(gram)[1] if is_first else torch.linalg.qr(gram @ basis)[0])

@@ -1,0 +1,74 @@
+"""Matrices whole, for rules that need them so, although slices of several processes may meet in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.flat_ranges import Range
+from megatron.core.optimizer.group_state import FlatShard, GroupState, Member
+
+
+def range_of(member: Member) -> Range:
+    """Where a parameter lies in its buffer."""
+    return member.slot.start, member.slot.start + member.slot.numel
+
+
+def is_cut(buffer: ParamAndGradBuffer, member: Member) -> bool:
+    """Whether the slices of several processes meet in the matrix."""
+    first, last = range_of(member)
+    shards = buffer.reduction.shards.size()
+    for start, stop, _ in buffer.layout.buckets:
+        if start <= first < stop:
+            share = (stop - start) // shards
+            return (first - start) // share != (last - 1 - start) // share
+    raise AssertionError(f"{member.name} is in no bucket")
+
+
+def is_ours(state: GroupState, member: Member) -> bool:
+    """Whether this process updates something of the matrix."""
+    return any(True for _ in state.pieces([range_of(member)]))
+
+
+def whole_matrices(
+    state: GroupState, values: Callable[[FlatShard], Sequence[Tensor]], count: int
+) -> Iterator[tuple[Member, list[Tensor]]]:
+    """Every matrix of which this process updates something, with `count` tensors of its shape: what `values` makes of
+    the pieces. Every process of the buffer's shards calls this."""
+    cut = [member for member in state.members if is_cut(state.buffer, member)]
+    together = dict(zip((member.name for member in cut), _put_together(state, cut, values, count), strict=True))
+    for member in state.members:
+        if not is_ours(state, member):
+            continue
+        if member.name in together:
+            tensors = list(together[member.name])
+        else:
+            tensors = _own(state, member, values)
+        yield member, [tensor.view(member.param.shape) for tensor in tensors]
+
+
+def _put_together(
+    state: GroupState, cut: list[Member], values: Callable[[FlatShard], Sequence[Tensor]], count: int
+) -> list[Tensor]:
+    """Of each matrix that several slices share, [count, elements]; by one sum in which each fills its own place."""
+    if not cut:
+        return []
+    sizes = [member.slot.numel for member in cut]
+    flat = torch.zeros(count, sum(sizes), dtype=torch.float32, device=state.buffer.device)
+    places = list(flat.split(sizes, dim=1))
+    for member, place in zip(cut, places, strict=True):
+        for (first, last), _ in state.pieces([range_of(member)]):  # one or none: a slice is contiguous
+            start = first - member.slot.start
+            place[:, start : start + last - first] = torch.stack(_own(state, member, values))
+    all_reduce(flat, state.buffer.reduction.shards)
+    return places
+
+
+def _own(state: GroupState, member: Member, values: Callable[[FlatShard], Sequence[Tensor]]) -> list[Tensor]:
+    """What this process has of a matrix, flat."""
+    pieces = [values(shard) for shard in state.shards([range_of(member)])]
+    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
