@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -183,6 +183,26 @@ def start_cuda_profiler() -> None:
 def stop_cuda_profiler() -> None:
     """Tell it to end."""
     torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
+
+
+class NamedRange:
+    """A stretch of the program with a name in profiles: of torch.profiler, and where this process computes on a GPU of
+    Nsight Systems."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._record: Any = None
+
+    def __enter__(self) -> None:
+        self._record = torch.profiler.record_function(self.name)
+        self._record.__enter__()
+        if is_cuda(current_device()):
+            torch.cuda.nvtx.range_push(self.name)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        if is_cuda(current_device()):
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        self._record.__exit__(None, None, None)
 
 
 def record_memory_history() -> None:

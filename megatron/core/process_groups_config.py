@@ -219,6 +219,13 @@ class ProcessGroupCollection:
         fields: dict[str, Any] = {field: meter(getattr(self, field), axis) for field, axis in _TRAFFIC_OF.items()}
         return dataclasses.replace(self, **fields, hcp=tuple(meter(group, "cp") for group in self.hcp))
 
+    def set_timeout(self, limit: timedelta) -> None:
+        """From now on no collective of these groups waits longer."""
+        members = [*(getattr(self, field) for field in _TRAFFIC_OF), *self.hcp]
+        groups = {torch_group(group) for group in members if isinstance(group, dist.ProcessGroup | MeteredGroup)}
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(limit, group)
+
     # ---- questions that many ask
 
     @property

@@ -80,6 +80,7 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         # A mask that is only causal would say what attention does by itself, quicker.
         "create_attention_mask": data.reset_attention_mask and data.create_attention_mask_in_dataloader,
         "inter_document_masking": data.dataloader_inter_document_masking,
+        "allow_ambiguous_pad_tokens": data.allow_ambiguous_pad_tokens,
         "drop_last_partial_validation_sequence": data.drop_last_partial_validation_sequence,
     }
     if data.sft:

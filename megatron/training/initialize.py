@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGr
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.container import RunConfig
+from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.flag_parser import ExtraFlags
 from megatron.training.flags import read_run_config
 from megatron.training.launch import Launch, read_launch, with_world_size
@@ -173,7 +175,31 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
     if shares_layers:
         # One hardware queue: a collective starts before the matrix product that was launched after it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _configure_flight_recorder(config.distributed)
     if config.model.deterministic_mode:
         # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _configure_flight_recorder(settings: DistributedInitConfig) -> None:
+    """torch reads these when it makes the first group; older releases know the second of two names."""
+    path = settings.flight_recorder_dump_path
+    if path is None:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--flight-recorder-dump-path {path}: {error.strerror}; give a writable directory") from error
+    size = str(settings.flight_recorder_trace_buffer_size)
+    for name, value in {
+        "TORCH_FR_DUMP_TEMP_FILE": path,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": path,
+        "TORCH_FR_BUFFER_SIZE": size,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(settings.flight_recorder_dump_on_timeout)),
+        "TORCH_INCLUDE_STACK_TRACE": str(int(settings.flight_recorder_include_stack_trace)),
+        "TORCH_INCLUDE_ONLY_ACTIVE": str(int(settings.flight_recorder_include_only_active)),
+        "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": str(int(settings.flight_recorder_extra_dump_on_exec)),
+    }.items():
+        os.environ.setdefault(name, value)

@@ -35,6 +35,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.data import SPLITS, LoaderSettings, TrainingData, sample_counts
 from megatron.training.gpt import padded_vocab_size_of
 from megatron.training.hooks.checkpoint import CheckpointHook
+from megatron.training.hooks.collective_timeout import CollectiveTimeoutHook
 from megatron.training.hooks.combined import Hooks
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.evaluation import EvaluationHook
@@ -44,6 +45,7 @@ from megatron.training.hooks.layer_norms import LayerNormsHook
 from megatron.training.hooks.memory import MemoryHook
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.hooks.metrics import MetricsHook
+from megatron.training.hooks.named_ranges import NamedRangesHook
 from megatron.training.hooks.non_loss_data import NonLossDataHook
 from megatron.training.hooks.outliers import OutlierHook
 from megatron.training.hooks.pipeline_clock import PipelineClockHook
@@ -324,12 +326,16 @@ def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
         hooks.append(OutlierHook(meter, losses=spiky, gradients=large))
     if config.ddp.check_for_nan_in_grad:
         hooks.append(SanityHook(meter))
+    if config.distributed.distributed_timeout_seconds_after_init is not None:
+        hooks.append(CollectiveTimeoutHook(config.distributed.distributed_timeout_seconds_after_init))
     if config.training.manual_gc:
         hooks.append(GarbageCollectionHook(config.training))
     if config.profiling.record_memory_history:
         hooks.append(MemoryHistoryHook(config.profiling))
     if config.profiling.profile:
         hooks.append(ProfilerHook(config.profiling))
+    if config.profiling.nvtx_ranges:
+        hooks.append(NamedRangesHook())
     evaluates = config.validation.eval_interval is not None or config.validation.skip_train
     if evaluates and (config.validation.eval_iters > 0 or config.validation.full_validation):
         hooks.append(EvaluationHook(config.validation))

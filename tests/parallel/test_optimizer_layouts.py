@@ -16,7 +16,7 @@ from tests.parallel.test_layout_checkpoints import run_on
 
 SMALL_STATE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 ONE_GROUP = "--num-query-groups 1"  # its key and value are held whole by both ranks
-SOAP = "--optimizer soap --soap-precondition-frequency 3 --lr 1e-4"
+SOAP = "--optimizer soap --soap-precondition-frequency 2 --lr 1e-4"
 # Flags, layout, and what rounding may do: the sign that Lion takes of a mean near zero may turn, a moment may round to
 # the neighbouring bfloat16 number.
 CASES = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,3 +146,16 @@ def test_timers_report_the_slowest_and_the_fastest_rank() -> None:
         pass
     timer._total_seconds = 1.0 + dist.get_rank()
     assert timers.min_max(["step"], groups.world) == {"step": (1.0, 2.0)}
+
+
+@pytest.mark.flags("--distributed-timeout-seconds-after-init")
+@distributed(world_size=2)
+def test_a_shorter_limit_for_collectives() -> None:
+    """Of all groups: those that were made with a limit of their own, too."""
+    groups = ProcessGroupCollection.build(RankGrid(2, tp=2), dist.get_rank(), timedelta(minutes=10))
+    groups.set_timeout(timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            all_reduce(torch.ones(1), groups.tp)
+    else:
+        time.sleep(2)

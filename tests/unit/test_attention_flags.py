@@ -162,6 +162,22 @@ def test_qk_layernorm() -> None:
     assert grads["decoder.layers.0.self_attention.q_layernorm.weight"].any()
 
 
+@pytest.mark.flags("--qk-l2-norm")
+def test_qk_l2_norm() -> None:
+    """Without weights; rotation leaves the size of a head as it is."""
+    flags = f"--norm-epsilon 1e-3 {ROPE}"
+    model, plain = build_model(f"--qk-l2-norm {flags}"), build_model(flags)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    x = torch.randn(4, 2, 32)
+    found, raw = (first_attention(built).query_key_value(x, None) for built in (model, plain))
+    for normalised, given in zip(found[:2], raw[:2], strict=True):
+        torch.testing.assert_close(normalised, given / (given.square().mean(-1, keepdim=True) + 1e-3).sqrt())
+    assert torch.equal(found[2], raw[2])
+    assert not torch.equal(logits(model), logits(plain))
+    with pytest.raises(ConfigError, match="--qk-layernorm and --qk-l2-norm contradict each other"):
+        read_config("--qk-layernorm --qk-l2-norm")
+
+
 # ---- positions
 
 

@@ -61,6 +61,15 @@ def sources(dataset: Any) -> list[int]:
     return [firsts.count(1), firsts.count(2)]
 
 
+@pytest.mark.flags("--allow-ambiguous-pad-tokens")
+def test_ambiguous_pad_tokens(a: str) -> None:
+    for flag, expected in (("", 1), ("--allow-ambiguous-pad-tokens", 0)):
+        config = run_config(f"--data-path {a} --split 1,0,0 {flag}", RUN)
+        dataset = build_gpt_datasets(config, Tokenizer(pad=63), (40, 0, 0))[0]  # type: ignore[arg-type]
+        ends = [dataset[i]["loss_mask"][dataset[i]["labels"] == 63].tolist() for i in range(4)]
+        assert {value for values in ends for value in values} == {expected}
+
+
 @pytest.mark.flags("--data-path")
 def test_data_path_forms(a: str, b: str) -> None:
     single = datasets(f"--data-path {a} --split 90,5,5")[0]

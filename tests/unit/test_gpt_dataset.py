@@ -216,6 +216,16 @@ def test_padding_in_the_data_has_no_loss(tmp_path: Path) -> None:
     assert sample["loss_mask"].tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
 
 
+def test_an_end_of_document_that_is_also_the_padding(tmp_path: Path) -> None:
+    """It is learnt, unless it is declared to be padding; the model sees it as the token that it is."""
+    prefix = write(tmp_path / "padded", [[1, 2, 3, 999, 4, 5, 6, 7, 8]])
+    for allowed, expected in ((False, 1), (True, 0)):
+        options: dict[str, Any] = {"tokenizer": Tokenizer(pad=999), "allow_ambiguous_pad_tokens": allowed}
+        sample = build(sizes=(1, 0, 0), blend=([prefix], None), split="1", **options)[0][0]
+        assert sample["tokens"].tolist() == [1, 2, 3, 999, 4, 5, 6, 7]
+        assert sample["loss_mask"].tolist() == [1, 1, expected, 1, 1, 1, 1, 1]
+
+
 def test_no_sample_counts_for_nothing(counting: str) -> None:
     train = build(blend=([counting], None), split="1")[0]
     assert train[None]["loss_mask"].sum() == 0 and train[None]["tokens"].shape == (8,)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollecti
 from megatron.training import initialize as subject
 from megatron.training.initialize import comparable_flags, initialize, lost_peer, rank_grid, shut_down
 from tests.unit.run_flags import run_config
+from tests.unit.tiny_training import finish, prepare
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29777"}
 
@@ -147,3 +150,51 @@ def test_groups_beside_the_backends_own() -> None:
 def test_a_layout_by_whole_matrices_is_not_needed(flag: str) -> None:
     assert any("--use-layer-wise-param-layout has no effect" in note for note in run_config(flag).notes)
     assert not any("layer-wise" in note for note in run_config("").notes)
+
+
+@pytest.mark.flags(
+    "--flight-recorder-dump-path", "--flight-recorder-trace-buffer-size", "--no-flight-recorder-dump-on-timeout",
+    "--flight-recorder-include-stack-trace", "--no-flight-recorder-include-only-active",
+    "--no-flight-recorder-extra-dump-on-exec", "--flight-recorder-dump-on-timeout",
+    "--flight-recorder-include-only-active", "--flight-recorder-extra-dump-on-exec",
+)  # fmt: skip
+def test_flight_recorder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(flags: str, **environ: str) -> dict[str, str]:
+        before = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_FR", "TORCH_NCCL", "TORCH_INCL"))}
+        monkeypatch.setattr(os, "environ", before | environ)
+        initialize(run_config(flags))
+        shut_down()
+        return {k: v for k, v in os.environ.items() if k.startswith(("TORCH_FR", "TORCH_NCCL", "TORCH_INCL"))}
+
+    path = tmp_path / "traces" / "rank"
+    usual = {
+        "TORCH_FR_DUMP_TEMP_FILE": str(path), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(path),
+        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_INCLUDE_STACK_TRACE": "0", "TORCH_INCLUDE_ONLY_ACTIVE": "1", "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "1",
+    }  # fmt: skip
+    assert told("--flight-recorder-trace-buffer-size 5") == {}
+    dump = f"--flight-recorder-dump-path {path}"
+    assert told(dump) == usual and path.parent.is_dir()
+    assert told(dump, TORCH_FR_BUFFER_SIZE="7") == usual | {"TORCH_FR_BUFFER_SIZE": "7"}
+    size = {"TORCH_FR_BUFFER_SIZE": "5", "TORCH_NCCL_TRACE_BUFFER_SIZE": "5"}
+    for flag, expected in (
+        ("--flight-recorder-trace-buffer-size 5", size),
+        ("--no-flight-recorder-dump-on-timeout", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
+        ("--flight-recorder-include-stack-trace", {"TORCH_INCLUDE_STACK_TRACE": "1"}),
+        ("--no-flight-recorder-include-only-active", {"TORCH_INCLUDE_ONLY_ACTIVE": "0"}),
+        ("--no-flight-recorder-extra-dump-on-exec", {"TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0"}),
+    ):
+        assert told(f"{dump} {flag}") == usual | expected
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--flight-recorder-dump-path .*/file/x/y: .*; give a writable directory"):
+        told(f"--flight-recorder-dump-path {tmp_path}/file/x/y")
+
+
+@pytest.mark.flags("--distributed-timeout-seconds-after-init")
+def test_collectives_have_another_limit_after_an_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, timedelta]] = []
+    run = prepare("--distributed-timeout-seconds-after-init", "7", "--train-iters", "3")
+    note = lambda groups, limit: limits.append((run.progress.iteration, limit))  # noqa: E731
+    monkeypatch.setattr(ProcessGroupCollection, "set_timeout", note)
+    finish(run)
+    assert limits == [(1, timedelta(seconds=7))]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import loss_of, tiny_network, train
@@ -112,6 +114,24 @@ def test_products_have_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) 
         optimizer.step()
         assert seen == {expected}
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.flags("--muon-use-syrk")
+@pytest.mark.parametrize("precision", ["low", "high"])
+def test_symmetric_products_are_half_computed(precision: str) -> None:
+    flops, results = [], []
+    for flag in ("", "--muon-use-syrk"):
+        _, optimizer = of_flags(f"--optimizer muon --muon-fp32-matmul-prec {precision} {flag}")
+        (rule,) = (group.rule for group in optimizer._groups if isinstance(group.rule, Muon))
+        matrix = torch.randn(34, 50, generator=torch.Generator().manual_seed(0))
+        with FlopCounterMode(display=False) as counter:
+            results.append(rule.newton_schulz.orthogonalize(matrix))
+        flops.append(counter.get_total_flops())
+    m, n, steps = 34, 50, 5
+    assert flops[0] == steps * 2 * (2 * m * m * n + m**3)
+    half = sum(rows * end for rows, end in ((9, 9), (9, 18), (9, 27), (7, 34)))
+    assert flops[1] == steps * 2 * (m * m * n + half * (n + m))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5 if precision == "high" else 0.03)
 
 
 @pytest.mark.flags("--muon-scalar-optimizer")

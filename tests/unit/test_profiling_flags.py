@@ -130,3 +130,35 @@ def test_window_for_nsight_systems(gpu_calls: list[Any], monkeypatch: pytest.Mon
 def test_memory_history(gpu_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     train_as_on_a_gpu(monkeypatch, "--record-memory-history", "--memory-snapshot-path", "memory.pickle")
     assert gpu_calls == ["record_memory_history", Path("memory.pickle")]
+
+
+@pytest.mark.flags("--nvtx-ranges")
+def test_parts_of_layers_have_names(tmp_path: Path) -> None:
+    window = ("--profile-step-start", "1", "--profile-step-end", "2", "--train-iters", "2")
+    train_tiny(*TORCH, *window, "--profile-dir", tmp_path / "plain")
+    train_tiny(*TORCH, *window, "--profile-dir", tmp_path / "named", "--nvtx-ranges")
+    plain, named = (trace(tmp_path / name / "rank-0.json.gz") for name in ("plain", "named"))
+    assert not any(event.get("name", "").endswith(".mlp") for event in plain)
+    parts = [event for event in named if event.get("cat") == "user_annotation" and "decoder" in event.get("name", "")]
+    names = [event["name"] for event in parts]
+    for layer in (0, 1):
+        for part in ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"):
+            assert names.count(f"decoder.layers.{layer}.{part}") == 2, "one for each microbatch"
+    (mlp, *_) = (event for event in parts if event["name"] == "decoder.layers.0.mlp")
+    inside = [
+        e["name"] for e in named if mlp["ts"] <= e.get("ts", -1) <= mlp["ts"] + mlp["dur"] and e.get("cat") == "cpu_op"
+    ]
+    assert any("mm" in name for name in inside)
+    with pytest.raises(ConfigError, match="--nvtx-ranges names parts of layers, which --compile makes one"):
+        run_config("--nvtx-ranges --compile")
+
+
+@pytest.mark.flags("--nvtx-ranges")
+def test_ranges_reach_the_gpu_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(device, "is_cuda", lambda _: True)
+    monkeypatch.setattr("torch.cuda.nvtx.range_push", calls.append)
+    monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: calls.append("end"))
+    with device.NamedRange("outer"), device.NamedRange("inner"):
+        pass
+    assert calls == ["outer", "inner", "end", "end"]

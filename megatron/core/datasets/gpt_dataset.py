@@ -50,6 +50,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     inter_document_masking: bool = False
     """Samples carry the bounds of their documents (cu_seqlens, max_seqlen), and positions start again at each."""
 
+    allow_ambiguous_pad_tokens: bool = False
+    """Tokens of the padding's id are padding also where that is the end-of-document token's."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         needs_eod = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
@@ -82,7 +85,7 @@ class GPTDataset(MegatronDataset):
         self._length = config.sequence_length
         self._extra = int(config.add_extra_token_to_sequence)
         self._eod = None if config.tokenizer is None else config.tokenizer.eod
-        self._pad = _padding_id(config.tokenizer)
+        self._pad = _padding_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
         cache = IndexCache(
             self.cache_directory(),
             f"{type(self).__name__}-{index_split.name}",
@@ -154,8 +157,9 @@ class GPTDataset(MegatronDataset):
             loss_mask[:] = 0.0
         sample = self._positions_and_masks(tokens, document_starts)
         # Padding is not a token: any id the embedding has will do, as its loss is masked.
-        tokens[tokens == self._pad] = 0
-        labels[labels == self._pad] = 0
+        if self._pad != self._eod:
+            tokens[tokens == self._pad] = 0
+            labels[labels == self._pad] = 0
         sample["tokens"] = torch.from_numpy(tokens)
         sample["labels"] = torch.from_numpy(labels)
         sample["loss_mask"] = torch.from_numpy(loss_mask)
@@ -298,12 +302,12 @@ def _union(first: Array | list[int], second: Array | list[int]) -> Array:
     return np.union1d(np.asarray(first, dtype=np.int64), np.asarray(second, dtype=np.int64))
 
 
-def _padding_id(tokenizer: DatasetTokenizer | None) -> int:
+def _padding_id(tokenizer: DatasetTokenizer | None, allow_ambiguous: bool) -> int:
     """The id that marks padding; none where the tokenizer has none or uses its end-of-document token for both.
 
-    Tokens of that id in the data count as padding too; an end of document must not.
+    Tokens of that id in the data count as padding too; an end of document must not, unless that is allowed.
     """
-    if tokenizer is None or tokenizer.pad is None or tokenizer.pad in (_NO_PAD, tokenizer.eod):
+    if tokenizer is None or tokenizer.pad is None or (tokenizer.pad == tokenizer.eod and not allow_ambiguous):
         return _NO_PAD
     return tokenizer.pad
 

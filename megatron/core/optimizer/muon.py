@@ -50,6 +50,7 @@ class Muon(UpdateRule):
             COEFFICIENTS[config.muon_coefficient_type],
             config.muon_num_ns_steps,
             config.muon_fp32_matmul_prec,  # type: ignore[arg-type]
+            config.muon_use_syrk,
         )
 
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:

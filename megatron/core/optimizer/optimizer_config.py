@@ -70,6 +70,9 @@ class OptimizerConfig:
     muon_fp32_matmul_prec: str = flag("medium", choices=("low", "medium", "high"))
     """With --optimizer muon: Newton-Schulz steps in bfloat16 (low), or in float32 from products that the device may
     make of bfloat16 (medium) or TensorFloat-32 (high)."""
+    muon_use_syrk: bool = False
+    """With --optimizer muon: compute only half of each symmetric product of the Newton-Schulz steps, by blocks; faster
+    where matrices are so large that a quarter of their rows still fills the device."""
     muon_tp_mode: str = flag("duplicated", choices=("blockwise", "duplicated", "distributed"))
     """With --optimizer muon: tensor-parallel ranks gather each matrix, or sum the Gram matrices of their shards, or
     orthogonalise each shard alone (blockwise: another algorithm, whose result depends on the ranks)."""

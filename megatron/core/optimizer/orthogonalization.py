@@ -53,6 +53,8 @@ class NewtonSchulz(NamedTuple):
     precision: Literal["low", "medium", "high"]
     """low: everything in bfloat16. medium, high: float32, whose products the device may make from bfloat16 or
     TensorFloat-32 (torch.set_float32_matmul_precision)."""
+    use_syrk: bool = False
+    """Compute half of each symmetric product, by blocks; the other half is its mirror image."""
 
     def orthogonalize(self, matrix: Tensor) -> Tensor:
         """[m, n] float32 -> [m, n] float32 with singular values near 1."""
@@ -75,9 +77,25 @@ class NewtonSchulz(NamedTuple):
             for step in range(self.steps):
                 a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]
                 own = x if counted is None else x * counted.to(x.dtype)
+                if self.use_syrk:
+                    gram = total(symmetric_product(own))
+                    x = torch.addmm(x, b * gram + c * symmetric_product(gram), x, beta=a)
+                    continue
                 gram = total(own @ own.t())
                 x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.float()
+
+
+def symmetric_product(x: Tensor, blocks: int = 4) -> Tensor:
+    """x x^T, [m, n] -> [m, m]: of so many blocks of rows each pair is multiplied once, (blocks + 1) / (2 blocks) of the
+    work."""
+    result = x.new_empty(x.shape[0], x.shape[0])
+    end = 0
+    for rows in x.chunk(blocks):
+        start, end = end, end + rows.shape[0]
+        torch.mm(rows, x[:end].t(), out=result[start:end, :end])
+        result[:start, start:end] = result[start:end, :start].t()
+    return result
 
 
 @contextlib.contextmanager

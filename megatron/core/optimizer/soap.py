@@ -7,8 +7,8 @@
     every f updates Ql = orthonormal(L Ql), Qr = orthonormal(R Qr)
 
 Ql and Qr begin as unit matrices, so that the first f updates are Adam's; the first change takes all eigenvectors, each
-later one is a step of orthogonal iteration. A side longer than LONGEST keeps the unit matrix, as in the paper. Where the
-gradients so far have a lower rank than a side is long, part of its basis is open, and rounding decides.
+later one is a step of orthogonal iteration. A side longer than LONGEST keeps the unit matrix, as in the paper. Where
+the gradients so far have a lower rank than a side is long, part of its basis is open, and rounding decides.
 
 Every process that updates something of a matrix computes all of it, from the shards of the tensor-parallel ranks and
 the slices of the distributed optimizer; m and v are divided like the matrix, L, R, Ql and Qr are whole.

@@ -30,7 +30,7 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.norms import AllHeadsRMSNorm
+from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -49,7 +49,7 @@ class SelfAttentionSubmodules:
 def uses_fused_rope(config: TransformerConfig) -> bool:
     """Whether split and rotation run as one operation; norms of queries and keys come in between, and a compiler fuses
     the elementary ones itself."""
-    has_more = config.qk_layernorm or config.attention_output_gate
+    has_more = config.qk_layernorm or config.qk_l2_norm or config.attention_output_gate
     return config.apply_rope_fusion and not has_more and not config.compile
 
 
@@ -109,6 +109,8 @@ class SelfAttention(MegatronModule):
 
     def _norm_of_heads(self, norm: Any, heads: int, tp_group: Group) -> Any:
         """The norm of so many query or key heads of the whole model; None where there is none."""
+        if self.config.qk_l2_norm:
+            return HeadL2Norm(self.config)
         if not self.config.qk_layernorm or norm is None:
             return None
         if self.config.qk_norm_scope == "head":

@@ -96,6 +96,16 @@ class LayerNorm(_Norm):
         return (layer_norm if self.is_fused else layer_norm_reference)(x, scale, bias, self.eps).to(self.weight.dtype)
 
 
+class HeadL2Norm(MegatronModule):
+    """x / sqrt(mean(x^2) + eps) over the channels of each head, without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        wide = x.float()
+        root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
+        return (wide * root).to(x.dtype)
+
+
 class AllHeadsRMSNorm(MegatronModule):
     """RMSNorm over all heads of a token at once (OLMo 2), where each tensor-parallel rank has some of them."""
 

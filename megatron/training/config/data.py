@@ -88,6 +88,9 @@ class DataConfig(FillInTheMiddle):
     """Tokens do not attend to earlier documents of their sequence."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
+    allow_ambiguous_pad_tokens: bool = False
+    """Where a tokenizer pads with its end-of-document token, take that token for padding: no loss on it. Otherwise it
+    is an end of document, which the model learns to write."""
     create_attention_mask_in_dataloader: bool = flag(True, off_names=("--no-create-attention-mask-in-dataloader",))
     """The loader may make the masks that --reset-attention-mask needs. A mask that is only causal is never stored:
     attention is causal by itself."""

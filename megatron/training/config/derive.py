@@ -194,7 +194,7 @@ _MUON = tuple(
     f"muon_{name}"
     for name in (
         "momentum", "nesterov", "split_qkv", "scale_mode", "extra_scale_factor", "coefficient_type", "num_ns_steps",
-        "fp32_matmul_prec", "tp_mode", "scalar_optimizer",
+        "fp32_matmul_prec", "tp_mode", "scalar_optimizer", "use_syrk",
     )
 )  # fmt: skip
 _DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -218,6 +218,12 @@ _TORCH = (
     "pytorch_profiler_collect_callstack",
     "pytorch_profiler_collect_chakra",
 )
+_FLIGHT_RECORDER = tuple(
+    f"flight_recorder_{name}"
+    for name in (
+        "trace_buffer_size", "dump_on_timeout", "include_stack_trace", "include_only_active", "extra_dump_on_exec",
+    )
+)  # fmt: skip
 _WINDOW = ("profile_step_start", "profile_step_end")
 _WANDB = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
 _CURVES = (
@@ -291,6 +297,8 @@ def _without_effect(s: Settings) -> None:
         *((dest, not s.tp_comm_overlap, "--tp-comm-overlap") for dest in _TP_OVERLAP),
         ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
+        *((dest, s.flight_recorder_dump_path is None, "--flight-recorder-dump-path") for dest in _FLIGHT_RECORDER),
+        ("distributed_timeout_seconds_after_init", s.world_size == 1, "several processes"),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),
         *((dest, not s.use_mup, "--use-mup") for dest in s.flags if dest.startswith("mup_")),
         *((dest, not _is_gated(s), "--swiglu, --geglu or --quick-geglu") for dest in _GATED),

@@ -15,6 +15,22 @@ class DistributedInitConfig:
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
     distributed_timeout_minutes: int = flag(10, minimum=1, unit="minutes")
     """How long a collective may wait for other ranks."""
+    distributed_timeout_seconds_after_init: int | None = flag(None, minimum=1, unit="seconds")
+    """How long a collective may wait from the second iteration on; as before when not given."""
+    flight_recorder_dump_path: str | None = None
+    """Beginning of the names of files, to which the rank is appended, for what NCCL's flight recorder in torch knows of
+    the last collectives when one of them times out. Like its options, without effect with gloo; what the environment
+    says already (TORCH_FR_..., TORCH_NCCL_...) wins."""
+    flight_recorder_trace_buffer_size: int = flag(2000, minimum=0, unit="events")
+    """With --flight-recorder-dump-path: events that are kept."""
+    flight_recorder_dump_on_timeout: bool = True
+    """With --flight-recorder-dump-path: write when a collective times out."""
+    flight_recorder_include_stack_trace: bool = False
+    """With --flight-recorder-dump-path: where in the program each collective was called."""
+    flight_recorder_include_only_active: bool = True
+    """With --flight-recorder-dump-path: only collectives that have not ended."""
+    flight_recorder_extra_dump_on_exec: bool = True
+    """With --flight-recorder-dump-path: write also after an exception."""
     use_gloo_process_groups: bool = flag(True, off_names=("--disable-gloo-process-groups",))
     """Make gloo groups beside NCCL's for work on the CPU, as upstream does. Here nothing needs them, so none are made
     either way; a note says so when they are switched off."""

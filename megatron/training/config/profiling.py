@@ -29,6 +29,9 @@ class ProfilingConfig:
     """The trace has the place in the program of every operation."""
     pytorch_profiler_collect_chakra: bool = False
     """Also write an execution trace, rank-N.chakra.json, that the Chakra tools read."""
+    nvtx_ranges: bool = False
+    """Iterations, and the parts of the layers in forward, have names in the profiles of Nsight Systems and
+    torch.profiler."""
     record_shapes: bool = False
     """Ranges for Nsight Systems have the shapes of operands."""
     record_memory_history: bool = False

@@ -24,6 +24,8 @@ class AttentionFields:
     """Normalise each head's queries and keys."""
     qk_norm_scope: str = flag("head", choices=("head", "all"))
     """With --qk-layernorm, what is normalised together: one head, or all heads of a token (OLMo 2, RMSNorm only)."""
+    qk_l2_norm: bool = False
+    """Divide each head's queries and keys by their root mean square, without weights (Llama 4)."""
     attention_softmax_in_fp32: bool = False
     """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
     apply_query_key_layer_scaling: bool = False

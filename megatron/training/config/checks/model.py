@@ -36,6 +36,11 @@ def latent_attention_stands_alone(s: Settings) -> Iterator[str]:
         yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
 
 
+def queries_have_one_norm(s: Settings) -> Iterator[str]:
+    if s.qk_layernorm and s.qk_l2_norm:
+        yield "--qk-layernorm and --qk-l2-norm contradict each other; keep one norm of queries and keys"
+
+
 def further_tokens_have_positions(s: Settings) -> Iterator[str]:
     if s.mtp_num_layers and s.position_embedding_type not in ("rope", "yarn", "none"):
         yield (
@@ -103,7 +108,8 @@ def rotary_kinds_agree(s: Settings) -> Iterator[str]:
 
 
 CHECKS = (
-    sequence_is_given, positions_reach_the_sequence, one_activation, latent_attention_stands_alone,
-    further_tokens_have_positions, rotation_takes_pairs, rotary_kinds_agree, cross_entropy_is_ours,
+    sequence_is_given, positions_reach_the_sequence, one_activation, queries_have_one_norm,
+    latent_attention_stands_alone, further_tokens_have_positions, rotation_takes_pairs, rotary_kinds_agree,
+    cross_entropy_is_ours,
     determinism_is_possible, spec_names_a_function, scaling_with_the_width_is_defined,
 )  # fmt: skip

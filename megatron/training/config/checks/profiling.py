@@ -19,4 +19,9 @@ def profiled_ranks_exist(s: Settings) -> Iterator[str]:
         yield f"--profile-ranks {beyond[0]} is none of the {s.world_size} ranks; give numbers below {s.world_size}"
 
 
-CHECKS = (window_is_not_empty, profiled_ranks_exist)
+def ranges_are_not_compiled(s: Settings) -> Iterator[str]:
+    if s.nvtx_ranges and s.compile:
+        yield "--nvtx-ranges names parts of layers, which --compile makes one; leave one of the two out"
+
+
+CHECKS = (window_is_not_empty, profiled_ranks_exist, ranges_are_not_compiled)
