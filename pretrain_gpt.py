@@ -78,8 +78,9 @@ def forward_step(
     from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
     from megatron.core.packed_seq_params import pack_batch
 
-    batch, packed_seq_params = pack_batch(next(batches))
-    batch = get_batch_on_this_cp_rank(batch, model.groups.cp)
+    batch, packed_seq_params = pack_batch(next(batches), model.groups.hybrid_cp)
+    own_group = None if packed_seq_params is None else packed_seq_params.cp_group
+    batch = get_batch_on_this_cp_rank(batch, own_group or model.groups.cp)
     output = model(
         batch["tokens"],
         batch["position_ids"],

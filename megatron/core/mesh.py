@@ -51,6 +51,10 @@ class RankGrid:
     cp_levels: tuple[int, ...] = ()
     """How a hierarchical exchange divides `cp`: ranks of a group at each level, neighbours first; empty without one."""
 
+    hybrid_cp: int = 0
+    """Where each sequence is shared by a number of ranks of its own, the most of them: 1, 2, 4, ... neighbours among
+    the ranks of `dp` x `cp`, up to this number; 0 where all sequences are shared by `cp` ranks."""
+
     optimizer_instances: int = 1
     """Copies of the divided optimizer state among the replicas of the model."""
 
@@ -134,6 +138,16 @@ class RankGrid:
             for first in range(block, block + stride)
         ]
 
+    def hybrid_cp_groups(self, size: int) -> list[list[int]]:
+        """Blocks of `size` neighbours, which together are all ranks: those that may share a sequence."""
+        blocks = range(0, self.dp * self.cp, size)
+        return [ranks[first : first + size] for ranks in self.groups("dp-cp") for first in blocks]
+
+    @property
+    def hybrid_cp_sizes(self) -> list[int]:
+        """Sizes of these blocks, from 1 on."""
+        return [2**level for level in range(self.hybrid_cp.bit_length())]
+
     def optimizer_groups(self) -> tuple[list[list[int]], list[list[int]]]:
         """Where `optimizer_instances` copies of the divided optimizer state exist: the processes that divide one copy
         (neighbours among those that hold the same shard of the model), and those that hold the same slice of it."""
@@ -174,6 +188,12 @@ class RankGrid:
                 f"{_FLAGS['cp']} {self.cp}"
             )
         replicas = self.dp * self.cp
+        if not problems and self.hybrid_cp and (self.hybrid_cp & (self.hybrid_cp - 1) or replicas % self.hybrid_cp):
+            problems.append(
+                f"--hybrid-context-parallel divides sequences over up to {self.hybrid_cp} ranks, which must be a power "
+                f"of two and divide the {replicas} ranks of data and context parallelism; "
+                "change --max-seqlen-per-dp-cp-rank"
+            )
         if not problems and (self.optimizer_instances < 1 or replicas % self.optimizer_instances):
             problems.append(
                 f"--num-distributed-optimizer-instances {self.optimizer_instances} does not divide the {replicas} "

@@ -28,6 +28,12 @@ class ModelParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = flag(None, minimum=1)
     """For --cp-comm-type a2a+p2p: processes that exchange tokens for heads, then processes of a ring; their product is
     the context-parallel size."""
+    hybrid_context_parallel: bool = False
+    """With --sft, choose for every conversation over how many of the data- and context-parallel processes it is
+    divided: the fewest, a power of two, whose shares fit --max-seqlen-per-dp-cp-rank. Short ones run side by side on
+    different processes, and each process gets about the same work. Evaluation keeps --context-parallel-size."""
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, minimum=1, unit="tokens")
+    """With --hybrid-context-parallel, the most tokens of a microbatch on one process."""
     expert_model_parallel_size: int = flag(1, minimum=1, planned="mixture of experts")
     """Processes that share the experts of a layer (expert parallelism); carved out of data parallelism."""
     expert_tensor_parallel_size: int | None = flag(None, minimum=1, planned="mixture of experts")

@@ -9,7 +9,7 @@ Each token sees earlier tokens of its own document only.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.errors import DataError
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.process_groups_config import Group
 
 
 @dataclass
@@ -36,6 +37,8 @@ class PackedSeqParams:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | Tensor | None = None
     max_seqlen_kv: int | Tensor | None = None
+    cp_group: Group | None = None
+    """The ranks that share this sequence; those that share every sequence when None."""
 
     def documents(self, length: int) -> Documents:
         """The documents of a sequence of `length` tokens; tokens after the last one are one more.
@@ -52,7 +55,7 @@ class PackedSeqParams:
                 f"cu_seqlens must rise from 0 to at most the {length} tokens of the sequence; found {bounds[:8]}"
                 + (f" ... {bounds[-1]}" if len(bounds) > 8 else "")
             )
-        return Documents(tuple(sorted({*bounds, length})))
+        return Documents(tuple(sorted({*bounds, length})), self.cp_group)
 
 
 class Stretch(NamedTuple):
@@ -65,9 +68,11 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length."""
+    """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length. cp_group: the
+    ranks that share this sequence; those that share every sequence when None."""
 
     bounds: tuple[int, ...]
+    cp_group: Group | None = None
 
     @property
     def length(self) -> int:
@@ -89,10 +94,14 @@ class Documents:
         return bounds[:-1].repeat_interleave(bounds.diff())
 
 
-def pack_batch(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], PackedSeqParams | None]:
+def pack_batch(
+    batch: Mapping[str, Tensor], hybrid_cp: Sequence[Group] = ()
+) -> tuple[dict[str, Tensor], PackedSeqParams | None]:
     """A batch whose samples carry cu_seqlens [b, m] as one packed sequence: [b, s] -> [1, b * s]; others as they are.
 
-    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen.
+    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen. hybrid_cp:
+    the groups of which one shares the batch where it carries local_cp_size, the number of its ranks. Raises ConfigError
+    where no group has that size.
     """
     if "cu_seqlens" not in batch:
         return dict(batch), None
@@ -102,6 +111,19 @@ def pack_batch(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], PackedSe
     description: dict[str, Any] = {"cu_seqlens_q": bounds.int(), "cu_seqlens_kv": bounds.int()}
     if "max_seqlen" in batch:
         description |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), batch["max_seqlen"].max())
-    left_out = ("cu_seqlens", "cu_seqlens_argmin", "max_seqlen", "attention_mask")
+    if "local_cp_size" in batch:
+        description["cp_group"] = _group_of_size(int(batch["local_cp_size"]), hybrid_cp)
+    left_out = ("cu_seqlens", "cu_seqlens_argmin", "max_seqlen", "attention_mask", "local_cp_size")
     packed = {name: x.reshape(1, samples * length, *x.shape[2:]) for name, x in batch.items() if name not in left_out}
     return packed, PackedSeqParams(**description)
+
+
+def _group_of_size(size: int, groups: Sequence[Group]) -> Group:
+    for group in groups:
+        if group.size() == size:
+            return group
+    raise ConfigError(
+        f"--hybrid-context-parallel: a batch is shared by {size} ranks, but forward_step has groups of "
+        f"{', '.join(str(group.size()) for group in groups) or 'no'} ranks for it; hand model.groups.hybrid_cp to "
+        "pack_batch, and its cp_group to get_batch_on_this_cp_rank, as pretrain_gpt.py does"
+    )

@@ -6,6 +6,7 @@
 | pp        | hold the stages of one pipeline                         | PIPELINE_MODEL_PARALLEL                |
 | cp        | share each sequence                                     | CONTEXT_PARALLEL                       |
 | hcp       | ... at each level of a hierarchical exchange            | HIERARCHICAL_CONTEXT_PARALLEL_GROUPS   |
+| hybrid_cp | may share a sequence: 1, 2, 4, ... neighbours in dp_cp  | HYBRID_DP_CP_GROUPS                    |
 | dp        | hold the same shard and see other samples               | DATA_PARALLEL                          |
 | dp_cp     | hold the same shard: gradients are averaged here        | DATA_PARALLEL_WITH_CP                  |
 | tp_cp     | work on the same samples in one stage                   | TENSOR_AND_CONTEXT_PARALLEL            |
@@ -127,6 +128,8 @@ class ProcessGroupCollection:
     world: Group
     hcp: tuple[Group, ...] = ()
     """Neighbours first; empty without --hierarchical-context-parallel-sizes."""
+    hybrid_cp: tuple[Group, ...] = ()
+    """The smallest first; empty without --hybrid-context-parallel."""
     optimizer_shards: Group = SingleRankGroup()
     """As dp_cp, unless the grid has several optimizer_instances."""
     optimizer_copies: Group = SingleRankGroup()
@@ -152,7 +155,8 @@ class ProcessGroupCollection:
         high_priority: fields whose groups communicate on NCCL streams of high priority.
         """
         if grid.world_size == 1:
-            return dataclasses.replace(cls.single(), grid=grid)
+            alone = tuple(SingleRankGroup() for _ in grid.hybrid_cp_sizes)
+            return dataclasses.replace(cls.single(), grid=grid, hybrid_cp=alone)
         if not dist.is_initialized() or dist.get_world_size() != grid.world_size:
             found = dist.get_world_size() if dist.is_initialized() else "none"
             raise RuntimeError(f"the grid has {grid.world_size} processes; torch.distributed has {found}")
@@ -175,13 +179,19 @@ class ProcessGroupCollection:
                 group = create(ranks, f"hcp{level}:{ranks[0]}")
                 if rank in ranks:
                     levels.append(group or SingleRankGroup(rank))
+        blocks: list[Group] = []
+        for size in grid.hybrid_cp_sizes:
+            for ranks in grid.hybrid_cp_groups(size):
+                group = create(ranks, f"hybrid_cp{size}:{ranks[0]}")
+                if rank in ranks:
+                    blocks.append(group or SingleRankGroup(rank))
         instances = zip(("optimizer_shards", "optimizer_copies"), grid.optimizer_groups(), strict=True)
         for field, lists in instances:
             for ranks in lists:
                 group = create(ranks, f"{field}:{ranks[0]}")
                 if rank in ranks:
                     fields[field] = group or SingleRankGroup(rank)
-        return cls(**fields, hcp=tuple(levels), grid=grid)
+        return cls(**fields, hcp=tuple(levels), hybrid_cp=tuple(blocks), grid=grid)
 
     @classmethod
     def current(cls) -> ProcessGroupCollection:
@@ -217,7 +227,8 @@ class ProcessGroupCollection:
             return MeteredGroup(group, axis, traffic) if isinstance(group, dist.ProcessGroup) else group
 
         fields: dict[str, Any] = {field: meter(getattr(self, field), axis) for field, axis in _TRAFFIC_OF.items()}
-        return dataclasses.replace(self, **fields, hcp=tuple(meter(group, "cp") for group in self.hcp))
+        levels, blocks = (tuple(meter(group, "cp") for group in groups) for groups in (self.hcp, self.hybrid_cp))
+        return dataclasses.replace(self, **fields, hcp=levels, hybrid_cp=blocks)
 
     def set_timeout(self, limit: timedelta) -> None:
         """From now on no collective of these groups waits longer."""

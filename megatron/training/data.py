@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import signal
 import sys
@@ -35,6 +36,9 @@ dataset may hand further tensors to its script's forward_step."""
 _SIGNAL_SECONDS = 0.2
 
 SPLITS = ("train", "validation", "test")
+
+_ON_HOST = frozenset({"local_cp_size"})
+"""Decides what is computed, so that nobody should have to ask the device for it."""
 
 PADDING = -1
 """In place of a sample's number: a sample whose tokens do not count, where a last batch is not full."""
@@ -137,6 +141,11 @@ class LoaderSettings:
     vocabulary_limit: int | None = None
     """Token ids must be below this: the padded vocabulary size."""
 
+    def sampler(self, total_samples: int, consumed_samples: int, *, repeats: bool) -> Iterable[list[int]]:
+        """Which samples come next on this rank."""
+        place = (total_samples, consumed_samples, self.micro_batch_size, self.dp_rank, self.dp_size)
+        return CyclicSampler(*place) if self.dataloader_type == "cyclic" else SingleSampler(*place, repeats=repeats)
+
     def of(self, split: str) -> LoaderSettings:
         """Those for one split."""
         if split == "train" or self.evaluation_micro_batch_size is None:
@@ -154,6 +163,8 @@ class TrainingData:
 
     datasets: dict[str, Any]
     settings: LoaderSettings
+    planned: Callable[[int], Generator[Batch, None, None]] | None = None
+    """What `open` does for training data where a plan says which samples share a microbatch: see planned_batches.py."""
     _open: list[Generator[Batch, None, None]] = field(default_factory=list, init=False)
 
     def has(self, split: str) -> bool:
@@ -175,6 +186,8 @@ class TrainingData:
         """
         parts = self.parts(split)
         dataset = parts[part] if parts else None
+        if self.planned is not None and split == "train":
+            return self._opened(self.planned(consumed_samples))
         if self.settings.dataloader_type == "external" and dataset is not None:
             return self._opened(external_batches(dataset, split, consumed_samples, self.settings))
         return self._opened(microbatches(dataset, split, consumed_samples, self.settings.of(split)))
@@ -189,7 +202,7 @@ class TrainingData:
         sampler = WholeSampler(
             len(dataset), num_microbatches, settings.micro_batch_size, settings.dp_rank, settings.dp_size
         )
-        return _loaded(dataset, split, sampler, settings)
+        return loaded(dataset, split, sampler, settings)
 
     def close(self) -> None:
         """End the loader processes."""
@@ -214,12 +227,15 @@ def microbatches(
             f"the {split} data has {total} samples, fewer than one microbatch over all ranks needs ({step}); "
             "use more data, a smaller --micro-batch-size or fewer ranks"
         )
-    place = (total, consumed_samples, settings.micro_batch_size, settings.dp_rank, settings.dp_size)
-    cyclic = settings.dataloader_type == "cyclic"
-    sampler = CyclicSampler(*place) if cyclic else SingleSampler(*place, repeats=split != "train")
-    yield from _loaded(dataset, split, sampler, settings)
-    raise DataError(
-        f"the {split} data is used up: {total} samples, {consumed_samples} consumed before this start; "
+    sampler = settings.sampler(total, consumed_samples, repeats=split != "train")
+    yield from loaded(dataset, split, sampler, settings)
+    raise used_up(split, total, consumed_samples)
+
+
+def used_up(split: str, total_samples: int, consumed_samples: int) -> DataError:
+    """The error of a split that has no further sample."""
+    return DataError(
+        f"the {split} data is used up: {total_samples} samples, {consumed_samples} consumed before this start; "
         "use more data, or --dataloader-type cyclic"
     )
 
@@ -246,14 +262,18 @@ def external_batches(
     raise DataError(f"the {split} data is used up: the script's own source has no further batch; let it yield more")
 
 
-def _loaded(
-    dataset: Dataset[Any], split: str, sampler: Iterable[list[int]], settings: LoaderSettings
+def loaded(
+    dataset: Dataset[Any],
+    split: str,
+    sampler: Iterable[Sequence[Any]],
+    settings: LoaderSettings,
+    stack: Callable[[list[Any]], Any] = default_collate,
 ) -> Generator[Batch, None, None]:
-    """The sampler's microbatches on the device."""
+    """The sampler's microbatches on the device. stack: makes a microbatch of its samples."""
     loader: DataLoader[Any] = DataLoader(
         CheckedDataset(dataset, split, settings.vocabulary_limit),
         batch_sampler=sampler,  # type: ignore[arg-type]
-        collate_fn=collate,
+        collate_fn=functools.partial(collate, stack),
         num_workers=settings.num_workers,
         # fork: index arrays are shared, not copied, and nothing is imported again. Workers touch neither device nor
         # groups.
@@ -267,7 +287,10 @@ def _loaded(
     for batch in _supervised(loader, settings):
         if isinstance(batch, MegatronError):
             raise batch
-        yield {name: tensor.to(settings.device, non_blocking=True) for name, tensor in batch.items()}
+        yield {
+            name: tensor if name in _ON_HOST else tensor.to(settings.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -365,12 +388,12 @@ def describe(dataset: Any, index: int) -> str:
     return str(locate(index)) if locate is not None else type(dataset).__name__
 
 
-def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples to a batch; an error among them is passed on instead."""
+def collate(stack: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:
+    """A batch of samples; an error among them is passed on instead."""
     for sample in samples:
         if isinstance(sample, MegatronError):
             return sample
-    return default_collate(list(samples))
+    return stack(list(samples))
 
 
 # ---- how many

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.core import device as device_module
 from megatron.core.config_base import flag_spec
+from megatron.core.context_parallel.planning import ranks_of_sample
 from megatron.core.errors import ConfigError
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
@@ -165,7 +166,16 @@ def rank_grid(config: RunConfig, world_size: int) -> RankGrid:
         folded=model.pipeline_schedule == "zb-v",
         order=PIPELINE_BEFORE_DATA_ORDER if config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         optimizer_instances=instances,
+        hybrid_cp=_most_ranks_of_a_sequence(config),
     )
+
+
+def _most_ranks_of_a_sequence(config: RunConfig) -> int:
+    """With --hybrid-context-parallel, the ranks that share the longest sequence; 0 without."""
+    most_tokens, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
+    if not config.model.hybrid_context_parallel or most_tokens is None or seq_length is None:
+        return 0
+    return ranks_of_sample(seq_length, most_tokens)
 
 
 def _prepare_environment(config: RunConfig, launch: Launch) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.training.config.container import RunConfig
     from megatron.training.data import TrainingData
+    from megatron.training.planned_batches import StepPlans
 
 
 @dataclass
@@ -123,6 +124,8 @@ class Run:
     hooks: Hook
     timers: Timers
     """Of the parts of a step; --timing-log-level says which of them run."""
+    plans: StepPlans | None = None
+    """With --hybrid-context-parallel: which conversations of a step share a microbatch, and on which ranks."""
     evaluation_shape: Sequence[int] | None = None
     """Of the hidden states that stages exchange in an evaluation; the executor's own when None."""
     stop_reason: str | None = field(default=None, init=False)
@@ -133,6 +136,14 @@ class Run:
     def is_first_rank(self) -> bool:
         """True on the one process that writes logs and metrics."""
         return self.groups.world.rank() == 0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of this rank in the next step."""
+        consumed = self.progress.consumed_train_samples
+        return (
+            self.batch_size.num_microbatches(consumed) if self.plans is None else self.plans.num_microbatches(consumed)
+        )
 
     @property
     def evaluation_samples_per_microbatch(self) -> int:

@@ -34,6 +34,7 @@ from megatron.training.checkpointing import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.data import SPLITS, LoaderSettings, TrainingData, sample_counts
 from megatron.training.gpt import padded_vocab_size_of
+from megatron.training.hooks.balance import BalanceHook
 from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.collective_timeout import CollectiveTimeoutHook
 from megatron.training.hooks.combined import Hooks
@@ -58,6 +59,7 @@ from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.hooks.wandb import WandbHook
 from megatron.training.initialize import Process
 from megatron.training.param_group_map import write_param_group_map
+from megatron.training.planned_batches import step_plans
 from megatron.training.run import Hook, Progress, Run
 
 PROGRAM_STARTED_AT = time.monotonic()
@@ -109,6 +111,7 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         evaluation_micro_batch_size=config.validation.eval_micro_batch_size,
         ignored_signal=config.training.exit_signal if config.training.exit_signal_handler_for_dataloader else None,
     )
+    plans = step_plans(config, groups, datasets[0], settings, batch_size)
     model = build_model(config, process, task)
     if task.build_optimizer is None:
         optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
@@ -132,7 +135,10 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         evaluation_schedule=functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True),
         forward_step=task.forward_step,
         batch_size=batch_size,
-        data=TrainingData(dict(zip(SPLITS, datasets, strict=True)), settings),
+        data=TrainingData(
+            dict(zip(SPLITS, datasets, strict=True)), settings, planned=None if plans is None else plans.batches
+        ),
+        plans=plans,
         progress=progress,
         hooks=Hooks(build_hooks(config, traffic)),
         timers=build_timers(config, process),
@@ -354,6 +360,8 @@ def reporting_hooks(config: RunConfig, traffic: Traffic, meter: MeterHook) -> li
     hooks: list[Hook] = [meter]
     if logger.log_comm_volume:
         hooks.append(TrafficHook(logger.log_interval, traffic, meter))
+    if config.model.hybrid_context_parallel:
+        hooks.append(BalanceHook(logger.log_interval, meter))
     if logger.metrics_dir is not None:
         hooks.append(MetricsHook(logger.metrics_dir, meter))
     hooks.append(ConsoleHook(logger.log_interval, meter))

@@ -21,7 +21,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 
     batches: this rank's microbatches. Results stay tensors on the device until a hook reads them.
     """
-    num_microbatches = run.batch_size.num_microbatches(run.progress.consumed_train_samples)
+    num_microbatches = run.num_microbatches
     samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
 
     # 1. Clear. Gradients live in flat buffers, not in `param.grad`.
@@ -64,7 +64,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 def pass_over(run: Run, batches: Iterator[Batch]) -> None:
     """Take the data of one iteration and do nothing with it; neither weights nor the learning rate change."""
     samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
-    for _ in range(run.batch_size.num_microbatches(run.progress.consumed_train_samples)):
+    for _ in range(run.num_microbatches):
         next(batches)
     run.progress.advance(samples, skipped=False)
     if run.is_first_rank:

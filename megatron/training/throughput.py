@@ -28,15 +28,20 @@ def training_flops_per_token(
 
     mlps_per_token: MLPs a token passes in each layer; 1, or with experts the router's top-k.
     """
+    per_token, per_pair = products_of_model(model, padded_vocab_size=padded_vocab_size, mlps_per_token=mlps_per_token)
+    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + per_pair * seq_length // 2)
+
+
+def products_of_model(model: TransformerConfig, *, padded_vocab_size: int, mlps_per_token: int = 1) -> tuple[int, int]:
+    """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key_and_value = 2 * model.num_query_groups * model.kv_channels
     gates = query if model.attention_output_gate else 0
     projections = hidden * (query + gates + key_and_value) + query * hidden
-    scores_and_values = 2 * query * seq_length // 2
     mlp = (3 if model.gated_linear_unit else 2) * hidden * model.ffn_hidden_size * mlps_per_token
-    products = model.num_layers * (projections + scores_and_values + mlp) + hidden * padded_vocab_size
-    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products
+    scores_and_values = 2 * query
+    return model.num_layers * (projections + mlp) + hidden * padded_vocab_size, model.num_layers * scores_and_values
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.blending_order import build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.index_cache import Arrays, IndexCache
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.packing import PackedDocuments
 from megatron.core.errors import DataError
 
 _MOST_DATASETS = 2**15 - 1  # dataset_index is int16
@@ -82,6 +83,20 @@ class BlendedDataset:
     def locate(self, index: int) -> str:
         """Where sample `index` comes from, for messages."""
         return self.datasets[int(self.dataset_index[index])].locate(int(self.dataset_sample_index[index]))
+
+    def document_lengths(self, index: int) -> list[int]:
+        """See PackedDocuments; only where every dataset of the blend has packed documents."""
+        dataset, own_index = self._source(index)
+        return dataset.document_lengths(own_index)
+
+    def document(self, index: int, number: int) -> dict[str, Any]:
+        """See PackedDocuments; only where every dataset of the blend has packed documents."""
+        dataset, own_index = self._source(index)
+        return dataset.document(own_index, number)
+
+    def _source(self, index: int) -> tuple[PackedDocuments, int]:
+        dataset = self.datasets[int(self.dataset_index[index])]
+        return cast(PackedDocuments, dataset), int(self.dataset_sample_index[index])
 
     def _build_indices(self) -> Arrays:
         if self.size is None:

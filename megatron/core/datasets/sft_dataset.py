@@ -84,11 +84,9 @@ class SFTDataset(MegatronDataset):
         starts: list[int] = []
         filled = 0
         for number in self._conversations(0 if index is None else index):
-            begin, end = self.bounds[number : number + 2].tolist()
-            stop = filled + end - begin - 1
-            tokens[filled:stop] = self.tokens[begin : end - 1]
-            labels[filled:stop] = self.tokens[begin + 1 : end]
-            loss_mask[filled:stop] = self.counts[begin + 1 : end]
+            own_tokens, own_labels, counts = self._pairs(int(number))
+            stop = filled + len(own_tokens)
+            tokens[filled:stop], labels[filled:stop], loss_mask[filled:stop] = own_tokens, own_labels, counts
             filled = stop
             if filled < length:
                 starts.append(filled)  # of the next conversation, or of the padding
@@ -107,6 +105,22 @@ class SFTDataset(MegatronDataset):
             sample["attention_mask"] = torch.from_numpy(attention_mask(length, starts))
         return sample
 
+    def document_lengths(self, index: int) -> list[int]:
+        """See PackedDocuments."""
+        numbers = self._conversations(index)
+        lengths: list[int] = (self.bounds[numbers + 1] - self.bounds[numbers] - 1).tolist()
+        return lengths
+
+    def document(self, index: int, number: int) -> Sample:
+        """See PackedDocuments."""
+        tokens, labels, counts = self._pairs(int(self._conversations(index)[number]))
+        return {
+            "tokens": torch.from_numpy(tokens.astype(np.int64)),
+            "labels": torch.from_numpy(labels.astype(np.int64)),
+            "loss_mask": torch.from_numpy(counts.astype(np.float32)),
+            "position_ids": torch.arange(len(tokens)),
+        }
+
     def locate(self, index: int) -> str:
         """Where the first conversation of sample `index` stands, for messages."""
         return self.dataset.place(int(self.lines[int(self._conversations(index)[0])]))
@@ -123,6 +137,11 @@ class SFTDataset(MegatronDataset):
             f"{self.index_split.name} data: {conversations} conversations packed into {sequences} sequences, "
             f"{100 * (1 - used / positions):.2f} % padding{details}"
         )
+
+    def _pairs(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+        """Tokens and labels of a conversation, and which of the labels count."""
+        begin, end = self.bounds[number : number + 2].tolist()
+        return self.tokens[begin : end - 1], self.tokens[begin + 1 : end], self.counts[begin + 1 : end]
 
     def _conversations(self, index: int) -> npt.NDArray[np.int64]:
         """Numbers of the conversations in sample `index`."""

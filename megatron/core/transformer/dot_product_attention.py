@@ -3,6 +3,8 @@ dropout."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,13 @@ class DotProductAttention(MegatronModule):
         building_on = torch.get_default_device()
         device = current_device() if building_on.type == "meta" else building_on
         self.attention = build_sequence_attention(config, layer_number, groups, device)
+        self.attention_of_sharers = {
+            group.size(): build_sequence_attention(
+                config, layer_number, dataclasses.replace(groups, cp=group, hcp=()), device
+            )
+            for group in groups.hybrid_cp
+        }
+        """Number of ranks that share a sequence, where each has its own number -> the implementation."""
 
     @property
     def backend(self) -> AttentionBackend | SequenceAttention:
@@ -55,14 +64,18 @@ class DotProductAttention(MegatronModule):
         the documents of a packed sequence (b = 1).
 
         With context parallelism s and t are this rank's tokens, and a mask has all keys: [b or 1, 1, s, s * cp].
+        Documents may name other ranks that share their sequence, of a size in the collection's hybrid_cp.
         """
         # With sequence parallelism the whole block draws from the rank's own stream already.
         is_drawn_alike = self.tp_size > 1 and not self.config.sequence_parallel
         sinks = self._sinks(query)
+        attention = self.attention
+        if isinstance(attention_mask, Documents) and attention_mask.cp_group is not None:
+            attention = self.attention_of_sharers[attention_mask.cp_group.size()]
         if not self.training or self.config.attention_dropout == 0.0 or not is_drawn_alike:
-            return self.attention(query, key, value, attention_mask, self.training, sinks)
+            return attention(query, key, value, attention_mask, self.training, sinks)
         with model_parallel_stream(self.tp_size):  # each rank's heads drop other elements
-            return self.attention(query, key, value, attention_mask, self.training, sinks)
+            return attention(query, key, value, attention_mask, self.training, sinks)
 
     def _sinks(self, query: Tensor) -> Tensor | None:
         """The score of each head's further key, float32 [n]; None without one."""

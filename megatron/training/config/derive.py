@@ -284,6 +284,7 @@ def _without_effect(s: Settings) -> None:
         *((dest, s.optimizer in ("sgd", "lion"), "--optimizer adam") for dest in _ADAM),
         *((dest, not s.fp16, "--fp16") for dest in ("loss_scale", *_DYNAMIC_LOSS_SCALE)),
         *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),
+        ("max_seqlen_per_dp_cp_rank", not s.hybrid_context_parallel, "--hybrid-context-parallel"),
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("data_parallel_sharding_strategy", not s.given & {"use_torch_fsdp2"}, "--use-torch-fsdp2"),

@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -160,18 +160,22 @@ class GPTModel(LanguageModule):
                 f"text cannot be generated with --context-parallel-size {self.pg_collection.cp.size()}: the cache "
                 "holds whole sequences; use 1"
             )
+        sequence = self.pg_collection.cp  # the ranks that share the sequence
+        if packed_seq_params is not None and packed_seq_params.cp_group is not None:
+            sequence = packed_seq_params.cp_group
         if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
             self._check_length(input_ids.shape[1] * self.pg_collection.cp.size())
         hidden_states = self._hidden_states_in(input_ids, position_ids, decoder_input)
         offset = 0 if inference_context is None else inference_context.sequence_len_offset
         rotation, local_rotation = (
-            self._rotation(angles, hidden_states, offset) for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
+            self._rotation(angles, hidden_states, offset, sequence)
+            for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
         )
         visible: Tensor | Documents | None = attention_mask
         if packed_seq_params is not None:
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
             assert attention_mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
-            visible = packed_seq_params.documents(self._sequence_length(hidden_states))
+            visible = packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
         hidden_states = self.decoder(hidden_states, visible, rotation, inference_context, local_rotation)
         if not self.post_process:
             return hidden_states
@@ -186,12 +190,14 @@ class GPTModel(LanguageModule):
             return logits.transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
         return self.compute_language_model_loss(labels, logits)
 
-    def _rotation(self, angles: RotaryEmbedding | None, hidden_states: Tensor, offset: int) -> Rotation | None:
+    def _rotation(
+        self, angles: RotaryEmbedding | None, hidden_states: Tensor, offset: int, sequence: Group
+    ) -> Rotation | None:
         """Cosines and sines of this rank's tokens, the first token of the sequence being at position `offset`."""
         if angles is None:
             return None
-        whole = angles.rotation(self._sequence_length(hidden_states), offset, hidden_states.device)
-        return rotation_of_rank(whole, self.pg_collection.cp)
+        whole = angles.rotation(self._sequence_length(hidden_states, sequence), offset, hidden_states.device)
+        return rotation_of_rank(whole, sequence)
 
     def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None) -> Tensor:
         if decoder_input is not None:
@@ -210,10 +216,10 @@ class GPTModel(LanguageModule):
                 f"{self.max_sequence_length}; raise it, or shorten the sequence"
             )
 
-    def _sequence_length(self, hidden_states: Tensor) -> int:
+    def _sequence_length(self, hidden_states: Tensor, sequence: Group) -> int:
         """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        return int(hidden_states.shape[0]) * parts * self.pg_collection.cp.size()
+        return int(hidden_states.shape[0]) * parts * sequence.size()
 
 
 def _rotary_embeddings(

@@ -9,6 +9,7 @@ from megatron.training.config.checks import (
     checkpoint,
     data,
     experts,
+    hybrid_context,
     layout,
     memory,
     model,
@@ -22,6 +23,7 @@ from megatron.training.config.settings import Settings
 
 _SUBJECTS = (
     layout,
+    hybrid_context,
     pipeline,
     batch,
     schedule,
