@@ -154,7 +154,8 @@ def _backend(config: RunConfig, device: torch.device) -> str:
 def rank_grid(config: RunConfig, world_size: int) -> RankGrid:
     """Who is who among `world_size` processes. Raises TopologyError for a layout that does not fit."""
     model = config.model
-    instances = config.ddp.num_distributed_optimizer_instances if config.ddp.use_distributed_optimizer else 1
+    divides = config.ddp.use_distributed_optimizer or config.ddp.use_torch_fsdp2
+    instances = config.ddp.num_distributed_optimizer_instances if divides else 1
     return RankGrid(
         world_size,
         tp=model.tensor_model_parallel_size,
@@ -182,7 +183,7 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
     """Set what libraries read from the environment, the same under every launcher."""
     os.environ["LOCAL_RANK"] = str(launch.local_rank)
     shares_layers = config.model.tensor_model_parallel_size > 1 or config.model.context_parallel_size > 1
-    if shares_layers:
+    if shares_layers and not config.ddp.use_torch_fsdp2:
         # One hardware queue: a collective starts before the matrix product that was launched after it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _configure_flight_recorder(config.distributed)

@@ -28,6 +28,7 @@ STATUS_REFUSES = {
 # Values we derive otherwise, and why.
 OTHER_VALUES = {
     ("C029", "group_query_attention"): "--num-query-groups implies --group-query-attention",
+    ("C122", "use_distributed_optimizer"): "PyTorch's FSDP2 divides the optimizer state itself",
 }
 TALLY: Counter[str] = Counter()
 

@@ -97,7 +97,7 @@ def test_strategies_without_fully_shard(strategy: str, divides_state: bool) -> N
     assert (config.ddp.use_torch_fsdp2, config.ddp.use_distributed_optimizer) == (False, divides_state)
     assert any("divides no parameters" in note for note in config.notes)
     without = run_config(f"--data-parallel-sharding-strategy {strategy}", world_size=2)
-    assert any("has no effect without --use-torch-fsdp2" in note for note in without.notes)
+    assert any("has no effect without --use-torch-fsdp2 or --use-megatron-fsdp" in note for note in without.notes)
 
 
 @pytest.mark.parametrize(
@@ -181,5 +181,5 @@ def test_no_process_ever_holds_the_whole_model() -> None:
 @pytest.mark.flags("--init-model-with-meta-device")
 def test_without_division_the_flag_is_noted() -> None:
     notes = run_config("--init-model-with-meta-device").notes
-    assert any("has no effect without --use-torch-fsdp2" in note for note in notes)
+    assert any("has no effect without --use-torch-fsdp2 or --use-megatron-fsdp" in note for note in notes)
     assert kept("1", " --init-model-with-meta-device") == kept("1", "")

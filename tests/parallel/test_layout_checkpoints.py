@@ -22,6 +22,7 @@ MOVES = [
     ("llama", "tp2", ["1", "dp2,dist-opt", "tp4"]),
     ("gpt2", "pp2", ["1", "tp2,sp", "pp2,vpp2"]),
     ("llama", "dp3,fsdp2", ["1", "tp2"]),
+    ("gpt2", "dp4,fsdp2,--num-distributed-optimizer-instances=2,--micro-batch-size=1", ["dp3,fsdp2"]),
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     MOVES += [

@@ -25,7 +25,8 @@ SMALL = [
     "tp2", "tp2,sp", "tp4", "dp2", "dp3", "tp2,dp2",
     "pp2", "pp2,vpp2", "pp2,--decoder-first-pipeline-num-layers=1", "pp2,--pipeline-schedule=zb-h1",
     "pp2,--pipeline-schedule=zb-v", "cp2", "cp2,--cp-comm-type=a2a", "dp2,dist-opt", "dp3,dist-opt,overlap-all",
-    "tp2,pp2", "tp2,sp,--tp-comm-overlap", "dp2,fsdp2", f"dp4,fsdp2,{ONE}",
+    "tp2,pp2", "tp2,sp,--tp-comm-overlap", "dp2,fsdp2",
+    f"dp4,--use-megatron-fsdp,--num-distributed-optimizer-instances=2,{ONE}",
 ]  # fmt: skip
 LARGE = [
     "tp4,sp", "pp4", "pp4,--pipeline-schedule=zb-h1", "pp2,--pipeline-schedule=gpipe",
@@ -35,7 +36,8 @@ LARGE = [
     "tp2,sp,cp2", "pp2,cp2", "tp2,sp,pp2", "tp2,sp,dp2,dist-opt", f"tp2,dp4,{ONE}", "tp4,sp,dp2",
     "tp4,sp,--tp-comm-overlap,--tp-comm-overlap-rs-dgrad",
     "tp2,sp,pp2,--pipeline-schedule=zb-h1,--tp-comm-overlap",
-    "dp3,fsdp2", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2", "dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads",
+    "dp3,fsdp2", f"dp4,fsdp2,{ONE}", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2",
+    "dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads",
     "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "tp2,sp,cp2,pp2", "tp2,sp,pp2,vpp2,dp2,dist-opt",
     "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,dist-opt,overlap-all",
 ]  # fmt: skip

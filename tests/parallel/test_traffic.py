@@ -12,14 +12,12 @@ import re
 
 import pytest
 
-from megatron.core.errors import ConfigError
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.loop import train
 from megatron.training.parity import local_run
 from megatron.training.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
-from tests.unit.run_flags import run_config
 
 LAYERS, SEQUENCE, MICRO_BATCH, HIDDEN, HEADS = 4, 16, 2, 32, 4
 VOCABULARY = 128
@@ -125,6 +123,26 @@ def test_one_process_sends_nothing() -> None:
     assert counted == {} and "communication (MB sent per rank): none |" in printed
 
 
-def test_what_it_cannot_see_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--log-comm-volume does not see what --use-torch-fsdp2 sends"):
-        run_config("--log-comm-volume --use-torch-fsdp2", world_size=2)
+@pytest.mark.flags("--log-comm-volume")
+@pytest.mark.parametrize(
+    ("shards", "instances", "strategy"),
+    [(2, 1, "optim_grads_params"), (2, 1, "optim_grads"), (2, 2, "optim_grads_params")],
+)
+def test_volume_of_divided_parameters(shards: int, instances: int, strategy: str) -> None:
+    """Layers are gathered for forward and again for backward, the rest, with the tied embeddings, once a microbatch; or
+    everything once a step. Gradients are summed inside each instance whenever they come, over the instances once."""
+    processes = shards * instances
+    flags = f"--data-parallel-sharding-strategy={strategy},--num-distributed-optimizer-instances={instances}"
+    ranks = run_distributed(sent, processes, f"dp{processes},fsdp2,--micro-batch-size=1,{flags}")
+    m = 12 // processes
+    layers = LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) * 4
+    rest = (VOCABULARY + SEQUENCE + 2) * HIDDEN * 4
+    gathered = layers + rest if strategy == "optim_grads" else m * (2 * layers + rest)
+    expected = {
+        ("dp", "all_gather"): (shards - 1) * gathered // shards,
+        ("dp", "reduce_scatter"): (shards - 1) * m * (layers + rest) // shards,
+    }
+    if instances > 1:
+        expected["dp", "all_reduce"] = 2 * (instances - 1) * (layers + rest) // shards // instances
+    for counted, _, _ in ranks:
+        assert large(counted) == pytest.approx(expected, rel=1e-3)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag
+from megatron.core.distributed.fully_sharded_config import FullyShardedConfig
 
 
 @dataclass(kw_only=True)
-class DistributedDataParallelConfig:
+class DistributedDataParallelConfig(FullyShardedConfig):
     """How gradients are stored and summed over data-parallel processes."""
 
     grad_reduce_in_fp32: bool = flag(False, names=("--accumulate-allreduce-grads-in-fp32",))
@@ -24,20 +25,10 @@ class DistributedDataParallelConfig:
     """Gather each bucket of updated parameters while the next forward already runs."""
     use_distributed_optimizer: bool = False
     """Divide optimizer state over the data-parallel processes (ZeRO-1)."""
-    use_torch_fsdp2: bool = False
-    """Divide parameters, gradients and optimizer state over the data-parallel processes, through PyTorch's fully_shard
-    (ZeRO-3); a layer's parameters are gathered while it computes."""
-    data_parallel_sharding_strategy: str = flag(
-        "optim_grads_params", choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
-    )
-    """With --use-torch-fsdp2, what is divided: everything (ZeRO-3), all but parameters (ZeRO-2: they are gathered once
-    a step), the optimizer state alone (as --use-distributed-optimizer), or nothing."""
-    torch_fsdp2_reshard_after_forward: bool = flag(True, off_names=("--torch-fsdp2-no-reshard-after-forward",))
-    """With --use-torch-fsdp2, drop a layer's gathered parameters after its forward and gather them again for its
-    backward; switched off, they stay in between, which spares one of the two gathers."""
     num_distributed_optimizer_instances: int = flag(1, minimum=1)
     """Copies of the divided optimizer state: the data-parallel processes form as many groups of neighbours, and each
-    group divides one copy, so that parameters are gathered inside a group only."""
+    group divides one copy, so that parameters are gathered inside a group only. With --use-torch-fsdp2, copies of the
+    divided parameters and gradients as well (HSDP)."""
     bucket_size: int | None = flag(None, minimum=1, names=("--ddp-bucket-size",), unit="elements")
     """Parameters per gradient bucket with --overlap-grad-reduce; the larger of 40 million and one million for each
     data-parallel process when not given."""

@@ -75,6 +75,11 @@ class ParamAndGradBuffer:
         """Whether these are float32 parameters of which the network uses rounded copies."""
         return False
 
+    @property
+    def updates_itself(self) -> bool:
+        """Whether the optimizer updates these values also where they are not float32, without main parameters."""
+        return False
+
     def values(self, start: int, stop: int) -> Tensor:
         """Elements of the parameters, inside one of the ranges that are `owned`: a view."""
         return self.param_data[start:stop]

@@ -29,10 +29,16 @@ class ShardedParamBuffer(ParamAndGradBuffer):
 
     named_params: (name in the whole model, DTensor parameter cut along dimension 0 over `reduction.shards`).
     model_dtype: number format in which the network computes; where it is not that of the parameters, these are the main
-    parameters.
+    parameters. grad_dtype: number format in which gradients are added up; that of the parameters when None.
     """
 
-    def __init__(self, named_params: NamedParams, reduction: Reduction, model_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        named_params: NamedParams,
+        reduction: Reduction,
+        model_dtype: torch.dtype,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         self.reduction = reduction
@@ -42,10 +48,14 @@ class ShardedParamBuffer(ParamAndGradBuffer):
             [(name, shard.shape) for name, shard in zip(self.names, locals_, strict=True)], padding=ALIGNMENT
         )
         self.dtype, self.device = locals_[0].dtype, locals_[0].device
-        self.grad_data = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype or self.dtype, device=self.device)
         self.starts = [first_element(param, reduction.shards) for param in self.params]
         self.buckets: list[Bucket] = []
+        self.adds_itself = self.grad_data.dtype != self.dtype
+        """Whether gradients go another way than torch's, which adds them up in the parameters' number format."""
         self.attach_grads()
+        for param in self.params if self.adds_itself else ():
+            param.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     @property
     def holds_main_params(self) -> bool:
@@ -57,6 +67,11 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         """Our rows of every parameter: one range each, in the order of the flat memory."""
         return sorted((slot.start, slot.start + slot.numel) for slot in self.layout.slots if slot.numel)
 
+    @property
+    def updates_itself(self) -> bool:
+        """These are the values that the optimizer updates, in whatever number format."""
+        return True
+
     def values(self, start: int, stop: int) -> Tensor:
         """Elements of one parameter, by their place in the flat memory: a view."""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -65,18 +80,20 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         raise AssertionError(f"elements [{start}, {stop}) are no part of one parameter")
 
     def attach_grads(self) -> None:
-        """Let torch add gradients into our flat memory."""
+        """Let torch add gradients into our flat memory, or a hook, where the number formats differ."""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             assert isinstance(param, DTensor)
             shard = self.view(self.grad_data, slot, local_shard(param).shape)
             param.main_grad = shard  # type: ignore[attr-defined]
+            if self.adds_itself:
+                continue
             param.grad = DTensor.from_local(
                 shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )
 
     def collect_grads(self) -> None:
         """Where torch has put a gradient into memory of its own instead, fetch it."""
-        for param in self.params:
+        for param in () if self.adds_itself else self.params:
             assert isinstance(param.grad, DTensor)
             found = param.grad.to_local()
             if found.data_ptr() != param.main_grad.data_ptr():  # type: ignore[attr-defined]
@@ -93,6 +110,13 @@ class ShardedParamBuffer(ParamAndGradBuffer):
 
     def broadcast_params(self, group: Group) -> None:
         """Nothing: no two processes hold the same elements."""
+
+
+def _add_to_main_grad(param: Tensor) -> None:
+    """After torch has summed a gradient over the processes: add our rows, and keep no second copy."""
+    assert isinstance(param.grad, DTensor)
+    param.main_grad.add_(param.grad.to_local())  # type: ignore[attr-defined]
+    param.grad = None
 
 
 def local_shard(param: nn.Parameter) -> Tensor:

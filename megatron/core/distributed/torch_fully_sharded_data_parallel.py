@@ -6,6 +6,9 @@
 ZeRO-3 (Rajbhandari et al., 2020). With ZeRO-2 the rows that were gathered stay until the step's last backward, and only
 gradients and optimizer state are divided all the time. Gathers and sums run beside the computation of the neighbouring
 layers. Tensor-parallel shards are cut further: torch sees a process's shard as the whole parameter.
+
+With several optimizer instances (HSDP) the processes form as many groups of neighbours. Each group divides a copy of
+the whole, and the copies' gradients are summed once a step, behind the last microbatch's sum inside the groups.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import current_device
+from megatron.core.distributed.bucket import Reduction
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, reduction_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_formats import Formats
 from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
+from megatron.core.distributed.sharded_traffic import count_traffic
+from megatron.core.distributed.sharding_units import sharding_units
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Placement, place, placement_of
-from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup, torch_group
+from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup, group_ranks, torch_group
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -53,6 +60,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self.groups = pg_collection or ProcessGroupCollection.current()
         self.overlaps_grad_reduce = False
         self.reduction = reduction_of(config, _dividing(ddp_config), self.groups)
+        self.formats = Formats.of(ddp_config, next(module.parameters()).dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
         marks = [_marks(param) for param in module.parameters()]
@@ -63,18 +71,17 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self.flat_buffers = list(self._make_buffers(placements))  # type: ignore[arg-type]
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Main parameters in float32, cut over the replicas, one unit for each layer."""
+        """Main parameters, cut over the replicas, one unit for each layer or as large as asked for."""
         ddp_config = self.ddp_config
-        first = next(module.parameters())
-        group = self.groups.dp_cp
-        assert not isinstance(group, SingleRankGroup), "one process has nothing to divide"
-        mesh = DeviceMesh.from_group(torch_group(group), current_device().type)
-        reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else first.dtype
-        policy = MixedPrecisionPolicy(param_dtype=first.dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=next(module.parameters()).dtype, reduce_dtype=self.formats.sent, cast_forward_inputs=False
+        )
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
         frees = ddp_config.torch_fsdp2_reshard_after_forward and not self.keeps_gathered
-        for unit in _units(module):
-            self._prepare(unit)
+        mesh = _mesh(self.groups, self.reduction)
+        for unit in sharding_units(module, ddp_config):
+            for part in unit:
+                self._prepare(part)
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
         # What belongs to no unit stays through backward.
         self._prepare(module)
@@ -83,15 +90,18 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             # A plain sum, so that all libraries and sizes round alike; then a division.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0 / self.reduction.scale)
+            if ddp_config.nccl_ub:
+                part.set_allocate_memory_from_process_group_for_comm(True)
+            count_traffic(part, self.reduction)
         return module
 
     def _prepare(self, part: nn.Module) -> None:
-        """Real values in float32 for what is not divided yet."""
+        """Real values, in the number format of main parameters, for what is not divided yet."""
         if self._fill is not None:
             self._fill(part)
         for param in part.parameters():
             if not isinstance(param, DTensor):
-                param.data = param.data.float()
+                param.data = param.data.to(self.formats.params)
 
     def _make_buffers(self, placements: list[tuple[Placement, torch.dtype]]) -> Iterator[ShardedParamBuffer]:
         self._model_dtypes = {placement.name: model_dtype for placement, model_dtype in placements}
@@ -101,7 +111,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             if param.requires_grad:
                 by_dtype[model_dtype].append((placement.name, param))
         for model_dtype, named_params in by_dtype.items():
-            yield ShardedParamBuffer(named_params, self.reduction, model_dtype)
+            yield ShardedParamBuffer(named_params, self.reduction, model_dtype, self.formats.grads)
 
     # ---- gradients
 
@@ -110,16 +120,20 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         for buffer in self.flat_buffers:
             buffer.zero_grad()
         self._keep_gathered(self.keeps_gathered)
+        self._sum_over_copies(not self._sums_once)
 
     def enable_grad_sync(self) -> None:
-        """The next backward is the last of the step: what was gathered is dropped behind it."""
+        """The next backward is the last of the step: what was gathered is dropped behind it, and several optimizer
+        instances sum their gradients, which therefore need this call."""
         self._keep_gathered(False)
+        self._sum_over_copies(True)
 
     def start_grad_sync(self) -> None:
         """Nothing: gradients are summed as they come."""
 
     def finish_grad_sync(self) -> None:
         """Call after the last microbatch of a step; gradients have been summed already."""
+        assert self._copies_are_summed, "enable_grad_sync() must be called before a step's last backward"
         for buffer in self.flat_buffers:
             buffer.collect_grads()  # type: ignore[attr-defined]
 
@@ -139,6 +153,16 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         model_dtype = self._model_dtypes[placement_of(param).name]
         return flat if main else flat.to(model_dtype), first_element(param, self.reduction.shards)
 
+    @property
+    def _sums_once(self) -> bool:
+        """Whether copies wait for the last microbatch, which must not cost digits: torch adds up what it sends."""
+        return self.reduction.copies.size() > 1 and self.formats.sent == self.formats.grads
+
+    def _sum_over_copies(self, sums: bool) -> None:
+        self._copies_are_summed = sums
+        for part in _fsdp_modules(self.module) if self.reduction.copies.size() > 1 else ():
+            part.set_requires_all_reduce(sums, recurse=False)
+
     def _keep_gathered(self, keeps: bool) -> None:
         for part in _fsdp_modules(self.module):
             part.set_reshard_after_backward(not keeps, recurse=False)
@@ -152,33 +176,28 @@ def shards_parameters(ddp_config: DistributedDataParallelConfig, groups: Process
 def _dividing(ddp_config: DistributedDataParallelConfig) -> DistributedDataParallelConfig:
     """The gradients are combined as for a divided optimizer."""
     return DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32,
+        num_distributed_optimizer_instances=ddp_config.num_distributed_optimizer_instances,
+    )
+
+
+def _mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
+    """Those who divide a copy; with several copies [copies, shards]."""
+    device = current_device().type
+    shards, copies = reduction.shards, reduction.copies
+    assert not isinstance(shards, SingleRankGroup), "one process has nothing to divide"
+    if isinstance(copies, SingleRankGroup):
+        return DeviceMesh.from_group(torch_group(shards), device)
+    ranks = torch.tensor(group_ranks(groups.dp_cp)).view(copies.size(), shards.size())
+    return DeviceMesh.from_group(
+        [torch_group(copies), torch_group(shards)], device, mesh=ranks, mesh_dim_names=("copies", "shards")
     )
 
 
 def _marks(param: nn.Parameter) -> dict[str, Any]:
     """What the model says of a parameter, such as is_embedding_or_output_parameter."""
     return {name: value for name, value in vars(param).items() if name.startswith("is_")}
-
-
-def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers (elements of module lists), and the parts before and after them, embedding and output layer.
-
-    A weight that these share belongs to the whole network.
-    """
-    yield from _layers(module)
-    if not getattr(module, "share_embeddings_and_output_weights", False):
-        for child in module.children():
-            if next(_layers(child), None) is None and next(child.parameters(), None) is not None:
-                yield child
-
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _layers(child)
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:

@@ -80,7 +80,7 @@ class GroupState:
         self.tensors = {
             kind: torch.zeros(sum(lengths), dtype=dtype, device=buffer.device) for kind, dtype in kinds.items()
         }
-        has_main_params = buffer.dtype not in (torch.float32, main_dtype)
+        has_main_params = buffer.dtype not in (torch.float32, main_dtype) and not buffer.updates_itself
         self.main = self._take(main_dtype) if has_main_params else None
         kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
         self.is_float32 = all(dtype == torch.float32 for dtype in kept)

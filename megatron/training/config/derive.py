@@ -9,6 +9,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import parse_step_schedule
 from megatron.core.transformer.pipeline_layout import layout_stages
 from megatron.training.config.flag_values import decimal
+from megatron.training.config.fully_sharded import asked_for_sharding, derive_sharding
 from megatron.training.config.settings import Settings
 
 
@@ -127,19 +128,7 @@ def _experts(s: Settings) -> None:
 
 
 def _optimizer(s: Settings) -> None:
-    if s.use_megatron_fsdp:
-        s.derive(use_distributed_optimizer=True)
-    if s.use_torch_fsdp2:
-        s.derive(gradient_accumulation_fusion=False)  # gradients are whole only until they are summed
-        if s.data_parallel_sharding_strategy in ("no_shard", "optim"):
-            s.note(f"{s.say('data_parallel_sharding_strategy')} divides no parameters; PyTorch's FSDP2 is not used")
-            divides_state = s.data_parallel_sharding_strategy == "optim"
-            s.derive(use_torch_fsdp2=False, use_distributed_optimizer=divides_state)
-        elif s.data_parallel_size is not None and s.data_parallel_size * s.context_parallel_size == 1:
-            s.note("--use-torch-fsdp2 has no effect: one process holds each parameter, so there is nothing to divide")
-        for dest in ("average_in_collective", "pad_buckets_for_high_nccl_busbw"):
-            if getattr(s, dest):
-                s.note(f"{s.say(dest)} has no effect with --use-torch-fsdp2")
+    derive_sharding(s)
     if s.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm":
         s.derive(apply_wd_to_qk_layernorm=True)
     if s.optimizer == "dist_muon":
@@ -211,6 +200,11 @@ _YARN = (
 _TP_OVERLAP = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad",
                "tp_comm_overlap_rs_dgrad")  # fmt: skip
 
+_SHARDING = "--use-torch-fsdp2 or --use-megatron-fsdp"
+_SHARDED = ("data_parallel_sharding_strategy", "megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype",
+            "megatron_fsdp_grad_comm_dtype")  # fmt: skip
+_DIVIDED = ("init_model_with_meta_device", "torch_fsdp2_reshard_after_forward", "suggested_communication_unit_size",
+            "megatron_fsdp_enable_fine_grained_param_gather")  # fmt: skip
 _EVALUATION = ("start_eval_at_iter", "eval_global_batch_size", "eval_micro_batch_size")
 _TORCH = (
     "profile_dir",
@@ -287,16 +281,20 @@ def _without_effect(s: Settings) -> None:
         ("max_seqlen_per_dp_cp_rank", not s.hybrid_context_parallel, "--hybrid-context-parallel"),
         ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
         ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
-        ("data_parallel_sharding_strategy", not s.given & {"use_torch_fsdp2"}, "--use-torch-fsdp2"),
-        ("init_model_with_meta_device", not s.use_torch_fsdp2, "--use-torch-fsdp2"),
-        ("torch_fsdp2_reshard_after_forward", not s.use_torch_fsdp2, "--use-torch-fsdp2"),
+        *((dest, not asked_for_sharding(s), _SHARDING) for dest in _SHARDED),
+        *((dest, not s.use_torch_fsdp2, _SHARDING) for dest in _DIVIDED),
+        ("megatron_fsdp_version", not s.use_megatron_fsdp, "--use-megatron-fsdp"),
         (
             "reduce_scatter_with_fp32_accumulation",
             s.use_distributed_optimizer and (s.grad_reduce_in_fp32 or not (s.bf16 or s.fp16)),
             "gradients in 16 bits, --grad-reduce-in-bf16",
         ),
         *((dest, not s.tp_comm_overlap, "--tp-comm-overlap") for dest in _TP_OVERLAP),
-        ("num_distributed_optimizer_instances", not s.use_distributed_optimizer, "--use-distributed-optimizer"),
+        (
+            "num_distributed_optimizer_instances",
+            not (s.use_distributed_optimizer or s.use_torch_fsdp2),
+            "--use-distributed-optimizer",
+        ),
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         *((dest, s.flight_recorder_dump_path is None, "--flight-recorder-dump-path") for dest in _FLIGHT_RECORDER),
         ("distributed_timeout_seconds_after_init", s.world_size == 1, "several processes"),

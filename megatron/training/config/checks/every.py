@@ -18,12 +18,14 @@ from megatron.training.config.checks import (
     precision,
     profiling,
     schedule,
+    sharding,
 )
 from megatron.training.config.settings import Settings
 
 _SUBJECTS = (
     layout,
     hybrid_context,
+    sharding,
     pipeline,
     batch,
     schedule,

@@ -278,40 +278,9 @@ def overlap_has_its_needs(s: Settings) -> Iterator[str]:
         yield f"{s.say('wgrad_deferral_limit')} needs --defer-embedding-wgrad-compute"
 
 
-def sharded_data_parallelism_has_its_needs(s: Settings) -> Iterator[str]:
-    if s.use_megatron_fsdp and s.use_torch_fsdp2:
-        yield "--use-megatron-fsdp and --use-torch-fsdp2 contradict each other; keep one"
-    if s.use_torch_fsdp2:
-        yield from _torch_fsdp2_fits(s)
-    if (s.use_megatron_fsdp or s.use_torch_fsdp2) and s.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        kind = "--use-megatron-fsdp" if s.use_megatron_fsdp else "--use-torch-fsdp2"
-        yield f"{kind} needs several hardware queues, but CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment; unset it"
-
-
-def _torch_fsdp2_fits(s: Settings) -> Iterator[str]:
-    if s.use_distributed_optimizer:
-        yield "--use-torch-fsdp2 already divides the optimizer state; leave out --use-distributed-optimizer"
-    if s.pipeline_model_parallel_size > 1:
-        yield f"--use-torch-fsdp2 cannot be combined with {s.say('pipeline_model_parallel_size')}; use 1 stage"
-    if s.overlap_grad_reduce or s.overlap_param_gather:
-        given = "--overlap-grad-reduce" if s.overlap_grad_reduce else "--overlap-param-gather"
-        yield f"--use-torch-fsdp2 always sums and gathers beside the computation; leave out {given}"
-    if s.num_query_groups and s.num_query_groups < s.tensor_model_parallel_size:
-        yield (
-            f"--use-torch-fsdp2 cannot be combined with {s.say('num_query_groups')} below "
-            f"{s.say('tensor_model_parallel_size')}: several ranks would hold a key-value head; use at most "
-            f"--tensor-model-parallel-size {s.num_query_groups}"
-        )
-    if s.compile:
-        yield "--use-torch-fsdp2 cannot be combined with --compile; leave one out"
-    if s.log_comm_volume:
-        yield "--log-comm-volume does not see what --use-torch-fsdp2 sends; leave one out"
-
-
 CHECKS = (
     world_is_divisible, experts_fit_the_processes, heads_are_divisible, norms_over_heads_have_whole_heads,
     layers_fill_the_stages, stages_are_laid_out, chunks_fit_the_stages,
     microbatches_fill_the_pipeline, sequences_are_divisible, context_exchange_is_complete, heads_can_be_exchanged,
     documents_are_bounded_in_one_way, overlap_has_its_needs,
-    sharded_data_parallelism_has_its_needs,
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.training.config.fully_sharded import sharding_flag
 from megatron.training.config.settings import Settings
 
 
@@ -11,7 +12,7 @@ def muon_finds_its_matrices(s: Settings) -> Iterator[str]:
     """Muon needs whole matrices; processes that hold the same keys and values must update them alike."""
     if s.optimizer in ("muon", "soap") and s.use_torch_fsdp2:
         yield (
-            f"{s.say('optimizer')} needs whole matrices, which --use-torch-fsdp2 divides; "
+            f"{s.say('optimizer')} needs whole matrices, which {sharding_flag(s)} divides; "
             "use --use-distributed-optimizer"
         )
     if s.optimizer != "muon":
