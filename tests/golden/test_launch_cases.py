@@ -34,6 +34,7 @@ BETTER_HERE = {
 }
 # Values we derive otherwise, and why.
 OTHER_VALUES = {
+    ("ft_moe__deepseek_proxy_fsdp_ep2_fsdp2", "use_distributed_optimizer"): "FSDP2 divides the optimizer state itself",
     ("llama3_8b_h100_fp8_data", "split"): "literal quotes are taken off",
     ("llama3_8b_h100_fp8_mock", "split"): "literal quotes are taken off",
     ("ft_gpt__gpt3_15b_8t_release_gb200", "global_batch_size"): "with a step schedule, the batch the run ends with",
