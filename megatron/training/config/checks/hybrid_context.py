@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config_base import multiples_near
 from megatron.core.context_parallel.planning import ranks_of_sample
+from megatron.training.config.fully_sharded import sharding_flag
 from megatron.training.config.settings import Settings
 
 
@@ -43,12 +44,11 @@ def nobody_waits_for_equal_microbatches(s: Settings) -> Iterator[str]:
             f"--hybrid-context-parallel cannot be combined with {s.say('pipeline_model_parallel_size')}, whose stages "
             "exchange microbatches of one length; use 1 stage"
         )
-    for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
-        if getattr(s, dest):
-            yield (
-                f"--hybrid-context-parallel cannot be combined with {s.say(dest)}, which gathers weights for every "
-                "microbatch on all processes at once; use --use-distributed-optimizer"
-            )
+    if s.use_torch_fsdp2:
+        yield (
+            f"--hybrid-context-parallel cannot be combined with {sharding_flag(s)}, which gathers weights for every "
+            "microbatch on all processes at once; use --use-distributed-optimizer"
+        )
     if s.compile:
         yield (
             "--hybrid-context-parallel cannot be combined with --compile, which would compile every length anew; leave "
