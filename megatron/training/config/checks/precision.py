@@ -55,7 +55,8 @@ def smaller_state_has_its_optimizer(s: Settings) -> Iterator[str]:
     if s.main_grads_dtype == "bf16" and "grad_reduce_in_fp32" in s.given and s.grad_reduce_in_fp32:
         yield f"{s.say('main_grads_dtype')} contradicts --accumulate-allreduce-grads-in-fp32; keep one"
     if s.main_params_dtype == "fp16" and s.use_torch_fsdp2:
-        yield f"{s.say('main_params_dtype')} cannot be had with {sharding_flag(s)}, which keeps them itself; leave it out"
+        asked = sharding_flag(s)
+        yield f"{s.say('main_params_dtype')} cannot be had with {asked}; use fp32, or --megatron-fsdp-main-params-dtype"
     if s.main_params_dtype == "fp16" and not (s.bf16 or s.fp16):
         yield f"{s.say('main_params_dtype')} needs --bf16 or --fp16: a float32 run has no main parameters"
 
