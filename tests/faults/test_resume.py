@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,11 @@ from typing import Any
 import pytest
 
 from tests.functional.pretrain_runs import PRETRAIN, TIMES_AND_MEMORY, environment
+from tests.programs import Program
 
 ITERATIONS = 24
 COMMAND = [
-    sys.executable, PRETRAIN,
+    PRETRAIN,
     *"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
         --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 3
         --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-workers 2 --log-interval 8
@@ -26,10 +25,10 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def start(directory: Path, *flags: str) -> subprocess.Popen[str]:
+def start(directory: Path, *flags: str) -> Program:
     flags = (*flags, "--metrics-dir", str(directory / "metrics"))
     log = (directory / "log.txt").open("a")
-    return subprocess.Popen([*COMMAND, *flags], stdout=log, stderr=log, text=True, cwd=directory, env=environment({}))
+    return Program([*COMMAND, *flags], environment({}), directory, log)
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -47,7 +46,7 @@ def iterations(directory: Path) -> int:
     return max((row["iteration"] for row in rows(directory)), default=0)
 
 
-def kill_at(process: subprocess.Popen[str], directory: Path, iteration: int) -> None:
+def kill_at(process: Program, directory: Path, iteration: int) -> None:
     """SIGKILL as soon as the iteration shows in the metrics."""
     deadline = time.monotonic() + 120
     while iterations(directory) < iteration and process.poll() is None:

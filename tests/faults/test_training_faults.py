@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.functional.pretrain_runs import TINY, free_port, metrics, run, start
+from tests.programs import Program
 
 DATA = Path(__file__).resolve().parents[1] / "golden" / "data" / "preprocess" / "hf_small_2keys" / "out_text_document"
 REAL_DATA = [flag for flag in TINY if flag != "--mock-data"]
@@ -27,7 +27,7 @@ WITH_DROPOUT = (
 TENSOR_AND_SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-def wait_for_rows(directory: Path, number: int, process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for_rows(directory: Path, number: int, process: Program, seconds: float = 60) -> None:
     """Until metrics.jsonl has `number` complete lines."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:

@@ -1,4 +1,4 @@
-"""Starts pretrain_gpt.py as its users do, with a model that trains in a second."""
+"""Runs pretrain_gpt.py as its users do, with a model that trains in a second."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.programs import Program
+
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
+
+TIMEOUT_SECONDS = 240
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -35,23 +39,48 @@ def environment(changes: Mapping[str, str]) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu"} | changes
 
 
-def start(arguments: Sequence[str | Path], launcher: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+def start(arguments: Sequence[str | Path], **variables: str) -> Program:
     """pretrain_gpt.py as a child process."""
-    command = [sys.executable, *launcher, PRETRAIN, *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(variables), cwd=ROOT)
+    return Program([PRETRAIN, *arguments], environment(variables), ROOT)
 
 
 def run(
-    arguments: Sequence[str | Path], launcher: Sequence[str] = (), timeout: float = 120, **variables: str
+    arguments: Sequence[str | Path], program: str = PRETRAIN, directory: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """pretrain_gpt.py from start to end."""
-    process = start(arguments, launcher, **variables)
+    """pretrain_gpt.py, or another program of this repository, from start to end."""
+    return finish([Program([program, *arguments], environment(variables), directory)])[0]
+
+
+def run_ranks(arguments: Sequence[str | Path], processes: int) -> subprocess.CompletedProcess[str]:
+    """pretrain_gpt.py on several processes, with the variables that torchrun gives them, until all have ended.
+
+    The exit code is that of the first rank that failed; the output is rank 0's, the errors are everybody's.
+    """
+    job = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    ranks = finish([start(arguments, RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in range(processes)])
+    code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return subprocess.CompletedProcess(ranks[0].args, code, ranks[0].stdout, "".join(rank.stderr for rank in ranks))
+
+
+def finish(programs: Sequence[Program], timeout: float = TIMEOUT_SECONDS) -> list[subprocess.CompletedProcess[str]]:
+    """Wait for programs; those that do not end in time are killed."""
     try:
-        output, errors = process.communicate(timeout=timeout)
+        outputs = [program.communicate(timeout) for program in programs]
     finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+        for program in programs:
+            program.kill()
+    return [
+        subprocess.CompletedProcess(program.args, program.returncode or 0, *output)
+        for program, output in zip(programs, outputs, strict=True)
+    ]
+
+
+def launch(launcher: Sequence[str], arguments: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """pretrain_gpt.py started for real, with arguments of the interpreter in front: `-m torch.distributed.run`."""
+    command = [sys.executable, *launcher, PRETRAIN, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment({}), cwd=ROOT
+    )
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.small_datasets import write_dataset
-from tests.functional.pretrain_runs import ROOT, TINY, environment, run
+from tests.functional.pretrain_runs import TINY, run
 
-TOOL = str(ROOT / "tools" / "build_dataset_cache.py")
 FLAGS = " ".join(TINY).replace("--mock-data", "").replace("--vocab-size 60", "--vocab-size 1000").split()
 
 
 def build(*flags: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, TOOL, *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(variables), cwd=ROOT)
+    return run(flags, program="tools/build_dataset_cache.py", **variables)
 
 
 @pytest.fixture

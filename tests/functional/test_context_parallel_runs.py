@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.pretrain_runs import TINY, metrics, run
+from tests.functional.pretrain_runs import TINY, metrics, run, run_ranks
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 RUNS = {
     "masks from the loader": "--cp-comm-type a2a --reset-attention-mask --eod-mask-loss",
     "causal": "--position-embedding-type rope --cp-comm-type p2p all_gather",
@@ -28,7 +27,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 def test_context_parallel_curve(name: str, tmp_path: Path) -> None:
     flags = [*TINY, *EVALUATED, *RUNS[name].split()]
     alone = run([*flags, "--metrics-dir", tmp_path / "1"])
-    both = run([*flags, "--context-parallel-size", "2", "--metrics-dir", tmp_path / "2"], TORCHRUN)
+    both = run_ranks([*flags, "--context-parallel-size", "2", "--metrics-dir", tmp_path / "2"], 2)
     assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
     expected, found = metrics(tmp_path / "1"), metrics(tmp_path / "2")
     assert len(found) == len(expected) > 5

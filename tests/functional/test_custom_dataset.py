@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.functional.pretrain_runs import ROOT, environment, metrics
+from tests.functional.pretrain_runs import metrics, run
 
 FLAGS = (
     "--largest 9 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 12 --max-position-embeddings 12 "
@@ -19,10 +17,7 @@ FLAGS = (
 
 
 def train(metrics_dir: Path, *flags: str | Path) -> list[dict[str, object]]:
-    command = [sys.executable, "examples/custom_dataset.py", *FLAGS, "--metrics-dir", metrics_dir, *flags]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment({}), cwd=ROOT
-    )
+    done = run([*FLAGS, "--metrics-dir", metrics_dir, *flags], program="examples/custom_dataset.py")
     assert done.returncode == 0, done.stderr
     return metrics(metrics_dir)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.functional.pretrain_runs import ROOT, TINY, environment, metrics
+from tests.functional.pretrain_runs import TINY, metrics, run
 
-EXAMPLE = str(ROOT / "examples" / "custom_loss.py")
+EXAMPLE = "examples/custom_loss.py"
 
 
 def train(directory: Path, *flags: str) -> list[dict[str, Any]]:
-    command = [sys.executable, EXAMPLE, *TINY, "--train-iters", "3", "--metrics-dir", str(directory), *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment({}), cwd="/")
+    result = run(
+        [*TINY, "--train-iters", "3", "--metrics-dir", directory, *flags], program=EXAMPLE, directory=Path("/")
+    )
     assert result.returncode == 0, result.stderr
     return metrics(directory)
 

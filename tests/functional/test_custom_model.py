@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.functional.pretrain_runs import ROOT, environment, metrics
+from tests.functional.pretrain_runs import metrics, run
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 1 --seq-length 16 --max-position-embeddings 16 "
@@ -15,15 +13,8 @@ FLAGS = (
 ).split()
 
 
-def run(*flags: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/custom_model.py", *FLAGS, *flags]
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment({}), cwd=ROOT
-    )
-
-
 def train(metrics_dir: Path, *flags: str | Path) -> list[float]:
-    done = run("--residual", "--metrics-dir", metrics_dir, *flags)
+    done = run([*FLAGS, "--residual", "--metrics-dir", metrics_dir, *flags], program="examples/custom_model.py")
     assert done.returncode == 0, done.stderr
     return [float(row["lm loss"]) for row in metrics(metrics_dir) if "lm loss" in row]  # type: ignore[arg-type]
 

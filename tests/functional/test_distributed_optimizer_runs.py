@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional.pretrain_runs import TINY, metrics, run
-from tests.functional.test_launch import TORCHRUN
+from tests.functional.pretrain_runs import TINY, metrics, run_ranks
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 
 BATCH = ["--global-batch-size", "12"]
@@ -16,8 +15,7 @@ DIVIDED = [*"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-g
 
 
 def train(directory: Path, processes: int, *flags: str | Path) -> list[dict[str, Any]]:
-    launcher = (*TORCHRUN, str(processes)) if processes > 1 else ()
-    done = run([*TINY, *BATCH, "--metrics-dir", directory, *flags], launcher)
+    done = run_ranks([*TINY, *BATCH, "--metrics-dir", directory, *flags], processes)
     assert done.returncode == 0, done.stderr
     return metrics(directory)
 

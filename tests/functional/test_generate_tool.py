@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.functional.pretrain_runs import run
 from tests.unit.tiny_training import train_tiny
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def generate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "generate.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    return run(arguments, program="tools/generate.py", directory=Path("/"))
 
 
 @pytest.fixture(scope="module")

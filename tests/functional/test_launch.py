@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional.pretrain_runs import TINY, free_port, metrics, run, start
+from tests.functional.pretrain_runs import TINY, finish, free_port, launch, metrics, run, start
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
@@ -17,7 +16,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Metrics of the run under plain python."""
     directory = tmp_path_factory.mktemp("plain")
-    done = run([*TINY, "--metrics-dir", directory])
+    done = launch([], [*TINY, "--metrics-dir", directory])
     assert done.returncode == 0, done.stderr
     return metrics(directory)
 
@@ -30,7 +29,7 @@ def test_plain_python(plain: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("module", ["run", "launch"])
 def test_torchrun_and_its_forerunner_with_one_process(module: str, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     launcher = ("-m", f"torch.distributed.{module}", "--nproc_per_node", "1", "--master_port", free_port())
-    done = run([*TINY, "--metrics-dir", tmp_path], launcher)
+    done = launch(launcher, [*TINY, "--metrics-dir", tmp_path])
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path) == plain
 
@@ -55,15 +54,7 @@ def slurm_tasks(arguments: list[Any], *further: list[str]) -> list[Any]:
             "MASTER_PORT": port,
         }
         processes.append(start([*arguments, *(further[rank] if further else [])], **variables))
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *output)
-        for process, output in zip(processes, outputs, strict=True)
-    ]
+    return finish(processes)
 
 
 def test_slurm_with_two_tasks(plain: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -121,7 +112,7 @@ def test_sequence_parallelism_of_one_process_is_noted() -> None:
 
 
 def test_errors_of_all_ranks_are_said_once() -> None:
-    done = run([*TINY[:-2], "--data-path", "no/such/dataset", "--split", "99,1,0"], (*TORCHRUN, "2"))
+    done = launch((*TORCHRUN, "2"), [*TINY[:-2], "--data-path", "no/such/dataset", "--split", "99,1,0"])
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, done.stderr
@@ -139,6 +130,6 @@ def test_notes_say_what_a_flag_means_here() -> None:
 
 def test_help_and_mistakes_do_not_import_torch() -> None:
     for flags, code in ((["--help"], 0), ([*TINY, "--print-config"], 0), (["--num-layer", "2"], 2)):
-        done = run(flags, ("-X", "importtime"))
+        done = launch(("-X", "importtime"), flags)
         assert done.returncode == code
         assert "| torch" not in done.stderr

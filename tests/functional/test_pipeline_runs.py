@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.pretrain_runs import TINY, metrics, run
+from tests.functional.pretrain_runs import TINY, metrics, run, run_ranks
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 FLAGS = [*TINY, "--num-layers", "4", "--global-batch-size", "8", "--eval-interval", "5", "--eval-iters", "1"]
 PIPELINES = {
     "1f1b": "",
@@ -37,8 +36,8 @@ def test_pipeline_curve(name: str, expected: list[dict[str, float]], tmp_path: P
     """With one restart in the middle, from a checkpoint of all stages."""
     pipeline = [*FLAGS, "--pipeline-model-parallel-size", "2", *PIPELINES[name].split()]
     saved = ["--metrics-dir", tmp_path / "2", "--save", tmp_path / "checkpoints", "--save-interval", "100"]
-    first = run([*pipeline, *saved, "--exit-interval", "3"], TORCHRUN)
-    second = run([*pipeline, *saved, "--load", tmp_path / "checkpoints"], TORCHRUN)
+    first = run_ranks([*pipeline, *saved, "--exit-interval", "3"], 2)
+    second = run_ranks([*pipeline, *saved, "--load", tmp_path / "checkpoints"], 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     found = [numbers(row) for row in metrics(tmp_path / "2")]
     assert len(found) == len(expected) > 5

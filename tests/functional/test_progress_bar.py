@@ -11,7 +11,7 @@ import pytest
 
 from megatron.training.hooks.meter import StepMetrics
 from megatron.training.hooks.progress_bar import ProgressBar, clock
-from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment
+from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment, run
 
 
 def step(iteration: int, seconds: float) -> StepMetrics:
@@ -74,7 +74,7 @@ def test_on_a_terminal_and_in_a_file() -> None:
     assert b"it/s, 0:00 left" in shown
     assert b"consumed samples:           20 |" in shown
 
-    done = subprocess.run(command, capture_output=True, env=environment({}), cwd=ROOT, timeout=120)
+    done = run(TINY)
     assert done.returncode == 0
-    assert b"\x1b" not in done.stdout
-    assert b"\r" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "\r" not in done.stdout

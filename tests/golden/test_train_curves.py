@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.functional.pretrain_runs import run_ranks
+
 DATA = Path(__file__).parent / "data"
 LOSS_TOLERANCE = 2e-5
 GRAD_NORM_TOLERANCE = 1e-4
@@ -73,13 +71,9 @@ def command_line(case: str, reference: Path, tmp_path: Path) -> list[str]:
     return [*arguments, "--pretrained-checkpoint", str(checkpoint), "--metrics-dir", str(tmp_path / "metrics")]
 
 
-def train(launcher: list[str], arguments: list[str]) -> str:
+def train(processes: int, arguments: list[str]) -> str:
     """Run pretrain_gpt.py; its output."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MEGATRON_DEVICE": "cpu"}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *arguments],
-        capture_output=True, text=True, env=environment, timeout=280,
-    )  # fmt: skip
+    done = run_ranks(arguments, processes)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -113,7 +107,7 @@ def assert_same_curve(case: str, tmp_path: Path, iterations: int) -> None:
 
 @pytest.mark.flags(*FLAGS, "--eval-interval", "--eval-iters")
 def test_gpt2_style(reference: Path, tmp_path: Path) -> None:
-    output = train([], command_line("a", reference, tmp_path))
+    output = train(1, command_line("a", reference, tmp_path))
     assert_same_curve("a", tmp_path, 50)
     assert [row["iteration"] for row in rows(tmp_path / "metrics" / "metrics.jsonl") if "eval" in row] == [20, 40, 50]
     assert "validation loss at iteration 20 | lm loss value: 6.398108E+00 | lm loss PPL: 6.007" in output
@@ -124,7 +118,7 @@ def test_gpt2_style(reference: Path, tmp_path: Path) -> None:
                    "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "--position-embedding-type",
                    "--normalization")  # fmt: skip
 def test_llama_style(reference: Path, tmp_path: Path) -> None:
-    train([], command_line("b", reference, tmp_path))
+    train(1, command_line("b", reference, tmp_path))
     assert_same_curve("b", tmp_path, 50)
 
 
@@ -132,8 +126,7 @@ def test_llama_style(reference: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", TWO_PROCESSES)
 def test_two_processes(case: str, reference: Path, tmp_path: Path) -> None:
     """Ten iterations (--exit-interval 10) of the same curve, shared by two processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    output = train(launcher, command_line(case, reference, tmp_path))
+    output = train(2, command_line(case, reference, tmp_path))
     assert_same_curve(case, tmp_path, 10)
     assert "exiting program at iteration 10" in output
     assert output.count("iteration        3/      50") == 1, "only the first rank logs"
