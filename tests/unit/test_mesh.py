@@ -132,3 +132,14 @@ def test_mixed_and_unknown_axes_are_refused() -> None:
         RankGrid(4, tp=2).groups("tp-ep")
     with pytest.raises(TopologyError, match="rank 4 is not in a world of 4"):
         RankGrid(4).coordinates(4)
+
+
+def test_blocks_that_may_share_a_sequence() -> None:
+    grid = RankGrid(16, tp=2, cp=2, hybrid_cp=4)
+    assert grid.hybrid_cp_sizes == [1, 2, 4]
+    assert grid.hybrid_cp_groups(4) == [[0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15]]
+    assert grid.hybrid_cp_groups(2)[:2] == [[0, 2], [4, 6]], "those of context parallelism are neighbours"
+    assert RankGrid(16).hybrid_cp_sizes == []
+    for size in (3, 16):
+        with pytest.raises(TopologyError, match=f"up to {size} ranks, which must be a power of two and divide the 8 r"):
+            RankGrid(16, tp=2, hybrid_cp=size)

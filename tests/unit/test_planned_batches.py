@@ -188,6 +188,7 @@ PLANNED = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank"
         (f"{PLANNED} 64 --pipeline-model-parallel-size 2 --num-layers 2", 2, "--pipeline-model-parallel-size 2, whose "
          "stages exchange microbatches of one length"),
         (f"{PLANNED} 64 --use-torch-fsdp2", 2, "cannot be combined with --use-torch-fsdp2"),
+        (f"{PLANNED} 64 --num-experts 4", 1, "cannot be combined with --num-experts 4"),
         (f"{PLANNED} 64 --compile", 1, "cannot be combined with --compile"),
         (f"{PLANNED} 64 --dataloader-type external", 1, "cannot plan what --dataloader-type external yields"),
         (f"{PLANNED} 16 --cp-comm-type a2a", 4, "divides sequences over up to 4 ranks, which --num-attention-heads 2 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from megatron.core.datasets.blend import Split
 from megatron.core.datasets.conversations import ConversationFile, encode
-from megatron.core.datasets.packing import pack
+from megatron.core.datasets.packing import PackedDocuments, pack
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.packed_seq_params import pack_batch
@@ -179,6 +180,22 @@ def test_the_loss_is_that_of_the_conversations_alone(file: Path) -> None:
             losses = model(tokens[:, :-1], places, None, labels=tokens[:, 1:])
             alone += float((losses[0] * weights).sum())
     assert packed == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("paths", ["{file}", "0.3 {file} 0.7 {other}"], ids=["one file", "blend"])
+def test_conversations_one_by_one_are_those_of_the_samples(file: Path, tmp_path: Path, paths: str) -> None:
+    other = write(tmp_path / "other.jsonl", CONVERSATIONS[::-1][:20])
+    (dataset, _, _) = datasets(f"--data-path {paths.format(file=file, other=other)} --split 1,0,0", (12, 0, 0))
+    assert isinstance(dataset, PackedDocuments)
+    for i in range(len(dataset)):
+        sample, lengths = dataset[i], dataset.document_lengths(i)
+        bounds = np.cumsum([0, *lengths]).tolist()
+        assert sample["cu_seqlens"][: len(bounds)].tolist() == bounds and sample["loss_mask"][bounds[-1] :].sum() == 0
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            document = dataset.document(i, number)
+            assert set(document) == {"tokens", "labels", "position_ids", "loss_mask"}
+            for name, values in document.items():
+                assert values.dtype == sample[name].dtype and torch.equal(values, sample[name][begin:end]), name
 
 
 def test_padding_is_reported(file: Path) -> None:

@@ -20,8 +20,8 @@ class BalanceHook(Hook):
         self._plan = None if run.plans is None else run.plans.at(run.progress.consumed_train_samples)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Hand the numbers on at the interval."""
-        if self._plan is None or run.progress.iteration % self.log_interval:
+        """Hand the numbers on at the interval, where they are written."""
+        if self._plan is None or not run.is_first_rank or run.progress.iteration % self.log_interval:
             return
         balance, static = self._plan.context.balance, self._plan.static_balance
         self.meter.step.further["work-balance"] = balance
