@@ -21,7 +21,7 @@ BAND = {"loss": 5e-4, "gradient norm": 1e-2, "gradient": 5e-2}
 LAYOUTS = ["tp2,sp", "pp2", "dp2,dist-opt", "dp2,fsdp2"]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     LAYOUTS += ["1", "tp4", "cp2", "dp3", "tp2,sp,--tp-comm-overlap", "pp2,--pipeline-schedule=zb-v",
-                "tp2,sp,dp2,fsdp2", "tp2,sp,pp2,vpp2,dp2,dist-opt"]  # fmt: skip
+                "tp2,sp,dp2,fsdp2", "tp2,sp,pp2,vpp2,dp2,dist-opt,--micro-batch-size=1"]  # fmt: skip
 
 
 @functools.cache

@@ -30,7 +30,7 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
         ("gpt2", "dp2,dist-opt", ["dp3,fsdp2", "tp2,dp2,fsdp2"]),
         ("llama", "tp4", ["tp2,sp,dp2", "dp3"]),
         ("llama", "tp2,pp2,dp2,dist-opt", ["1", "tp4", "pp2,vpp2"]),
-        ("gpt2", "tp2,sp,pp2,vpp2,dp2,dist-opt", ["dp2", "pp2,--pipeline-schedule=zb-v"]),
+        ("gpt2", "tp2,sp,pp2,vpp2,dp2,dist-opt,--micro-batch-size=1", ["dp2", "pp2,--pipeline-schedule=zb-v"]),
     ]
 
 
@@ -71,7 +71,7 @@ def test_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[st
 
 
 RESUMED = ["tp2,sp", "tp2,pp2", "dp2,fsdp2"] + (
-    ["tp2,sp,pp2,vpp2,dp2,dist-opt"] if os.environ.get("MEGATRON_ALL_LAYOUTS") else []
+    ["tp2,sp,pp2,vpp2,dp2,dist-opt,--micro-batch-size=1"] if os.environ.get("MEGATRON_ALL_LAYOUTS") else []
 )
 
 

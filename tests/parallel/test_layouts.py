@@ -38,8 +38,9 @@ LARGE = [
     "tp2,sp,pp2,--pipeline-schedule=zb-h1,--tp-comm-overlap",
     "dp3,fsdp2", f"dp4,fsdp2,{ONE}", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2",
     "dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads",
-    "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "tp2,sp,cp2,pp2", "tp2,sp,pp2,vpp2,dp2,dist-opt",
+    "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "tp2,sp,cp2,pp2", f"tp2,sp,pp2,vpp2,dp2,dist-opt,{ONE}",
     "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,dist-opt,overlap-all",
+    f"pp2,vpp2,dp2,dist-opt,overlap-all,--overlap-param-gather-with-optimizer-step,{ONE}",
 ]  # fmt: skip
 LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
 

@@ -232,3 +232,50 @@ def test_optimizer_flag_takes_the_rule_that_exists_and_refuses_the_others() -> N
     assert get_megatron_optimizer(run_config("--optimizer adam").optimizer, [model]).step_count == 0
     with pytest.raises(ConfigError, match="--optimizer"):
         run_config("--optimizer adaptive_muon")
+
+
+def chunk_by_chunk(flag: str) -> tuple[list[bool], Tensor]:
+    """Whether the last chunk has its old values yet, each time that a chunk's gather begins, and all values at the
+    end of two steps."""
+    config = run_config(
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --num-layers 4 "
+        f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {flag}",
+        world_size=4,
+    )
+    chunks = [DistributedDataParallel(config.model, config.ddp, tiny_network(torch.bfloat16)) for _ in range(2)]
+    last = chunks[-1].flat_buffers[0].param_data
+    before = last.clone()
+    moments: list[bool] = []
+    for chunk in chunks:
+        start = chunk.start_param_sync
+
+        def recorded(start: Any = start) -> None:
+            moments.append(torch.equal(last, before))
+            start()
+
+        chunk.start_param_sync = recorded  # type: ignore[method-assign]
+    optimizer = get_megatron_optimizer(config.optimizer, chunks)
+    for step in range(2):
+        before.copy_(last)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        (loss_of(chunks[0], step) + loss_of(chunks[1], step + 5)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return moments, torch.cat([chunk.flat_buffers[0].param_data for chunk in chunks])
+
+
+@pytest.mark.flags("--overlap-param-gather-with-optimizer-step")
+def test_a_chunk_is_gathered_before_the_next_is_updated() -> None:
+    together, expected = chunk_by_chunk("")
+    in_turn, found = chunk_by_chunk("--overlap-param-gather-with-optimizer-step")
+    assert together == [False, False] * 2
+    assert in_turn == [True, False] * 2
+    assert torch.equal(found, expected)
+
+
+def test_one_chunk_has_nobody_to_wait_for() -> None:
+    overlaps = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    notes = run_config(f"{overlaps} --overlap-param-gather-with-optimizer-step", world_size=2).notes
+    assert any("--overlap-param-gather-with-optimizer-step has no effect without several chunks" in n for n in notes)
+    with pytest.raises(ConfigError, match="needs --overlap-param-gather"):
+        run_config("--overlap-param-gather-with-optimizer-step", world_size=2)

@@ -23,6 +23,9 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     no stage's traffic slows its neighbours' last microbatches; otherwise each stage starts as soon as it can."""
     overlap_param_gather: bool = False
     """Gather each bucket of updated parameters while the next forward already runs."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """With --overlap-param-gather and several chunks of layers on each stage: update chunk by chunk, and gather one
+    chunk's parameters while the next ones are updated."""
     use_distributed_optimizer: bool = False
     """Divide optimizer state over the data-parallel processes (ZeRO-1)."""
     num_distributed_optimizer_instances: int = flag(1, minimum=1)

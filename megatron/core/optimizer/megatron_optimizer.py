@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,10 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron.core.optimizer.clip_grads import clip_divisor, counted, counted_ranges, global_norm
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
-from megatron.core.optimizer.group_state import StateSlice
+from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamKey, make_param_groups
+from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
 from megatron.core.optimizer.soap import Soap
 from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
 from megatron.core.placement import placement_of
@@ -38,6 +38,14 @@ class UpdateResult(NamedTuple):
     def skipped(self) -> bool:
         """Whether the update was left out."""
         return not self.update_successful
+
+
+class _Turn(NamedTuple):
+    """Chunks whose parameters are gathered as soon as they are updated."""
+
+    chunks: Sequence[DistributedDataParallel]
+    groups: list[ParamGroup]
+    """As far as they lie in these chunks."""
 
 
 class MegatronOptimizer:
@@ -68,6 +76,7 @@ class MegatronOptimizer:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
         self._groups = make_param_groups(buffers, config, lambda name: update_rule or self._rule(name))
         self._states = [state for group in self._groups for state in group.states]
+        self._turns = list(_turns(self.model_chunks, self._groups))
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
         self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
         self._counted_grads = [view for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)]
@@ -154,13 +163,15 @@ class MegatronOptimizer:
         if self.grad_scaler is not None:
             divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
         self._step += 1.0 - found_inf
-        if not (self._looks_first and found_inf.item()):
-            for group in self._groups:
-                group.rule.update(group, self._step, divisor, found_inf)
-        self._write_back()
-        with self.timers("params-all-gather", 1):
-            for chunk in self.model_chunks:
-                chunk.start_param_sync()
+        is_left_out = self._looks_first and bool(found_inf.item())
+        for turn in self._turns:
+            for group in turn.groups:
+                if not is_left_out:
+                    group.rule.update(group, self._step, divisor, found_inf)
+                _write_back(group.states)
+            with self.timers("params-all-gather", 1):
+                for chunk in turn.chunks:
+                    chunk.start_param_sync()
         succeeded = not found_inf.item()
         used_scale = self.loss_scale
         may_skip = succeeded if self.grad_scaler is None else self.grad_scaler.update(overflowed=not succeeded)
@@ -194,7 +205,7 @@ class MegatronOptimizer:
 
     def after_load(self) -> None:
         """Refresh the model's parameters after a loader has written main parameters; every process calls this."""
-        self._write_back()
+        _write_back(self._states)
         for chunk in self.model_chunks:
             chunk.start_param_sync()
             chunk.finish_param_sync()
@@ -203,10 +214,6 @@ class MegatronOptimizer:
         """Refresh the main parameters from the model's, after a loader has written only those."""
         for state in self._states:
             state.copy_model_to_main()
-
-    def _write_back(self) -> None:
-        for state in self._states:
-            state.copy_main_to_model()
 
     def _describe_non_finite(self, loss_scale: float) -> str:
         """One sentence with the first parameter, in the model's order, whose gradient is not finite."""
@@ -232,6 +239,20 @@ class MegatronOptimizer:
                     found = f"{int(bad.sum())} of {bad.numel()} elements"
                     return f"the gradient of {placement_of(param, name).name} is not finite in {found}"
         return None
+
+
+def _turns(chunks: Sequence[DistributedDataParallel], groups: Sequence[ParamGroup]) -> Iterator[_Turn]:
+    """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
+    in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
+    for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
+        buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]
+        parts = [group.part(buffers) for group in groups]
+        yield _Turn(together, [part for part in parts if part.states])
+
+
+def _write_back(states: Sequence[GroupState]) -> None:
+    for state in states:
+        state.copy_main_to_model()
 
 
 def get_megatron_optimizer(

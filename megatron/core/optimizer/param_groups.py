@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -58,6 +59,12 @@ class ParamGroup:
         elif key.is_hidden_matrix:
             highest, lowest = (lr / config.width_multiplier for lr in (config.lr or 0.0, config.min_lr))
             self.options |= {"lr": highest, "max_lr": highest, "min_lr": lowest}
+
+    def part(self, buffers: Sequence[ParamAndGradBuffer]) -> ParamGroup:
+        """The same group, options and all, as far as it lies in some of the buffers."""
+        part = copy.copy(self)
+        part.states = [state for state in self.states if any(state.buffer is buffer for buffer in buffers)]
+        return part
 
 
 def is_embedding_or_output(param: nn.Parameter) -> bool:

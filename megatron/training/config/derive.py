@@ -268,6 +268,11 @@ def _without_effect(s: Settings) -> None:
             s.virtual_pipeline_model_parallel_size is None or s.pipeline_schedule == "zb-v",
             "the interleaved schedule, --num-virtual-stages-per-pipeline-rank",
         ),
+        (
+            "overlap_param_gather_with_optimizer_step",
+            s.virtual_pipeline_model_parallel_size is None,
+            "several chunks of layers per stage, --num-virtual-stages-per-pipeline-rank",
+        ),
         ("overlap_p2p_comm", s.pipeline_model_parallel_size == 1, "--pipeline-model-parallel-size"),
         ("grad_reduce_in_bf16", not s.bf16, "--bf16"),
         ("apply_wd_to_qk_layernorm", not s.qk_layernorm, "--qk-layernorm"),

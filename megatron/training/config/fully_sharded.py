@@ -13,7 +13,7 @@ from __future__ import annotations
 from megatron.training.config.settings import Settings
 
 _DIVIDED = {"optim_grads": "gradients and optimizer state (ZeRO-2)", "optim_grads_params": "everything (ZeRO-3)"}
-_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
 _HINTS = {
     "fsdp_double_buffer": "PyTorch's allocator hands out the memory of the last layers again",
     "megatron_fsdp_max_pool_double_buffer": "there are no fixed buffers to gather into",
@@ -70,7 +70,7 @@ def _as_torch_does_it(s: Settings, asked: str) -> None:
     for dest in ("use_distributed_optimizer", *_OVERLAPS):
         if getattr(s, dest):
             s.note(f"{s.say(dest)} has no effect with {asked}, which does so always")
-    s.derive(use_distributed_optimizer=False, overlap_grad_reduce=False, overlap_param_gather=False)
+    s.derive(use_distributed_optimizer=False, **dict.fromkeys(_OVERLAPS, False))
     if s.megatron_fsdp_version != 1:
         s.note(f"{s.say('megatron_fsdp_version')} has no effect: PyTorch's FSDP2 takes the place of either version")
 
@@ -85,7 +85,7 @@ def _without_divided_parameters(s: Settings, asked: str) -> None:
     s.derive(use_distributed_optimizer=divides_state)
     if s.overlap_param_gather and not divides_state:
         s.note(f"{s.say('overlap_param_gather')} has no effect: nothing is divided, so nothing is gathered")
-        s.derive(overlap_param_gather=False)
+        s.derive(overlap_param_gather=False, overlap_param_gather_with_optimizer_step=False)
     _formats_of_whole_gradients(s)
 
 
