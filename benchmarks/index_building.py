@@ -90,6 +90,11 @@ struct Twister {
     }
 };
 extern "C" {
+int64_t tokens(const int32_t* sizes, int32_t count) {
+    int64_t sum = 0;
+    for (int32_t i = 0; i < count; i++) sum += sizes[i];
+    return sum;
+}
 // Walk over the documents; rows of (position, offset), one for each start of a sample.
 void sample_index(const int32_t* sizes, const int32_t* documents, int64_t samples, int32_t length, int32_t* rows) {
     int64_t position = 0;
@@ -159,26 +164,32 @@ class Dataset:
         self.prefix = str(folder / f"data{documents}")
         self.tokens = write_lengths(self.prefix, documents)
         self.samples = (self.tokens - 1) // length
-        self.sizes = np.ascontiguousarray(IndexedDataset(self.prefix).sequence_lengths)
+        self.lengths = IndexedDataset(self.prefix).sequence_lengths
 
     def with_numpy(self) -> dict[str, Any]:
+        """As GPTDataset does it."""
         random = np.random.RandomState(SEED)
-        plan = plan_epochs(self.tokens, None, self.length, 1)
+        plan = plan_epochs(int(self.lengths.sum(dtype=np.int64)), None, self.length, 1)
         order = build_document_index(np.arange(self.documents, dtype=np.int32), plan, random)
-        rows = build_sample_index(self.sizes, order, self.length)
-        shuffled = build_shuffle_index(self.samples, self.samples, random)
+        rows = build_sample_index(self.lengths, order, self.length)
+        shuffled = build_shuffle_index(len(rows) - 1, len(rows) - 1, random)
         return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
     def with_loops(self) -> dict[str, Any]:
         assert self.loops is not None
-        order, shuffled = np.empty(self.documents, np.int32), np.empty(self.samples, np.uint32)
-        rows = np.empty((self.samples + 1, 2), np.int32)
+        lengths = pointer(self.lengths)
+        samples = (self.loops.tokens(lengths, self.documents) - 1) // self.length
+        order, shuffled = np.empty(self.documents, np.int32), np.empty(samples, np.uint32)
+        rows = np.empty((samples + 1, 2), np.int32)
         results = [pointer(array) for array in (order, rows, shuffled)]
-        sizes, samples = pointer(self.sizes), ctypes.c_int64(self.samples)
-        self.loops.indices(sizes, self.documents, samples, self.length, SEED, *results)
+        self.loops.indices(lengths, self.documents, ctypes.c_int64(samples), self.length, SEED, *results)
         return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
-    def end_to_end(self, build: Callable[[], dict[str, Any]]) -> None:
+    def class_with_loops(self) -> type[GPTDataset]:
+        """A GPTDataset of the same name, as the name is part of what the cache is found by."""
+        return type("GPTDataset", (GPTDataset,), {"_build_indices": lambda _: self.with_loops()})
+
+    def end_to_end(self, dataset_class: type[GPTDataset]) -> None:
         """A dataset on an empty cache."""
         cache = tempfile.mkdtemp(dir=self.folder)
         config = GPTDatasetConfig(
@@ -188,7 +199,6 @@ class Dataset:
             split="1",
             path_to_cache=cache,
         )
-        dataset_class = type("GPTDataset", (GPTDataset,), {"_build_indices": lambda _: build()})
         low_level = GPTDataset.build_low_level_dataset(self.prefix, config)
         documents = np.arange(self.documents, dtype=np.int32)
         dataset_class(low_level, self.prefix, documents, None, Split.train, config)
@@ -202,14 +212,16 @@ def compare_indices(arguments: argparse.Namespace, loops: ctypes.CDLL | None, fo
         builders = {"numpy": dataset.with_numpy} | ({"C++": dataset.with_loops} if loops else {})
         best = rounds(builders, arguments.rounds)
         report("indices", best)
-        wholes = {name: partial(dataset.end_to_end, build) for name, build in builders.items()}
+        wholes = {"numpy": partial(dataset.end_to_end, GPTDataset)}
+        if loops is not None:
+            wholes["C++"] = partial(dataset.end_to_end, dataset.class_with_loops())
         best_whole = rounds(wholes, arguments.rounds)
         report("end to end", best_whole)
         if loops is not None:
             pairs = zip(dataset.with_numpy().values(), dataset.with_loops().values(), strict=True)
             assert all((a == b).all() for a, b in pairs), "the two disagree"
         tracemalloc.start()
-        dataset.end_to_end(dataset.with_numpy)
+        dataset.end_to_end(GPTDataset)
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         print(
@@ -276,7 +288,9 @@ def compiled_loops(folder: Path) -> ctypes.CDLL | None:
     (folder / "loops.cpp").write_text(LOOPS)
     library = folder / "loops.so"
     subprocess.run([compiler, "-O3", "-shared", "-fPIC", "-o", library, folder / "loops.cpp"], check=True)
-    return ctypes.CDLL(str(library))
+    loops = ctypes.CDLL(str(library))
+    loops.tokens.restype = ctypes.c_int64
+    return loops
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

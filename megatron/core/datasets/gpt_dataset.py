@@ -213,7 +213,7 @@ class GPTDataset(MegatronDataset):
 
     def _build_indices(self) -> Arrays:
         lengths, documents = self.dataset.sequence_lengths, self.indices
-        tokens_per_epoch = int(lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
+        tokens_per_epoch = int(self.of_documents(lengths).sum(dtype=np.int64))
         extra = self._extra
         if tokens_per_epoch <= extra or (self.num_samples is None and tokens_per_epoch < self._length + extra):
             raise DataError(

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.core.datasets.shuffling import shuffle
+
 Array = npt.NDArray[Any]
 
 _SEPARATE_LAST_EPOCH_BELOW = 0.80  # share of an epoch
@@ -55,7 +57,7 @@ def build_document_index(documents: Array, plan: EpochPlan, random: np.random.Ra
     shuffled = []
     for epochs in parts:
         part = np.tile(documents, epochs) if epochs > 1 else documents.copy()
-        random.shuffle(part)
+        shuffle(part, random)
         shuffled.append(part)
     return np.concatenate(shuffled) if len(shuffled) > 1 else shuffled[0]
 
@@ -81,7 +83,8 @@ def build_sample_index(
     pieces = []
     tokens = samples = 0
     for first in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
-        lengths = sizes.take(document_index[first : first + _DOCUMENTS_AT_ONCE])
+        # Document numbers are valid: "wrap" only spares the check of each.
+        lengths = sizes.take(document_index[first : first + _DOCUMENTS_AT_ONCE], mode="wrap")
         ends = np.cumsum(lengths, dtype=np.int64)
         ends += tokens
         tokens = int(ends[-1])
@@ -109,7 +112,7 @@ def build_shuffle_index(num_samples: int, total: int, random: np.random.RandomSt
     """uint32 or int64 [total]: a permutation of the first `num_samples`, then one of the rest."""
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(total, dtype=dtype)
-    random.shuffle(order[:num_samples])
+    shuffle(order[:num_samples], random)
     if num_samples < total:
-        random.shuffle(order[num_samples:])
+        shuffle(order[num_samples:], random)
     return order

@@ -54,6 +54,12 @@ class MegatronDataset(ABC):
             return np.arange(self._indices.start, self._indices.stop, dtype=np.int32)
         return self._indices
 
+    def of_documents(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The values of this split's documents, from one value for each document of the source."""
+        if isinstance(self._indices, range):
+            return values[self._indices.start : self._indices.stop]
+        return values[self._indices]
+
     def describe(self) -> dict[str, Any]:
         """Everything that determines the indices of this dataset, in a form that can be written as JSON."""
         config = self.config
