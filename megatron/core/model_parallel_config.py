@@ -34,9 +34,10 @@ class ModelParallelConfig:
     different processes, and each process gets about the same work. Evaluation keeps --context-parallel-size."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, minimum=1, unit="tokens")
     """With --hybrid-context-parallel, the most tokens of a microbatch on one process."""
-    expert_model_parallel_size: int = flag(1, minimum=1, planned="mixture of experts")
-    """Processes that share the experts of a layer (expert parallelism); carved out of data parallelism."""
-    expert_tensor_parallel_size: int | None = flag(None, minimum=1, planned="mixture of experts")
+    expert_model_parallel_size: int = flag(1, minimum=1)
+    """Processes that share the experts of a layer (expert parallelism). They are carved out of the processes of a stage
+    that tensor, context and data parallelism use elsewhere, and need no others."""
+    expert_tensor_parallel_size: int | None = flag(None, minimum=1)
     """Processes that share each expert; the tensor-parallel size when not given."""
     sequence_parallel: bool = False
     """Divide norms and dropout along the sequence over the tensor-parallel processes."""

@@ -205,6 +205,11 @@ class Placement:
         """Axes the parameter is cut over."""
         return tuple(split.axis for split in self.splits)
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether this is a weight of experts: other processes hold the same shard than of dense layers."""
+        return "ep" in self.axes
+
     def coordinates(self) -> list[tuple[int, ...]]:
         """The coordinates of all shards, the last split running fastest."""
         return list(itertools.product(*(range(split.num_shards) for split in self.splits)))

@@ -249,6 +249,14 @@ class ProcessGroupCollection:
         """Whether this process holds the last layers of its pipeline."""
         return self.pp.rank() == self.last_stage
 
+    def replicas(self, of_experts: bool) -> Group:
+        """The processes that hold the same shard of a dense weight, or of a weight of experts."""
+        return self.expt_dp if of_experts else self.dp_cp
+
+    def copy_of_model(self, of_experts: bool) -> Group:
+        """The processes that together hold one copy of all dense weights, or of all experts."""
+        return self.tp_ep_pp if of_experts else self.mp
+
     @property
     def last_stage(self) -> int:
         """Rank in `pp` of the process that holds the last layers, and with them the loss."""

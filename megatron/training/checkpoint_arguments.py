@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.directory import iteration_directory, late
 from megatron.core.errors import CheckpointError
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.positions import PositionFields
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.config.tokenizer import TokenizerConfig
@@ -23,7 +24,16 @@ from megatron.training.flag_parser import Given, Ledger, Problem
 from megatron.training.tokenizer_assets import use_saved_files
 
 _DOCUMENT = "config.json"
-_HOW_NOT_WHAT = ("attention_backend", "cp_comm_type", "transformer_impl", "cross_entropy_fusion_impl", "spec")
+_HOW_NOT_WHAT = (
+    "attention_backend",
+    "cp_comm_type",
+    "transformer_impl",
+    "cross_entropy_fusion_impl",
+    "spec",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "moe_per_layer_logging",
+)
 """Flags of these classes that say how the model is computed, as those that end with _fusion do."""
 _SIZES = (
     "tensor_model_parallel_size",
@@ -91,7 +101,7 @@ def _given(flag: Flag, value: Any) -> Given:
 
 
 def _architecture() -> Iterator[str]:
-    for fields in (ArchitectureFields, AttentionFields, PositionFields, GPTModelFlags):
+    for fields in (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTModelFlags):
         names = (field.name for field in dataclasses.fields(fields))
         yield from (name for name in names if name not in _HOW_NOT_WHAT and not name.endswith("_fusion"))
     yield "seq_length"

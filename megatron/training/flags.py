@@ -17,6 +17,7 @@ from typing import Any
 from megatron.core import __version__
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.config_fields.mup import width_multiplier
+from megatron.training.config.checks.coming import not_yet
 from megatron.training.config.checks.every import violations
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.config.derive import derive
@@ -85,6 +86,7 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
     rules = list(violations(settings))
     config, further = _assemble(settings, ledger)
     ledger.problems += [Problem("rule", text) for text in [*rules, *further] if not _follows_from(text, ledger.broken)]
+    ledger.problems += [Problem("planned", text) for text in not_yet(settings)]
     return Examination(settings, config, tuple(dict.fromkeys(ledger.problems)))
 
 
@@ -163,6 +165,10 @@ def _computed(s: Settings) -> dict[str, Any]:
         "no_rope_freq": s.no_rope_freq,
         "window_size": s.window_size,
         "window_attn_skip_freq": s.window_attn_skip_freq,
+        "num_moe_experts": s.num_experts,
+        "moe_layer_freq": s.moe_layer_freq,
+        "moe_router_load_balancing_type": s.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": s.moe_aux_loss_coeff,
         "virtual_pipeline_model_parallel_size": s.virtual_pipeline_model_parallel_size,
         "compile": s.compile,
         "seed": s.seed,

@@ -119,8 +119,8 @@ def _whole_grads(run: Run) -> list[Tensor]:
                 for start, stop in buffer.owned:
                     holders[start:stop] = 1.0
                 values *= holders
-                all_reduce(values, run.groups.dp_cp)
-                all_reduce(holders, run.groups.dp_cp)
+                all_reduce(values, run.groups.replicas(buffer.is_expert))
+                all_reduce(holders, run.groups.replicas(buffer.is_expert))
                 values /= holders.clamp(min=1.0)
             views |= buffer.named_views(values)
         grads += [views[placement_of(p, n).name] for n, p in chunk.module.named_parameters() if p.requires_grad]

@@ -41,6 +41,7 @@ from megatron.training.hooks.combined import Hooks
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.hooks.exit_conditions import ExitConditionsHook, ExitSignalHook
+from megatron.training.hooks.experts import ExpertsHook
 from megatron.training.hooks.garbage_collection import GarbageCollectionHook
 from megatron.training.hooks.layer_norms import LayerNormsHook
 from megatron.training.hooks.memory import MemoryHook
@@ -358,6 +359,8 @@ def reporting_hooks(config: RunConfig, traffic: Traffic, meter: MeterHook) -> li
     """Measure, then print, then write curves."""
     logger = config.logger
     hooks: list[Hook] = [meter]
+    if config.model.num_moe_experts is not None:
+        hooks.append(ExpertsHook(meter, per_layer=config.model.moe_per_layer_logging))
     if logger.log_comm_volume:
         hooks.append(TrafficHook(logger.log_interval, traffic, meter))
     if config.model.hybrid_context_parallel:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
+from megatron.core.transformer.layer_patterns import has_experts
 
 if TYPE_CHECKING:
     import torch
@@ -21,27 +22,29 @@ _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 
 
-def training_flops_per_token(
-    model: TransformerConfig, *, seq_length: int, padded_vocab_size: int, mlps_per_token: int = 1
-) -> int:
+def training_flops_per_token(model: TransformerConfig, *, seq_length: int, padded_vocab_size: int) -> int:
     """Floating-point operations of forward and backward for one token of a sequence of `seq_length` tokens.
 
-    mlps_per_token: MLPs a token passes in each layer; 1, or with experts the router's top-k.
+    Of a layer's experts those count that work on a token, and the shared one; routers do not.
     """
-    per_token, per_pair = products_of_model(model, padded_vocab_size=padded_vocab_size, mlps_per_token=mlps_per_token)
+    per_token, per_pair = products_of_model(model, padded_vocab_size=padded_vocab_size)
     return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + per_pair * seq_length // 2)
 
 
-def products_of_model(model: TransformerConfig, *, padded_vocab_size: int, mlps_per_token: int = 1) -> tuple[int, int]:
+def products_of_model(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
     """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     key_and_value = 2 * model.num_query_groups * model.kv_channels
     gates = query if model.attention_output_gate else 0
     projections = hidden * (query + gates + key_and_value) + query * hidden
-    mlp = (3 if model.gated_linear_unit else 2) * hidden * model.ffn_hidden_size * mlps_per_token
+    moe_layers = sum(has_experts(model, index + 1) for index in range(model.num_layers))
+    expert_width = model.moe_router_topk * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0)
+    mlp_widths = (model.num_layers - moe_layers) * model.ffn_hidden_size + moe_layers * expert_width
+    mlps = (3 if model.gated_linear_unit else 2) * hidden * mlp_widths
     scores_and_values = 2 * query
-    return model.num_layers * (projections + mlp) + hidden * padded_vocab_size, model.num_layers * scores_and_values
+    per_token = model.num_layers * projections + mlps + hidden * padded_vocab_size
+    return per_token, model.num_layers * scores_and_values
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:

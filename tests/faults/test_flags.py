@@ -442,7 +442,7 @@ def test_help_is_quick_and_grouped() -> None:
     assert time.monotonic() - started_at < 10
     assert result.returncode == 0
     assert "--micro-batch-size N" in result.stdout and "--no-persist-layer-norm" in result.stdout
-    assert "--expert-model-parallel-size" not in result.stdout, "planned flags are in docs/flags.md"
+    assert "--multi-latent-attention" not in result.stdout, "planned flags are in docs/flags.md"
 
 
 def test_reading_flags_does_not_import_torch() -> None:

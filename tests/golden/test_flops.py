@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.throughput import training_flops_per_token
 
 CASES = json.loads((Path(__file__).parent / "data" / "flops_memory.json").read_text())
-MLPS_PER_TOKEN = {"gpt3_small": 1, "gpt3_175b_tp8pp16": 1, "llama3_8b": 1, "tiny_b": 1, "mixtral_8x7b": 2}
+NAMES = ("gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b")
 
 
 def _options(command_line: str) -> dict[str, str]:
@@ -21,7 +21,7 @@ def _options(command_line: str) -> dict[str, str]:
     return {word: after for word, after in zip(words, following, strict=True) if word.startswith("--")}
 
 
-@pytest.mark.parametrize("name", MLPS_PER_TOKEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_flops_of_a_global_batch(name: str) -> None:
     options, expected = _options(CASES[name]["cli"]), CASES[name]["result"]
     model = TransformerConfig(
@@ -31,12 +31,13 @@ def test_flops_of_a_global_batch(name: str) -> None:
         num_query_groups=expected["num_query_groups"],
         ffn_hidden_size=expected["ffn_hidden_size"],
         gated_linear_unit="--swiglu" in options,
+        num_moe_experts=int(options["--num-experts"]) if "--num-experts" in options else None,
+        moe_router_topk=int(options.get("--moe-router-topk", 2)),
     )
     seq_length = int(options["--seq-length"])
     per_token = training_flops_per_token(
         model,
         seq_length=seq_length,
         padded_vocab_size=expected["padded_vocab_size"],
-        mlps_per_token=MLPS_PER_TOKEN[name],
     )
     assert per_token * seq_length * int(options["--global-batch-size"]) == expected["num_flops_global_batch"]

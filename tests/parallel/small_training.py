@@ -29,6 +29,20 @@ STYLES = {
         --untie-embeddings-and-output-weights""",
 }
 
+# Experts in every second layer beside a gated shared one, with three losses; and experts that drop tokens, whose router
+# has biases that learn.
+EXPERTS = {
+    "moe": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
+        --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24
+        --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.1 --moe-z-loss-coeff 0.01
+        --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate""",
+    "picky": """--swiglu --ffn-hidden-size 48 --disable-bias-linear --num-experts 4 --moe-layer-freq 2
+        --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-bias-update-rate 0.01
+        --moe-expert-capacity-factor 0.9 --moe-aux-loss-coeff 0.1
+        --moe-z-loss-coeff 0.01 --moe-permute-fusion --moe-grouped-gemm""",
+}
+
 # Styles that combine many options of the model; each with the layouts that its options concern.
 OPTIONS = {
     "sandwich": """--disable-bias-linear --norm-placement both --normalization RMSNorm --apply-layernorm-1p

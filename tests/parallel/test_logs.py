@@ -22,8 +22,8 @@ class Counting(Hook):
     """Looks at the gradients where the logs do."""
 
     def on_gradients(self, run: Run) -> None:
-        self.gradients = layer_norms(flat_buffers(run), run.groups, "gradients")
-        self.zeros = int(count_zeros(flat_buffers(run), run.groups))
+        self.gradients = layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
+        self.zeros = int(count_zeros(flat_buffers(run), run.optimizer.model_sum))
 
 
 def statistics(layout: str) -> Statistics:
@@ -32,7 +32,7 @@ def statistics(layout: str) -> Statistics:
     with local_run(config, tokenizer, task, own_rank(config)) as run:
         run.hooks = found = Counting()
         train_step(run, run.data.open("train", 0))
-        parameters = layer_norms(flat_buffers(run), run.groups, "parameters")
+        parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
         report = run.timers.report(["forward-backward", "optimizer"], run.groups.world, option="all")
         return parameters, found.gradients, found.zeros, report
 

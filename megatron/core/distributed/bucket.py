@@ -72,7 +72,7 @@ class Bucket:
         """Begin to combine the gradients; they must be complete, and stay untouched until `advance` says False."""
         reduction = self.reduction
         self.is_started = True
-        if reduction.scale != 1.0 and reduction.is_needed:
+        if reduction.scale != 1.0:
             self.grads.mul_(reduction.scale)
         if not isinstance(reduction.shards, SingleRankGroup):
             is_wide = reduction.sums_in_fp32 and self.grads.itemsize < 4

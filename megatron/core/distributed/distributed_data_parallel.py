@@ -11,6 +11,7 @@ optimizer updates the parameters of that slice and gathers the others' (param_ga
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -55,11 +56,13 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.groups = pg_collection or ProcessGroupCollection.current()
         reduction = reduction_of(config, ddp_config, self.groups)
-        self.flat_buffers = list(_make_buffers(module, ddp_config, reduction))
+        of_experts = expert_reduction_of(reduction, ddp_config, self.groups)
+        self.flat_buffers = list(_make_buffers(module, ddp_config, reduction, of_experts))
         backward_order = _buckets_by_use(module, self.flat_buffers)[::-1]
         self.grad_sync = GradSync(backward_order)
         self.param_gather = ParamGather(module, backward_order[::-1], overlap=ddp_config.overlap_param_gather)
-        self.overlaps_grad_reduce = ddp_config.overlap_grad_reduce and reduction.is_needed
+        is_needed = any(buffer.reduction.is_needed for buffer in self.flat_buffers)
+        self.overlaps_grad_reduce = ddp_config.overlap_grad_reduce and is_needed
         add = _add_and_tell(self.grad_sync) if self.overlaps_grad_reduce else _add_to_main_grad
         for buffer in self.flat_buffers:
             for param in buffer.params:
@@ -118,7 +121,7 @@ class DistributedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Give every replica the parameters of the first one."""
         for buffer in self.flat_buffers:
-            buffer.broadcast_params(self.groups.dp_cp)
+            buffer.broadcast_params(self.groups.replicas(buffer.is_expert))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped module's state, without a prefix of ours."""
@@ -158,6 +161,20 @@ def reduction_of(
     return Reduction(shards, copies, scale=1.0 / whole.size(), sums_in_fp32=wide)
 
 
+def expert_reduction_of(
+    reduction: Reduction, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+) -> Reduction:
+    """The same for weights of experts: summed over the processes that hold the same shard of the same experts, whose
+    tokens together are those of all replicas, and divided as for dense weights by the replicas of the model."""
+    holders = groups.expt_dp
+    op, scale = reduction.op, reduction.scale
+    if op == "avg":
+        scale = holders.size() / groups.dp_cp.size()  # the collective divides by the holders
+    alone: Group = SingleRankGroup()
+    shards, copies = (holders, alone) if ddp_config.use_distributed_optimizer else (alone, holders)
+    return dataclasses.replace(reduction, shards=shards, copies=copies, op=op, scale=scale)
+
+
 def _check(ddp_config: DistributedDataParallelConfig) -> None:
     problems = []
     if ddp_config.overlap_param_gather and not ddp_config.use_distributed_optimizer:
@@ -169,16 +186,18 @@ def _check(ddp_config: DistributedDataParallelConfig) -> None:
 
 
 def _make_buffers(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, reduction: Reduction
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, dense: Reduction, of_experts: Reduction
 ) -> Iterator[ParamAndGradBuffer]:
-    """One buffer for each number format. A parameter used in several places (tied embeddings) is in it once."""
-    by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    """One buffer for each number format, and of experts others. A parameter used in several places (tied embeddings) is
+    in it once."""
+    by_kind: dict[tuple[bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, param in module.named_parameters():
         if param.requires_grad:
-            global_name = placement_of(param, name).name
-            by_dtype[param.dtype, param.device].append((global_name, param))
-    for (dtype, _), named_params in by_dtype.items():
+            placement = placement_of(param, name)
+            by_kind[placement.is_expert, param.dtype, param.device].append((placement.name, param))
+    for (is_expert, dtype, _), named_params in by_kind.items():
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype
+        reduction = of_experts if is_expert else dense
         yield ParamAndGradBuffer(named_params, grad_dtype, reduction, _layout(named_params, ddp_config, reduction))
 
 

@@ -18,6 +18,7 @@ from megatron.core.collectives import broadcast
 from megatron.core.distributed.bucket import Bucket, Reduction
 from megatron.core.distributed.buffer_layout import ALIGNMENT, BufferLayout, Slot, lay_out
 from megatron.core.flat_ranges import Range, merged
+from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import Group
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
@@ -42,6 +43,8 @@ class ParamAndGradBuffer:
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         self.reduction = reduction
+        self.is_expert = placement_of(first, self.names[0]).is_expert
+        """Weights of experts lie in buffers of their own."""
         self.layout = layout or lay_out(
             [(name, param.shape) for name, param in named_params], padding=ALIGNMENT * reduction.shards.size()
         )

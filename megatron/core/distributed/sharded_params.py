@@ -42,6 +42,7 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         self.reduction = reduction
+        self.is_expert = False
         self.model_dtype = model_dtype
         locals_ = [local_shard(param) for param in self.params]
         self.layout = lay_out(

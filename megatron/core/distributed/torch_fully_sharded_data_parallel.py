@@ -32,6 +32,7 @@ from megatron.core.distributed.sharded_formats import Formats
 from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
 from megatron.core.distributed.sharded_traffic import count_traffic
 from megatron.core.distributed.sharding_units import sharding_units
+from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Placement, place, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup, group_ranks, torch_group
@@ -63,6 +64,10 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self.formats = Formats.of(ddp_config, next(module.parameters()).dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
+        if any(placement.is_expert for placement, _ in placements):
+            raise ConfigError(
+                "--use-torch-fsdp2 cannot divide experts yet; use --use-distributed-optimizer with --num-experts"
+            )
         marks = [_marks(param) for param in module.parameters()]
         self._fill = fill
         self.module = self._shard(module)

@@ -8,14 +8,17 @@ What a process counts follows from each parameter's Placement:
 | held whole by them                       | by the first of them                           |
 | cut, with parts that several shards hold | those parts by the first that holds them       |
 | a copy of one on another stage           | not at all                                     |
+| a weight of experts                      | every shard, by each process that holds one    |
 
 Data-parallel replicas hold equal values after synchronisation, so each replica computes the norm for itself; where
-they divide the optimizer's state, each counts the slices that it updates.
+they divide the optimizer's state, each counts the slices that it updates. Experts are laid out over other groups of
+processes than dense layers (mesh.py), so that their part is summed by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,12 +26,41 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.flat_ranges import Range, common, merged, ranges_of_box
-from megatron.core.placement import placement_of
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.placement import Placement, placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 
 # One float32 accumulator over millions of elements loses the fourth digit on CPU (measured: 6e-4 over 15 million).
 # Rows of this length summed in float32, and the rows' norms in float64, cost the same and agree to 1e-9.
 _ROW = 512
+
+
+@dataclass(frozen=True)
+class ModelSum:
+    """Sums over the whole model of what each process counts of it.
+
+    shards: for dense weights (False) and, in a model that has any, for those of experts (True): the replicas that count
+    together because they divide the optimizer's state, or a group of one.
+    """
+
+    groups: ProcessGroupCollection
+    shards: Mapping[bool, Group]
+
+    @classmethod
+    def of(cls, buffers: Sequence[ParamAndGradBuffer], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
+        """buffers: of this process. has_experts: whether any process of the model has experts."""
+        dense = next(buffer for buffer in buffers if not buffer.is_expert).reduction
+        if not has_experts:
+            return cls(groups, {False: dense.shards})
+        is_divided = not isinstance(dense.shards, SingleRankGroup)
+        return cls(groups, {False: dense.shards, True: groups.expt_dp if is_divided else SingleRankGroup()})
+
+    def __call__(self, own: Mapping[bool, Tensor]) -> Tensor:
+        """The sum over all processes. own: this one's part, for every key of `shards`; overwritten."""
+        for of_experts, shards in self.shards.items():
+            all_reduce(own[of_experts], self.groups.copy_of_model(of_experts))
+            all_reduce(own[of_experts], shards)
+        total = own[False]
+        return total + own[True] if True in self.shards else total
 
 
 def counted_ranges(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -> list[Range]:
@@ -39,7 +71,7 @@ def counted_ranges(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -
     found: list[Range] = []
     for name, param, slot in zip(buffer.names, buffer.params, buffer.layout.slots, strict=True):
         placement = placement_of(param, name)
-        if placement.is_copy or ("tp" not in placement.axes and groups.tp.rank() != 0):
+        if not is_counted(placement, groups):
             continue
         blocks = placement.pieces()
         if all(block.owned for block in blocks):
@@ -50,25 +82,25 @@ def counted_ranges(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -
     return common(merged(found), buffer.owned)
 
 
+def is_counted(placement: Placement, groups: ProcessGroupCollection) -> bool:
+    """Whether this process counts its shard of the parameter, or what it owns of it."""
+    return not placement.is_copy and (placement.is_expert or "tp" in placement.axes or groups.tp.rank() == 0)
+
+
 def counted(buffer: ParamAndGradBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:
     """Views of a flat tensor laid out like `buffer` that together hold what this process counts."""
     return [flat[start:stop] for start, stop in counted_ranges(buffer, groups)]
 
 
-def global_norm(
-    tensors: Sequence[Tensor], groups: ProcessGroupCollection, device: torch.device, shards: Group | None = None
-) -> Tensor:
+def global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: ModelSum, device: torch.device) -> Tensor:
     """L2 norm of everything that the processes of one model replica count; a float32 scalar on `device`.
 
-    shards: the replicas that count together, where they divide the optimizer's state.
+    tensors: what this process counts, each with whether it is of experts.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        total += sum_of_squares(tensor)
-    all_reduce(total, groups.mp)
-    if shards is not None:
-        all_reduce(total, shards)
-    return total.sqrt().float()
+    totals = {of_experts: torch.zeros((), dtype=torch.float64, device=device) for of_experts in model_sum.shards}
+    for of_experts, tensor in tensors:
+        totals[of_experts] += sum_of_squares(tensor)
+    return model_sum(totals).sqrt().float()
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:

@@ -8,54 +8,47 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.collectives import all_gather_object
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.flat_ranges import Range, common, ranges_of_box
-from megatron.core.optimizer.clip_grads import sum_of_squares
+from megatron.core.optimizer.clip_grads import ModelSum, is_counted, sum_of_squares
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 
 
-def count_zeros(buffers: Iterable[ParamAndGradBuffer], groups: ProcessGroupCollection) -> Tensor:
+def count_zeros(buffers: Sequence[ParamAndGradBuffer], model_sum: ModelSum) -> Tensor:
     """Elements of the model's gradient that are zero; a float64 scalar, equal on all processes."""
-    zeros = None
-    shards = None
+    device = buffers[0].grad_data.device
+    zeros = {of_experts: torch.zeros((), dtype=torch.float64, device=device) for of_experts in model_sum.shards}
     for buffer in buffers:
-        shards = buffer.reduction.shards
-        for _, ranges in _counted(buffer, groups):
+        for _, ranges in _counted(buffer, model_sum.groups):
             for start, stop in ranges:
-                found = (stop - start) - torch.count_nonzero(buffer.grad_data[start:stop]).double()
-                zeros = found if zeros is None else zeros + found
-        if zeros is None:
-            zeros = torch.zeros((), dtype=torch.float64, device=buffer.grad_data.device)
-    assert zeros is not None and shards is not None, "a model without a buffer"
-    all_reduce(zeros, groups.mp)
-    all_reduce(zeros, shards)
-    return zeros
+                zeros[buffer.is_expert] += (stop - start) - torch.count_nonzero(buffer.grad_data[start:stop])
+    return model_sum(zeros)
 
 
 def layer_norms(
-    buffers: Iterable[ParamAndGradBuffer], groups: ProcessGroupCollection, of: Literal["parameters", "gradients"]
+    buffers: Sequence[ParamAndGradBuffer], model_sum: ModelSum, of: Literal["parameters", "gradients"]
 ) -> dict[str, float]:
     """L2 norm by layer, such as decoder.layers.3, in the model's order; what is in no layer goes by its module."""
-    squares: dict[str, float] = defaultdict(float)
-    shards = None
+    groups = model_sum.groups
+    own: dict[bool, dict[str, float]] = {of_experts: defaultdict(float) for of_experts in model_sum.shards}
     for buffer in buffers:
-        shards = buffer.reduction.shards
         for name, ranges in _counted(buffer, groups):
             values = (buffer.values(*r) if of == "parameters" else buffer.grad_data[slice(*r)] for r in ranges)
-            squares[_layer_of(name)] += sum(float(sum_of_squares(part)) for part in values)
-    assert shards is not None, "a model without a buffer"
-    for group in (groups.mp, shards):
-        squares = _added(all_gather_object(dict(squares), group))
+            own[buffer.is_expert][_layer_of(name)] += sum(float(sum_of_squares(part)) for part in values)
+    for of_experts, shards in model_sum.shards.items():
+        for group in (groups.copy_of_model(of_experts), shards):
+            own[of_experts] = _added(all_gather_object(dict(own[of_experts]), group))
+    squares = _added(own.values())
     return {layer: square**0.5 for layer, square in sorted(squares.items(), key=lambda entry: _place(entry[0]))}
 
 
@@ -63,7 +56,7 @@ def _counted(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -> Iter
     """Each parameter's name in the model, and the flat ranges of it that this process counts, without padding."""
     for name, param, slot in zip(buffer.names, buffer.params, buffer.layout.slots, strict=True):
         placement = placement_of(param, name)
-        if placement.is_copy or ("tp" not in placement.axes and groups.tp.rank() != 0):
+        if not is_counted(placement, groups):
             continue
         blocks = placement.pieces()
         ranges = [(slot.start, slot.start + slot.numel)]

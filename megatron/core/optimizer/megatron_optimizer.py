@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.collectives import all_gather_object
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
-from megatron.core.optimizer.clip_grads import clip_divisor, counted, counted_ranges, global_norm
+from megatron.core.optimizer.clip_grads import ModelSum, clip_divisor, counted, counted_ranges, global_norm
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.muon import Muon
@@ -79,8 +79,11 @@ class MegatronOptimizer:
         self._turns = list(_turns(self.model_chunks, self._groups))
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
         self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
-        self._counted_grads = [view for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)]
-        self._shards = buffers[0].reduction.shards
+        self._counted_grads = [
+            (buffer.is_expert, view) for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)
+        ]
+        has_experts = any(all_gather_object(any(buffer.is_expert for buffer in buffers), groups.pp))
+        self.model_sum = ModelSum.of(buffers, groups, has_experts)
         self._device = buffers[0].device
         self._step = torch.zeros((), device=self._device)
         self.grad_scaler = make_grad_scaler(config, self._device)
@@ -155,7 +158,7 @@ class MegatronOptimizer:
         An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
         check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed.
         """
-        grad_norm = global_norm(self._counted_grads, self.groups, self._device, self._shards)
+        grad_norm = global_norm(self._counted_grads, self.model_sum, self._device)
         found_inf = (~grad_norm.isfinite()).float()
         if self.grad_scaler is not None:
             grad_norm = grad_norm / self.grad_scaler.scale
@@ -182,11 +185,11 @@ class MegatronOptimizer:
     def params_norm(self) -> Tensor:
         """Global L2 norm of the parameters (main parameters where there are any); a float32 scalar."""
         views = [
-            state.values(piece, place)
+            (state.buffer.is_expert, state.values(piece, place))
             for state in self._states
             for piece, place in state.pieces(self._counted[id(state.buffer)])
         ]
-        return global_norm(views, self.groups, self._device, self._shards)
+        return global_norm(views, self.model_sum, self._device)
 
     def named_slices(self) -> dict[str, StateSlice]:
         """State of every parameter by its name in the whole model, as far as this process keeps it."""
@@ -217,8 +220,7 @@ class MegatronOptimizer:
 
     def _describe_non_finite(self, loss_scale: float) -> str:
         """One sentence with the first parameter, in the model's order, whose gradient is not finite."""
-        found = next((text for text in all_gather_object(self._first_non_finite(), self.groups.mp) if text), None)
-        found = next((text for text in all_gather_object(found, self._shards) if text), None)
+        found = next((text for text in all_gather_object(self._first_non_finite(), self.groups.world) if text), None)
         what = found or "the gradients are finite but their norm is beyond the range of float32"
         if self.grad_scaler is None:
             where, instead = "", "look at the data of this step"

@@ -47,7 +47,7 @@ class ParamGroup:
             "params": [member.param for state in self.states for member in state.members],
             "wd_mult": wd_mult,
             "lr_mult": 1.0,
-            "is_expert_parallel": False,
+            "is_expert_parallel": all(state.buffer.is_expert for state in self.states),
             "is_decoupled_lr": key.is_decoupled_lr,
             "lr": config.lr or 0.0,
             "weight_decay": config.weight_decay * wd_mult,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.auxiliary_loss import auxiliary_loss_scales
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -71,6 +72,7 @@ class Executor:
         elif self.pipeline.defers_head(pg_collection.pp.rank()):
             self._queue = WeightGradQueue()
             attach_queue(_output_weight(self.chunks[-1]), self._queue)
+        self._auxiliary_losses = auxiliary_loss_scales(self.chunks)
         connect_neighbours(pg_collection.pp, self.stages, current_device())
 
     def run(
@@ -94,6 +96,8 @@ class Executor:
         computed = [action for action in actions if isinstance(action, Action)]
         num_microbatches = sum(action.kind == "F" and action.chunk == 0 for action in computed)
         iterators = iterators_of_chunks(data_iterator, len(self.chunks))
+        if self._auxiliary_losses and not forward_only:
+            self._scale_auxiliary_losses(num_microbatches)
 
         def forward(chunk: int, holds_loss: bool) -> tuple[Tensor | None, Tensor | None]:
             with torch.set_grad_enabled(not forward_only):
@@ -119,6 +123,16 @@ class Executor:
                 self._queue if deferred else None,
             )
         return outputs
+
+    def _scale_auxiliary_losses(self, num_microbatches: int) -> None:
+        """Losses that arise inside the chunks get the weight of the microbatch's main loss (`_collect_loss`)."""
+        per_token = getattr(self.config, "calculate_per_token_loss", False)
+        scale = 1.0 if per_token else self.groups.cp.size() / num_microbatches
+        value: Tensor | float = scale
+        if self.grad_scale_func is not None:
+            value = self.grad_scale_func(torch.tensor(scale, device=current_device()))
+        for losses in self._auxiliary_losses:
+            losses.begin_step(value)
 
     def _mail(self, shape: Sequence[int] | None) -> Mail | None:
         if self.stages.stages == 1:

@@ -64,6 +64,12 @@ def weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor | Callable
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return grad_rows.t() @ x_rows
+    add_product(main_grad, grad_rows, x_rows)
+    return None
+
+
+def add_product(main_grad: Tensor, grad_rows: Tensor, x_rows: Tensor) -> None:
+    """main_grad [out, in] += dY^T X, summed in main_grad's number format; rows as in `weight_gradient`."""
     if main_grad.dtype == grad_rows.dtype:
         main_grad.addmm_(grad_rows.t(), x_rows)
     elif main_grad.is_cpu:
@@ -71,7 +77,6 @@ def weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor | Callable
     else:
         # Low-precision operands, float32 sum: one kernel on the GPU; the CPU has none.
         torch.addmm(main_grad, grad_rows.t(), x_rows, out_dtype=main_grad.dtype, out=main_grad)
-    return None
 
 
 def _add_weight_gradient(weight: Tensor, grad_rows: Tensor, x_rows: Tensor | Callable[[], Tensor]) -> None:

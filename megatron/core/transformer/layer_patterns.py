@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, and which have rotary positions: arithmetic on layer numbers, counted from 1.
+"""Which layers have a sliding window, rotary positions, experts: arithmetic on layer numbers, counted from 1.
 
 | setting                       | value      | meaning                                                        |
 |-------------------------------|------------|----------------------------------------------------------------|
@@ -8,6 +8,8 @@
 |                               | [1,1,0]    | one entry per layer, 1 for a window                            |
 | --no-rope-freq                | 4          | every fourth layer has no rotary positions                     |
 |                               | [0,0,1]    | one entry per layer, 1 for none                                |
+| --moe-layer-freq              | 2          | every second layer, the first of them too, has experts         |
+|                               | [0,1,1]    | one entry per layer, 1 for experts                             |
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ LayerPattern = int | Sequence[int]
 
 
 class HasPatterns(Protocol):
-    """What a TransformerConfig says about windows and rotary positions of its layers."""
+    """What a TransformerConfig says about windows, rotary positions and experts of its layers."""
 
     num_layers: int
     window_size: Sequence[int] | None
     window_attn_skip_freq: LayerPattern | None
     no_rope_freq: LayerPattern | None
     rotary_base_local: int | None
+    num_moe_experts: int | None
+
+    @property
+    def moe_layer_freq(self) -> LayerPattern: ...
 
 
 def window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
@@ -56,6 +62,14 @@ def rotary_kind_of_layer(config: HasPatterns, layer_number: int) -> Literal["glo
     return "local" if is_local else "global"
 
 
+def has_experts(config: HasPatterns, layer_number: int) -> bool:
+    """Whether this layer has a mixture of experts in place of a dense MLP."""
+    if config.num_moe_experts is None:
+        return False
+    every = config.moe_layer_freq
+    return (layer_number - 1) % every == 0 if isinstance(every, int) else bool(every[layer_number - 1])
+
+
 def pattern_problems(config: HasPatterns) -> Iterator[str]:
     """What is wrong with the windows and patterns of a config."""
     if config.window_size is not None:
@@ -68,6 +82,7 @@ def pattern_problems(config: HasPatterns) -> Iterator[str]:
     for flag, pattern in (
         ("--window-attn-skip-freq", config.window_attn_skip_freq),
         ("--no-rope-freq", config.no_rope_freq),
+        ("--moe-layer-freq", config.moe_layer_freq),
     ):
         if isinstance(pattern, int) and pattern < 1:
             yield f"{flag} {pattern} is not every n-th layer; use 1 or more, or one 0 or 1 per layer"

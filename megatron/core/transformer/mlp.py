@@ -7,12 +7,13 @@ gated    y = (act(x Wg^T) * (x Wu^T)) W2^T        Wg and Wu are one matrix: fc1 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from megatron.core.activations import find_activation
+from megatron.core.activations import Activation, find_activation
 from megatron.core.fusions.activation import (
     activation_reference,
     bias_activation,
@@ -42,22 +43,40 @@ def uses_fused_activation(config: TransformerConfig) -> bool:
     return config.bias_activation_fusion and known and not config.compile
 
 
+def activation_of(config: TransformerConfig) -> Activation:
+    """The activation with its clamp and offset."""
+    return dataclasses.replace(
+        find_activation(config.activation_func),
+        clamp_value=config.activation_func_clamp_value,
+        linear_offset=config.glu_linear_offset,
+    )
+
+
+def choose_activate(config: TransformerConfig) -> Callable[[Tensor, Tensor | None, Activation], Tensor]:
+    """What computes it: (fc1's output, its bias or None, activation) -> fc2's input."""
+    fused = uses_fused_activation(config)
+    if config.gated_linear_unit:
+        return bias_gated_activation if fused else gated_activation_reference
+    return bias_activation if fused else activation_reference
+
+
 class MLP(MegatronModule):
     """[s, b, h] -> [s, b, h] and the bias that is still to be added."""
 
     def __init__(
-        self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection | None = None
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        width: int | None = None,
     ) -> None:
+        """width: inner width; the config's when None."""
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        width = config.ffn_hidden_size
+        width = config.ffn_hidden_size if width is None else width
         assert width is not None and config.hidden_size is not None
-        self.activation = dataclasses.replace(
-            find_activation(config.activation_func),
-            clamp_value=config.activation_func_clamp_value,
-            linear_offset=config.glu_linear_offset,
-        )
-        self.activate = self._choose_activation()
+        self.activation = activation_of(config)
+        self.activate = choose_activate(config)
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -80,12 +99,6 @@ class MLP(MegatronModule):
             skip_bias_add=True,
             tp_group=groups.tp,
         )
-
-    def _choose_activation(self) -> Any:
-        fused = uses_fused_activation(self.config)
-        if self.config.gated_linear_unit:
-            return bias_gated_activation if fused else gated_activation_reference
-        return bias_activation if fused else activation_reference
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], bias [h] or None)."""

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from megatron.core.activations import find_activation
 from megatron.core.device import current_device
 from megatron.core.tensor_parallel.linear_ops import choose_linear
+from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.attention import uses_fused_rope
 from megatron.core.transformer.attention_backends.select import build_attention_backend
 from megatron.core.transformer.mlp import uses_fused_activation
+from megatron.core.transformer.moe.grouped_linear import choose_products
 from megatron.core.transformer.norms import uses_fused_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
@@ -29,6 +31,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
 
     layer_backends = [build_attention_backend(config, index + 1, device).name for index in range(config.num_layers)]
     into_main_grad = choose_linear(config) is not F.linear
+    experts = {} if config.num_moe_experts is None else operations_of_experts(config, device)
     gate = "gated " if config.gated_linear_unit else ""
     return {
         "linear": "torch matmul, weight gradient " + ("added into main_grad" if into_main_grad else "by autograd"),
@@ -37,8 +40,26 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
         + fused_or_plain(uses_fused_activation(config), "fused, keeps only its input"),
         "rotary positions": fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place"),
+        **experts,
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
         "cross entropy": "vocabulary-parallel, "
         + ("from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"),
         "layers": "torch.compile, one graph for each layer" if config.compile else "eager",
+    }
+
+
+def operations_of_experts(config: TransformerConfig, device: torch.device) -> dict[str, str]:
+    """The same for a mixture of experts."""
+    width, inner, dtype = config.hidden_size, config.moe_ffn_hidden_size, parameter_dtype(config)
+    assert inner is not None
+    inner //= config.expert_tensor_parallel_size or 1
+    products = [
+        choose_products(config.moe_grouped_gemm, widths, dtype, device).name
+        for widths in ((width, inner * (2 if config.gated_linear_unit else 1)), (inner, width))
+    ]
+    fused = "one differentiable operation each, without atomic adds"
+    return {
+        "products of experts": "; ".join(dict.fromkeys(products)),
+        "tokens to experts and back": f"{config.moe_token_dispatcher_type}, sorted and summed by "
+        + (fused if config.moe_permute_fusion else "elementary operations"),
     }

@@ -10,6 +10,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
+from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
@@ -23,6 +24,7 @@ class TransformerConfig(
     PositionFields,
     InitializationFields,
     MuPFields,
+    MoEFields,
     PipelineFields,
     ModelParallelConfig,
 ):
@@ -75,6 +77,7 @@ class TransformerConfig(
             # SwiGLU: two thirds, so that three matrices hold what two did; a multiple of 64 for the hardware.
             is_swiglu = self.gated_linear_unit and self.activation_func == "silu"
             self.ffn_hidden_size = int(4 * width * 2 / 3 / 64) * 64 if is_swiglu else 4 * width
+        self.derive_experts(self.ffn_hidden_size)
         if self.num_query_groups in (None, 0):
             self.num_query_groups = self.num_attention_heads
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads == 0:
@@ -108,4 +111,4 @@ class TransformerConfig(
             )
         if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
             problems.append(f"--qk-norm-scope all is an RMSNorm, not {self.normalization}; add --normalization RMSNorm")
-        return [*problems, *pattern_problems(self)]
+        return [*problems, *pattern_problems(self), *self.expert_problems()]

@@ -16,12 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.errors import ConfigError
 from megatron.core.fusions.bias_dropout import bias_dropout_add, bias_dropout_add_reference
 from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
+from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,6 +39,8 @@ class TransformerLayerSubmodules:
     mlp: Any
     post_self_attn_layernorm: Any = None
     post_mlp_layernorm: Any = None
+    moe: Any = None
+    """What takes the place of `mlp` in layers with experts."""
 
 
 def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
@@ -65,7 +69,12 @@ class TransformerLayer(MegatronModule):
         )
         self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm, "output")
         self.pre_mlp_layernorm = self._norm(submodules.pre_mlp_layernorm, "input")
-        self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
+        if has_experts(config, layer_number):
+            if submodules.moe is None:
+                raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
+            self.mlp = build_module(submodules.moe, config=config, layer_number=layer_number, pg_collection=groups)
+        else:
+            self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
         self.compute_dtype = parameter_dtype(config)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag
+from megatron.core.transformer.config_fields.moe import BALANCING
 from megatron.training.config.flag_values import whole_or_decimal
 from megatron.training.config.list_expressions import layer_pattern, window
 
@@ -48,6 +49,22 @@ class GPTModelFlags:
     it."""
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
     """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""
+    num_experts: int | None = None
+    """Experts of a layer, over all processes; a dense MLP when not given or 0."""
+    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
+    """Layers with experts: every n-th beginning with the first, or one entry per layer such as ([0]*3+[1]*24), 1 for
+    experts."""
+    moe_router_load_balancing_type: list[str] = flag(
+        default_factory=lambda: ["aux_loss"],
+        choices=BALANCING,
+        planned_choices=("quantile_balancing",),
+        coming="quantile balancing of experts",
+    )
+    """What keeps experts busy alike: a loss over each microbatch (Fedus et al., 2021), over each sequence, or over the
+    microbatches of a step so far; an even assignment by Sinkhorn's algorithm; or nothing. Several losses may be
+    named."""
+    moe_aux_loss_coeff: list[float] = flag(default_factory=lambda: [0.0], minimum=0)
+    """Weight of each loss that --moe-router-load-balancing-type names."""
     untie_embeddings_and_output_weights: bool = False
     """Separate weights for the token embedding and the output layer."""
     make_vocab_size_divisible_by: int = flag(128, minimum=1)

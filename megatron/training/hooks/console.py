@@ -54,15 +54,17 @@ class ConsoleHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """What is about to be trained, on what."""
-        parameters, own = parameter_count(run), sum(p.numel() for chunk in run.model for p in chunk.parameters())
+        parameters, active = parameter_count(run)
+        own = sum(p.numel() for chunk in run.model for p in chunk.parameters())
         if not run.is_first_rank:
             return
         if sys.stdout.isatty():
             self.bar = ProgressBar(run.progress.iteration, run.progress.target_iterations)
+        used = "" if active == parameters else f", {active:,} of them active for each token,"
         share = "" if own == parameters else f" ({own:,} on this rank)"
         self._print(
-            f"training {parameters:,} parameters{share} on {run.groups.world.size()} x {run.device.type}, iterations "
-            f"{run.progress.iteration + 1} to {run.progress.target_iterations}; MFU counts "
+            f"training {parameters:,} parameters{used}{share} on {run.groups.world.size()} x {run.device.type}, "
+            f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; MFU counts "
             f"{self.meter.peak_flops / 1e12:.3g} TFLOP/s ({self.meter.peak_source}) as 100 %"
         )
 
@@ -103,14 +105,21 @@ class ConsoleHook(Hook):
             self.bar.redraw()
 
 
-def parameter_count(run: Run) -> int:
-    """Parameters of the whole model, each once. Every rank calls this."""
+def parameter_count(run: Run) -> tuple[int, int]:
+    """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
+    router chooses. Every rank calls this."""
     placements = [placement_of(p, name) for chunk in run.model for name, p in chunk.module.named_parameters()]
-    own = {placement.name: math.prod(placement.full_shape) for placement in placements}
-    of_all_stages: dict[str, int] = {}
+    own = {placement.name: (math.prod(placement.full_shape), placement.is_expert) for placement in placements}
+    of_all_stages: dict[str, tuple[int, bool]] = {}
     for counts in all_gather_object(own, run.groups.pp):
         of_all_stages |= counts
-    return sum(of_all_stages.values())
+    total = sum(count for count, _ in of_all_stages.values())
+    of_experts = sum(count for count, is_expert in of_all_stages.values() if is_expert)
+    if not of_experts:
+        return total, total
+    model = run.config.model
+    assert model.num_moe_experts is not None
+    return total, total - of_experts + of_experts * model.moe_router_topk // model.num_moe_experts
 
 
 def progress_line(step: StepMetrics, interval: Interval, target_iterations: int) -> str:

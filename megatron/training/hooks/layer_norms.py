@@ -18,14 +18,14 @@ class LayerNormsHook(Hook):
     def on_gradients(self, run: Run) -> None:
         """Measure before clipping. Every rank takes part."""
         if (run.progress.iteration + 1) % self.log_interval == 0:
-            scaled = layer_norms(flat_buffers(run), run.groups, "gradients")
+            scaled = layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
             self._gradients = {layer: norm / run.optimizer.loss_scale for layer, norm in scaled.items()}
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Measure parameters, print, and hand the curves on, at the interval. Every rank takes part."""
         if run.progress.iteration % self.log_interval:
             return
-        parameters = layer_norms(flat_buffers(run), run.groups, "parameters")
+        parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
         for layer, norm in parameters.items():
             self.meter.step.further[f"params-norm {layer}"] = norm
             self.meter.step.further[f"grad-norm {layer}"] = self._gradients[layer]

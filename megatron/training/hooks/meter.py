@@ -101,7 +101,7 @@ class MeterHook(Hook):
     def on_gradients(self, run: Run) -> None:
         """Count zeros if asked to."""
         if run.config.logger.log_num_zeros_in_grad:
-            self._zeros = count_zeros(flat_buffers(run), run.groups)
+            self._zeros = count_zeros(flat_buffers(run), run.optimizer.model_sum)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Read the step's tensors, which waits for the device, and stop the clock."""

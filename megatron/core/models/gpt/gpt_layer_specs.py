@@ -6,6 +6,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -16,6 +17,12 @@ def get_mlp_module_spec() -> ModuleSpec:
     return ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
+
+
+def get_moe_module_spec() -> ModuleSpec:
+    """A mixture of experts; its shared expert is made of parallel linear layers."""
+    shared_experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=shared_experts))
 
 
 def get_gpt_layer_local_spec() -> ModuleSpec:
@@ -39,5 +46,6 @@ def get_gpt_layer_local_spec() -> ModuleSpec:
             pre_mlp_layernorm=build_norm,
             mlp=get_mlp_module_spec(),
             post_mlp_layernorm=build_norm,
+            moe=get_moe_module_spec(),
         ),
     )

@@ -61,6 +61,16 @@ def expert_biases_fit_the_layout(s: Settings) -> Iterator[str]:
         )
 
 
+def tokens_are_divisible(s: Settings) -> Iterator[str]:
+    """Without sequence parallelism a layer with experts divides the tokens itself."""
+    tp, cp, length = s.tensor_model_parallel_size, s.context_parallel_size, s.seq_length
+    if s.num_experts is not None and length and not length % cp and length // cp % tp:
+        yield (
+            f"{s.say('num_experts')}: {s.say('seq_length')} does not divide by {s.say('tensor_model_parallel_size')} x "
+            f"{s.say('context_parallel_size')}; use {multiples_near(length, tp * cp)} tokens"
+        )
+
+
 def expert_communication_is_possible(s: Settings) -> Iterator[str]:
     dispatcher = s.moe_token_dispatcher_type
     if s.moe_shared_expert_overlap and dispatcher == "allgather":
@@ -79,4 +89,7 @@ def expert_communication_is_possible(s: Settings) -> Iterator[str]:
         yield "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"
 
 
-CHECKS = (experts_are_divisible, router_is_consistent, expert_biases_fit_the_layout, expert_communication_is_possible)
+CHECKS = (
+    experts_are_divisible, router_is_consistent, expert_biases_fit_the_layout, tokens_are_divisible,
+    expert_communication_is_possible,
+)  # fmt: skip

@@ -1,0 +1,52 @@
+"""Losses beside the language model's, which a layer adds where they arise: balancing losses of experts.
+
+Such a loss is never returned. It hangs on a tensor that the layer passes on, and gets its gradient when backward comes
+through there, also on pipeline stages that never see the main loss. Its gradient must be scaled as the main loss's is:
+divided by the microbatches of a step, multiplied by the loss scale. The executor tells it how at each step's beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class AuxiliaryLossScale:
+    """What the gradient of a module's auxiliary losses is multiplied by in this step. The module keeps it as
+    `auxiliary_loss_scale`."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | float = 1.0
+        self.step = 0
+        """Steps begun so far, by which a module knows that what it summed up belongs to an earlier one."""
+
+    def begin_step(self, value: Tensor | float) -> None:
+        """A step's first microbatch comes."""
+        self.value = value
+        self.step += 1
+
+
+def auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLossScale]:
+    """Those of all modules inside."""
+    found = (getattr(module, "auxiliary_loss_scale", None) for model in models for module in model.modules())
+    return [scale for scale in found if isinstance(scale, AuxiliaryLossScale)]
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:
+        ctx.scale, ctx.like = scale, loss.new_empty(0)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.as_tensor(ctx.scale.value, dtype=ctx.like.dtype, device=ctx.like.device), None
+
+
+def with_auxiliary_loss(x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:
+    """x, whose backward also is the backward of the scalar `loss` times the scale of that moment."""
+    result: Tensor = _WithLoss.apply(x, loss, scale)
+    return result

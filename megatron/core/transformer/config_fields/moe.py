@@ -1,0 +1,106 @@
+"""Mixture of experts: how many, who gets which token, and what keeps them busy alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config_base import derived, flag
+
+BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
+
+
+@dataclass(kw_only=True)
+class MoEFields:
+    """Mixture of experts."""
+
+    num_moe_experts: int | None = derived()
+    """Experts of a layer, over all processes (--num-experts); None: every layer has a dense MLP."""
+    moe_layer_freq: int | list[int] = derived(1)
+    """Layers with experts: every n-th beginning with the first, or one 0 or 1 for each layer."""
+    moe_router_load_balancing_type: list[str] = derived()
+    """Auxiliary losses, or the assignment, that keep experts busy alike: aux_loss when None."""
+    moe_aux_loss_coeff: list[float] = derived()
+    """Weight of each of these losses; 0 when None."""
+    moe_ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26)
+    """Inner width of an expert; --ffn-hidden-size when not given."""
+    moe_router_topk: int = flag(2, minimum=1)
+    """Experts that work on each token."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """From a token's logits to the scores of the experts."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the best are chosen; otherwise over the chosen ones, so that their weights add up
+    to one."""
+    moe_router_num_groups: int | None = flag(None, minimum=1)
+    """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
+    moe_router_group_topk: int | None = flag(None, minimum=1)
+    """Groups whose best experts score highest, to which a token is limited (DeepSeek-V2 and V3)."""
+    moe_router_topk_scaling_factor: float | None = flag(None, above=0)
+    """Factor on the weights of the chosen experts."""
+    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"))
+    """Number format of the router's product; the model's when not given. Scores are float32 or wider in any case."""
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score plus a bias that grows for experts with few tokens (Wang et al., 2024); the weights of
+    the chosen ones are the scores without it."""
+    moe_router_bias_update_rate: float = flag(1e-3, minimum=0)
+    """What --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
+    moe_router_force_load_balancing: bool = False
+    """Choose experts at random, to measure speed with equal loads."""
+    moe_z_loss_coeff: float | None = flag(None, minimum=0)
+    """Weight of the mean of log(sum(exp(logits)))^2 (Zoph et al., 2022), which keeps the router's logits small."""
+    moe_input_jitter_eps: float | None = flag(None, above=0, maximum=1)
+    """In training, multiply what the router reads by random numbers from 1 - eps to 1 + eps (Fedus et al., 2021)."""
+    moe_expert_capacity_factor: float | None = flag(None, above=0)
+    """An expert takes so many times its even share of a microbatch's tokens; it drops the others. All if not given."""
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"))
+    """Whom a full expert drops: the tokens with the smallest weights, or the last of the microbatch."""
+    moe_shared_expert_intermediate_size: int | None = flag(None, minimum=1, maximum=2**26)
+    """Inner width of an MLP beside the experts that works on every token (DeepSeekMoE); none when not given."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen 1.5 MoE)."""
+    moe_grouped_gemm: bool = False
+    """The products of all experts in one call (torch's grouped_mm), where the device has it; the log says which."""
+    moe_permute_fusion: bool = False
+    """Sort tokens by expert, and add up their outputs, as one differentiable operation each, without atomic adds."""
+    moe_token_dispatcher_type: str = flag(
+        "allgather", choices=("allgather", "alltoall", "flex"), unsupported_choices=("flex",)
+    )
+    """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts."""
+    moe_per_layer_logging: bool = False
+    """Log the auxiliary losses of each layer beside their mean."""
+
+    def expert_problems(self) -> Iterator[str]:
+        """What is wrong with the experts of a config."""
+        experts, topk = self.num_moe_experts, self.moe_router_topk
+        if experts is None:
+            return
+        if topk > experts:
+            yield f"--moe-router-topk {topk} is more than --num-experts {experts}; use {experts} or fewer"
+        groups, kept = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups and kept and not experts % groups:
+            if kept > groups or kept > topk:
+                yield (
+                    f"--moe-router-group-topk {kept} is more than --moe-router-num-groups {groups} or "
+                    f"--moe-router-topk {topk}; use {min(groups, topk)} or fewer"
+                )
+            elif kept * (experts // groups) < topk or topk // kept > experts // groups:
+                yield (
+                    f"--moe-router-group-topk {kept} leaves {kept * (experts // groups)} experts to choose from for "
+                    f"--moe-router-topk {topk}; use more groups"
+                )
+        if "sinkhorn" in self.moe_router_load_balancing_type and any(self.moe_aux_loss_coeff):
+            yield (
+                "--moe-router-load-balancing-type sinkhorn balances without a loss; leave out --moe-aux-loss-coeff "
+                "or use aux_loss"
+            )
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+
+    def derive_experts(self, ffn_hidden_size: int) -> None:
+        """Fill in what follows from other fields."""
+        if self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = ffn_hidden_size
+        kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else list(kinds or ["aux_loss"])
+        self.moe_aux_loss_coeff = [weights] if isinstance(weights, float | int) else list(weights or [0.0])

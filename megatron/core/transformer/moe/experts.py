@@ -1,0 +1,120 @@
+"""The experts of a layer that this process has: MLPs of one shape, their weights stacked.
+
+    y_e = act(x W1_e^T + b1_e) W2_e^T + b2_e       for the rows of each expert e, times the row's weight
+
+Weights [experts, out, in] are cut over the expert-parallel group by expert, and inside an expert over the
+expert-tensor-parallel group as column and row layers cut theirs. The caller sums what the latter's processes give.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.placement import Part, Split
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.linear_ops import choose_linear, linear_into_main_grad
+from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
+from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
+from megatron.core.transformer.mlp import activation_of, choose_activate
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.grouped_linear import choose_products, grouped_linear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def for_each_expert(init: Initialiser) -> Initialiser:
+    """The same distribution for each matrix of a stack, as if it stood alone."""
+
+    def fill(stack: Tensor, generator: torch.Generator) -> None:
+        for matrix in stack:
+            init(matrix, generator)
+
+    return fill
+
+
+class ExpertLinear(nn.Module):
+    """y_e = x W_e^T for the rows of each local expert; `bias` is [experts, out] or None, and is left to the caller.
+
+    splits: how the process holds the weight [experts, out, in].
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Initialiser,
+        splits: tuple[Split, ...],
+    ) -> None:
+        super().__init__()
+        dtype = parameter_dtype(config)
+        shape = (num_experts, output_size, input_size)
+        self.weight = declare_parameter(shape, init=for_each_expert(init_method), dtype=dtype, splits=splits)
+        self.bias = None
+        if config.add_bias_linear:
+            self.bias = declare_parameter(shape[:2], init=zeros, dtype=dtype, splits=[s for s in splits if s.dim < 2])
+        widths = (self.weight.shape[2], self.weight.shape[1])
+        self.products = choose_products(config.moe_grouped_gemm, widths, dtype, self.weight.device)
+        self.into_main_grad = choose_linear(config) is linear_into_main_grad
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """[n, in] -> [n, out]; ends: [local experts] int32, where each one's rows end."""
+        return grouped_linear(x, self.weight, ends, self.products, self.into_main_grad)
+
+    def bias_of_rows(self, ends: Tensor, rows: int) -> Tensor:
+        """The bias of each row's expert, [n, out]."""
+        assert self.bias is not None
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return self.bias.repeat_interleave(counts, dim=0, output_size=rows)
+
+
+class Experts(MegatronModule):
+    """Rows [n, h], sorted by expert, and their weights [n] -> weighted outputs [n, h]; with several processes in an
+    expert, this one's part of the sum."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        number, width, inner = config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size
+        assert number is not None and width is not None and inner is not None
+        self.activation, self.activate = activation_of(config), choose_activate(config)
+        ep, etp = pg_collection.ep, pg_collection.expt_tp
+        # Named also where nothing is cut: by this axis the engine knows whose gradients are whose.
+        by_expert = Split(0, "ep", ep.size(), ep.rank())
+        gated = config.gated_linear_unit
+        parts = (Part(inner, name="gate"), Part(inner, name="up")) if gated else None
+        self.linear_fc1 = ExpertLinear(
+            number,
+            width,
+            2 * inner if gated else inner,
+            config=config,
+            init_method=input_initialiser(config),
+            splits=(by_expert, *_inside(1, etp, parts)),
+        )
+        self.linear_fc2 = ExpertLinear(
+            number,
+            inner,
+            width,
+            config=config,
+            init_method=output_initialiser(config),
+            splits=(by_expert, *_inside(2, etp)),
+        )
+
+    def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """[n, h], [n] -> [n, h]; ends: [local experts] int32."""
+        intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
+        if self.linear_fc1.bias is not None:
+            intermediate = intermediate + self.linear_fc1.bias_of_rows(ends, len(rows))
+        activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
+        weights = weights.unsqueeze(-1)
+        # The second product is linear: its input weighted is its output weighted, which then need not be kept.
+        output: Tensor = self.linear_fc2((activated * weights).to(rows.dtype), ends)
+        if self.linear_fc2.bias is not None:
+            output = output + (self.linear_fc2.bias_of_rows(ends, len(rows)) * weights).to(rows.dtype)
+        return output
+
+
+def _inside(dim: int, group: Group, parts: tuple[Part, ...] | None = None) -> tuple[Split, ...]:
+    """The cut of a dimension inside an expert; none in a group of one."""
+    return () if group.size() == 1 else (Split(dim, "etp", group.size(), group.rank(), parts),)

@@ -1,0 +1,37 @@
+"""Losses that keep experts busy alike and the router's logits small.
+
+    balance   c E / (k T^2) sum_e (tokens that chose e) (sum over tokens of e's affinity)      Fedus et al., 2021, eq. 4
+    z         c / T sum over tokens of log(sum_e exp(logit))^2                                 Zoph et al., 2022, eq. 5
+
+Each process computes the share of its own tokens: the affinities it sums are its own, the counts are everyone's. The
+shares of the processes that divide a microbatch add up to the loss of the microbatch, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def choices(affinities: Tensor, k: int) -> Tensor:
+    """One where an expert is among a token's k best by affinity, [T, E] float32: without bias, groups or capacity."""
+    with torch.no_grad():
+        chosen = torch.zeros(affinities.shape, dtype=torch.float32, device=affinities.device)
+        return chosen.scatter_(1, affinities.topk(k, dim=-1).indices, 1.0)
+
+
+def balance_loss(affinities: Tensor, counts: Tensor, tokens: float | Tensor, k: int) -> Tensor:
+    """This process's share of the loss, a scalar.
+
+    affinities: [T, E], or [T, b, E] for a loss of each of b sequences, whose mean is taken. counts: [E] or [b, E],
+    tokens that chose each expert; tokens: how many chose, over all processes and, for counts of several microbatches,
+    their mean.
+    """
+    sums = affinities.sum(dim=0)  # [E] or [b, E]
+    sequences = 1 if sums.dim() == 1 else sums.shape[0]
+    return (sums * counts).sum() * (sums.shape[-1] / (k * sequences)) / tokens**2
+
+
+def z_loss(logits: Tensor, tokens: int) -> Tensor:
+    """This process's share of the loss, a scalar; tokens: of the microbatch over all processes."""
+    return logits.float().logsumexp(dim=-1).square().sum() / tokens

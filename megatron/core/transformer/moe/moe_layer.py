@@ -1,0 +1,74 @@
+"""A mixture of experts in place of an MLP.
+
+    y = sum of w_e expert_e(x) over the k experts that the router gives a token, plus the shared expert's output
+
+Tokens are divided over all processes of a stage that see the same samples: with sequence parallelism they are so
+already, otherwise the layer divides them over the tensor-parallel group and gathers the outputs. So no token is worked
+on twice, and experts may be laid out over the stage's processes in any way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import Experts
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MoESubmodules:
+    """The parts of a mixture of experts that may be exchanged: specs or classes."""
+
+    shared_experts: MLPSubmodules
+    router: Any = TopKRouter
+    experts: Any = Experts
+
+
+class MoELayer(MegatronModule):
+    """[s, b, h] -> [s, b, h]; no bias is left to be added."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        self.tp_group = groups.tp
+        self.divides_tokens = groups.tp.size() > 1 and not config.sequence_parallel
+        self.router = submodules.router(config, layer_number, groups)
+        self.experts = submodules.experts(config, groups)
+        self.dispatcher = build_token_dispatcher(config, groups)
+        self.shared_experts: SharedExpertMLP | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)
+
+    def forward(self, hidden_states: Tensor) -> LayerOutput:
+        """[s, b, h], with SP [s/tp, b, h] -> the same, and None."""
+        own = hidden_states
+        if self.divides_tokens:
+            own = scatter_to_sequence_parallel_region(own, self.tp_group)
+        rows, weights, ends, bring_back = self.dispatcher.dispatch(own.flatten(0, 1), self.router(own))
+        output = bring_back(self.experts(rows, weights, ends)).view_as(own)
+        if self.divides_tokens:
+            # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
+            output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.output(hidden_states)
+        return output, None

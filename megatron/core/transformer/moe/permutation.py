@@ -1,0 +1,90 @@
+"""Tokens sorted by where they go, and back.
+
+A token is in as many slots as it has destinations. `order` lists the slots, numbered token * S + choice, that are kept,
+sorted by destination:
+
+    permute    x [T, h]  ->  rows [n, h]     row i is the token of slot order[i]
+    combine    rows      ->  y [T, h]        y[t] is the sum of the rows of t's slots
+
+Each is the other's transpose. The fused forms write every element once and sum a token's rows in the order of its
+slots, so that nothing depends on how threads meet; the references are made of torch's own operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sorted(NamedTuple):
+    """Slots by destination."""
+
+    order: Tensor
+    """[n] slots, those of the first destination first."""
+    ends: Tensor
+    """[destinations] int32, where in `order` each one's slots end."""
+
+
+def sort_slots(destinations: Tensor, count: int, kept: int | None = None) -> Sorted:
+    """destinations: of every slot, [slots]; `count` of them, and numbers from `count` on for slots that go nowhere, of
+    which there are none unless `kept` says how many others there are."""
+    in_order, order = destinations.sort(stable=True)
+    numbers = torch.arange(count, device=destinations.device, dtype=destinations.dtype)
+    ends = torch.searchsorted(in_order, numbers, right=True, out_int32=True)
+    return Sorted(order if kept is None else order[:kept], ends)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.sizes = (x.shape[0], slots_per_token)
+        return x.index_select(0, order // slots_per_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _sum_of_slots(grad, ctx.saved_tensors[0], *ctx.sizes), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.slots_per_token = slots_per_token
+        return _sum_of_slots(rows, order, tokens, slots_per_token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.index_select(0, ctx.saved_tensors[0] // ctx.slots_per_token), None, None, None
+
+
+def _sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+    is_whole = order.shape[0] == tokens * slots_per_token
+    make = rows.new_empty if is_whole else rows.new_zeros
+    flat = make(tokens * slots_per_token, *rows.shape[1:])
+    flat[order] = rows
+    return flat if slots_per_token == 1 else flat.unflatten(0, (tokens, slots_per_token)).sum(dim=1)
+
+
+def permute(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
+    """[T, ...] -> [n, ...]."""
+    result: Tensor = _Permute.apply(x, order, slots_per_token)
+    return result
+
+
+def combine(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+    """[n, ...] -> [T, ...]."""
+    result: Tensor = _Combine.apply(rows, order, tokens, slots_per_token)
+    return result
+
+
+def permute_reference(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
+    """[T, ...] -> [n, ...]."""
+    return x.index_select(0, order // slots_per_token)
+
+
+def combine_reference(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+    """[n, ...] -> [T, ...]."""
+    return rows.new_zeros(tokens, *rows.shape[1:]).index_add(0, order // slots_per_token, rows)

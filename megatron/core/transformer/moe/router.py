@@ -1,0 +1,204 @@
+"""The router: a token's logits, the experts it gets, and the losses that keep the experts busy alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.auxiliary_loss import AuxiliaryLossScale, with_auxiliary_loss
+from megatron.core.collectives import all_gather_into_tensor, all_reduce
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype, zeros
+from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
+from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.load_balancing import balance_loss, choices, z_loss
+from megatron.core.transformer.moe.routing import (
+    Routing,
+    affinities_of,
+    best,
+    capacity_of,
+    choose_experts,
+    sinkhorn,
+    weigh_alone,
+    within_capacity,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
+"""Kind of auxiliary loss -> its name in the log."""
+
+
+class TopKRouter(MegatronModule):
+    """[s, b, h] -> Routing of T = s * b tokens.
+
+    Each process routes the tokens that it alone has. `expert_bias` [E] is a parameter without gradient, so that
+    checkpoints keep it; `update_expert_bias` moves it after a step. `losses` sums up the auxiliary losses, by name, of
+    this process's tokens since `take_losses` was called.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        assert config.num_moe_experts is not None and config.hidden_size is not None
+        self.layer_number = layer_number
+        self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
+        self.groups = pg_collection
+        self.auxiliary_loss_scale = AuxiliaryLossScale()
+        self.weight = declare_parameter(
+            (self.num_experts, config.hidden_size),
+            init=input_initialiser(config),
+            dtype=parameter_dtype(config),
+            # Tensor-parallel ranks route different tokens.
+            partial_grad_axes=("tp",) if pg_collection.tp.size() > 1 else (),
+        )
+        self.product_dtype = {"fp32": torch.float32, "fp64": torch.float64, None: None}[config.moe_router_dtype]
+        self.expert_bias: Tensor | None = None
+        if config.moe_router_enable_expert_bias:
+            self.expert_bias = declare_parameter((self.num_experts,), init=zeros).requires_grad_(False)
+        self.losses: dict[str, Tensor] = {}
+        self._chosen: Tensor | None = None
+        """[E], tokens of this process that chose each expert since the bias was last updated."""
+        self._step_counts = (0, torch.empty(0), 0)
+        """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
+
+    def forward(self, hidden_states: Tensor) -> Routing:
+        """[s, b, h] -> Routing of its s * b tokens."""
+        logits = self.logits(hidden_states)
+        learns = self.training and torch.is_grad_enabled()
+        routing = self._route(logits)
+        if learns:
+            routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
+            if self.expert_bias is not None:
+                counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)
+                self._chosen = counts if self._chosen is None else self._chosen + counts
+        if self.config.moe_expert_capacity_factor is not None:
+            routing = routing._replace(kept=self._kept(routing))
+        return routing
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h] -> [T, E], in the router's number format."""
+        x, weight = hidden_states.flatten(0, 1), self.weight  # [T, h], [E, h]
+        eps = self.config.moe_input_jitter_eps
+        if eps is not None and self.training:
+            x = x * _draw(functools.partial(torch.empty_like(x).uniform_, 1.0 - eps, 1.0 + eps))
+        if self.product_dtype is not None:
+            return F.linear(x.to(self.product_dtype), weight.to(self.product_dtype))
+        return F.linear(x, weight)
+
+    def _route(self, logits: Tensor) -> Routing:
+        config = self.config
+        if config.moe_router_force_load_balancing:
+            drawn = _draw(functools.partial(torch.empty_like(logits).normal_))
+            return choose_experts(drawn + logits - logits.detach(), config)  # the gradient passes as if nothing was
+        if "sinkhorn" in config.moe_router_load_balancing_type:
+            assigned = logits.detach()
+            if self.training:
+                assigned = sinkhorn(_whole(assigned.float(), self.groups.tp_cp))[self._own(logits)]
+            return weigh_alone(logits, best(assigned, self.topk), config)
+        return choose_experts(logits, config, self.expert_bias)
+
+    def _kept(self, routing: Routing) -> Tensor:
+        """Which choices fit into the experts' capacity, decided for the whole microbatch on every process alike."""
+        group, config = self.groups.tp_cp, self.config
+        experts, weights = _whole(routing.experts, group), _whole(routing.weights.detach(), group)
+        capacity = capacity_of(experts.shape[0], config)
+        kept = within_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
+        return kept[self._own(routing.experts)]
+
+    def _own(self, rows: Tensor) -> slice:
+        """Where this process's tokens are among those of the microbatch, as `_whole` puts them together."""
+        start = self.groups.tp_cp.rank() * rows.shape[0]
+        return slice(start, start + rows.shape[0])
+
+    # ---- losses
+
+    def _with_losses(self, logits: Tensor, sequences: int, weights: Tensor) -> Tensor:
+        """The weights, on which the auxiliary losses hang."""
+        tokens = logits.shape[0] * self.groups.tp_cp.size()
+        for name, share in self._loss_shares(logits, sequences, tokens):
+            self.losses[name] = self.losses.get(name, 0.0) + share.detach()
+            # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
+            counted = share * tokens if self.config.calculate_per_token_loss else share
+            weights = with_auxiliary_loss(weights, counted, self.auxiliary_loss_scale)
+        return weights
+
+    def _loss_shares(self, logits: Tensor, sequences: int, tokens: int) -> Iterator[tuple[str, Tensor]]:
+        """Name and value, for this process's tokens, of each auxiliary loss whose weight is not zero."""
+        config = self.config
+        kinds = [kind for kind in config.moe_router_load_balancing_type if kind in LOSS_NAMES]
+        coefficients = dict(zip(kinds, config.moe_aux_loss_coeff, strict=False))
+        if any(coefficients.values()):
+            affinities = affinities_of(logits, config.moe_router_score_function)
+            chosen = choices(affinities, self.topk)
+            for kind, coefficient in coefficients.items():
+                if coefficient:
+                    share = self._balance(kind, affinities, chosen, sequences, tokens)
+                    yield LOSS_NAMES[kind], coefficient * share
+        if config.moe_z_loss_coeff:
+            yield LOSS_NAMES["z_loss"], config.moe_z_loss_coeff * z_loss(logits, tokens)
+
+    def _balance(self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int) -> Tensor:
+        if kind == "seq_aux_loss":
+            affinities, chosen = (x.unflatten(0, (-1, sequences)) for x in (affinities, chosen))  # [s, b, E]
+            tokens //= sequences
+        counts = chosen.sum(dim=0)
+        if kind != "global_aux_loss":
+            all_reduce(counts, self.groups.tp_cp)
+            return balance_loss(affinities, counts, tokens, self.topk)
+        all_reduce(counts, self.groups.tp_dp_cp)
+        step, summed, microbatches = self._step_counts
+        if step == self.auxiliary_loss_scale.step and microbatches:
+            counts, microbatches = counts + summed, microbatches + 1
+        else:
+            microbatches = 1
+        self._step_counts = (self.auxiliary_loss_scale.step, counts, microbatches)
+        # Everyone's mean count for a microbatch: of one of this replica's.
+        return balance_loss(affinities, counts / (microbatches * self.groups.dp.size()), tokens, self.topk)
+
+    def take_losses(self) -> dict[str, Tensor]:
+        """The sums of `losses`, which begin anew."""
+        taken, self.losses = self.losses, {}
+        return taken
+
+    # ---- bias
+
+    @torch.no_grad()
+    def update_expert_bias(self) -> None:
+        """Move each bias by the update rate: up for experts that fewer tokens chose in this step than on average, down
+        for the others (Wang et al., 2024, algorithm 1). Every process that holds this layer calls it."""
+        if self.expert_bias is None:
+            return
+        chosen = self._chosen
+        if chosen is None:
+            chosen = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_bias.device)
+        self._chosen = None
+        all_reduce(chosen, self.groups.tp_dp_cp)
+        missing = chosen.sum() - chosen * self.num_experts  # whole numbers: ties are ties
+        self.expert_bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
+
+
+def _whole(rows: Tensor, group: Group) -> Tensor:
+    """The rows of all members, one after another."""
+    if group.size() == 1:
+        return rows
+    whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    all_gather_into_tensor(whole, rows.contiguous(), group)
+    return whole
+
+
+def _draw(draw: functools.partial[Tensor]) -> Tensor:
+    """Random numbers of this process's own."""
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        return draw()
+    with tracker.fork(EXPERT_PARALLEL_STREAM):
+        return draw()

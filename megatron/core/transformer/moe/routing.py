@@ -1,0 +1,139 @@
+"""Which experts a token gets, and with which weights: functions of the router's logits [tokens, experts].
+
+| score function         | scores of all experts   | chosen by        | weights of the chosen                        |
+|------------------------|-------------------------|------------------|----------------------------------------------|
+| softmax                | logits                  | score            | softmax over the chosen (Jiang et al., 2024) |
+| softmax, pre-softmax   | softmax(logits)         | score            | score                                        |
+| sigmoid                | sigmoid(logits)         | score + bias     | score / sum over the chosen (DeepSeek-V3)    |
+| sqrtsoftplus           | sqrt(softplus(logits))  | score + bias     | the same                                     |
+
+Scores are float32, or float64 where the logits are. T: tokens, E: experts, k: experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.transformer.config_fields.moe import MoEFields
+
+_SINKHORN_TOLERANCE = 1e-4
+_SINKHORN_ROUNDS = 100
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    experts: Tensor
+    """[T, k] int64, numbers in the whole layer."""
+    weights: Tensor
+    """[T, k], of the experts' outputs in their sum."""
+    kept: Tensor | None = None
+    """[T, k] bool, False where a full expert drops the token; None: no token is dropped."""
+
+
+def scores_of(logits: Tensor, score_function: str) -> Tensor:
+    """Score of every expert, [T, E]."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if score_function == "softmax":
+        return wide.softmax(dim=-1)
+    return wide.sigmoid() if score_function == "sigmoid" else F.softplus(wide).sqrt()
+
+
+def affinities_of(logits: Tensor, score_function: str) -> Tensor:
+    """Scores that add up to one for each token, [T, E]: what the balancing losses are about."""
+    scores = scores_of(logits, score_function)
+    return scores if score_function == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None = None) -> Routing:
+    """The k best experts of each token and their weights. expert_bias: [E], added to scores for the choice."""
+    function, k = config.moe_router_score_function, config.moe_router_topk
+    groups = (config.moe_router_num_groups, config.moe_router_group_topk)
+    if function == "softmax" and not config.moe_router_pre_softmax:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        experts = best(wide, k, *groups)
+        weights = wide.gather(1, experts).softmax(dim=-1)
+    else:
+        scores = scores_of(logits, function)
+        experts = best(scores if expert_bias is None else scores + expert_bias, k, *groups)
+        weights = scores.gather(1, experts)
+        if function != "softmax" and k > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return Routing(experts, _scaled(weights, config))
+
+
+@torch.no_grad()
+def best(scores: Tensor, k: int, num_groups: int | None = None, group_topk: int | None = None) -> Tensor:
+    """The k highest scores of each row, [T, E] -> [T, k] numbers of experts, the best first.
+
+    With groups of neighbouring experts, only those of the `group_topk` groups are candidates whose k / group_topk best
+    scores add up highest (DeepSeek-V3, section 2.1.2).
+    """
+    if num_groups and group_topk:
+        by_group = scores.unflatten(1, (num_groups, -1))  # [T, groups, E / groups]
+        strengths = by_group.topk(k // group_topk, dim=-1).values.sum(dim=-1)
+        admitted = torch.zeros_like(strengths, dtype=torch.bool)
+        admitted.scatter_(1, strengths.topk(group_topk, dim=-1).indices, True)
+        scores = by_group.masked_fill(~admitted.unsqueeze(-1), float("-inf")).flatten(1)
+    return scores.topk(k, dim=-1).indices
+
+
+def weigh_alone(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
+    """The given experts [T, k], weighted by their own logits: sigmoid of a single one, else softmax over all E."""
+    wide = logits.float()
+    scores = wide.sigmoid() if config.moe_router_topk == 1 else wide.softmax(dim=-1)
+    return Routing(experts, _scaled(scores.gather(1, experts), config))
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor) -> Tensor:
+    """exp(logits) [T, E] with rows and columns scaled so that every row adds up to 1/T and every column to 1/E
+    (Sinkhorn, 1964; Clark et al., 2022, appendix B)."""
+    weights = (logits - logits.max()).exp()
+    rows, columns = weights.new_ones(weights.shape[0]), weights.new_ones(weights.shape[1])
+    for _ in range(_SINKHORN_ROUNDS):
+        rows = 1.0 / (len(rows) * (weights @ columns) + 1e-8)
+        before = columns
+        columns = 1.0 / (len(columns) * (rows @ weights) + 1e-8)
+        if (columns - before).abs().mean() <= _SINKHORN_TOLERANCE:
+            break
+    return columns * weights * rows.unsqueeze(1)
+
+
+def capacity_of(tokens: int, config: MoEFields) -> int:
+    """Tokens of a microbatch of `tokens` that an expert takes at most."""
+    assert config.moe_expert_capacity_factor is not None and config.num_moe_experts is not None
+    share = tokens * config.moe_router_topk / config.num_moe_experts
+    return max(1, math.ceil(share * config.moe_expert_capacity_factor))
+
+
+@torch.no_grad()
+def within_capacity(experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
+    """Which of the choices [T, k] a full expert keeps: by weight ("probs") or the first ("position"); bool [T, k].
+
+    experts, weights: of the whole microbatch.
+    """
+    flat = experts.flatten()
+    # Two stable sorts: by preference, then by expert, so that each expert's choices follow each other, best first.
+    if policy == "probs":
+        preferred = weights.flatten().argsort(descending=True, stable=True)
+    else:
+        preferred = torch.arange(flat.numel(), device=flat.device)
+    order = preferred[flat[preferred].argsort(stable=True)]
+    sorted_experts = flat[order]
+    numbers = torch.arange(num_experts, device=flat.device)
+    starts = torch.searchsorted(sorted_experts, numbers)
+    places = torch.arange(flat.numel(), device=flat.device) - starts[sorted_experts]
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = places < capacity
+    return kept.view_as(experts)
+
+
+def _scaled(weights: Tensor, config: MoEFields) -> Tensor:
+    factor = config.moe_router_topk_scaling_factor
+    return weights if factor is None else weights * factor

@@ -1,0 +1,42 @@
+"""An MLP beside the experts that works on every token (DeepSeekMoE, 2024), optionally gated (Qwen 1.5 MoE, 2024).
+
+y = mlp(x)        gated    y = sigmoid(x w^T) mlp(x)
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
+from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SharedExpertMLP(MLP):
+    """[s, b, h] -> [s, b, h], tensor-parallel as any MLP."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config, submodules, pg_collection, width=config.moe_shared_expert_intermediate_size)
+        self.gate_weight = None
+        if config.moe_shared_expert_gate:
+            assert config.hidden_size is not None
+            splits_tokens = config.sequence_parallel and pg_collection.tp.size() > 1
+            self.gate_weight = declare_parameter(
+                (1, config.hidden_size),
+                init=input_initialiser(config),
+                dtype=parameter_dtype(config),
+                partial_grad_axes=("tp",) if splits_tokens else (),
+            )
+
+    def output(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], with its bias added."""
+        output, bias = self(hidden_states)
+        output = output if bias is None else output + bias
+        if self.gate_weight is not None:
+            output = output * F.linear(hidden_states, self.gate_weight).sigmoid()
+        return output

@@ -1,0 +1,67 @@
+"""Mixture of experts: the biases of the routers after a step, and their losses in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce
+from megatron.core.transformer.layer_patterns import has_experts
+from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter
+from megatron.core.transformer.operations import operations_of_experts
+from megatron.training.hooks.meter import MeterHook
+from megatron.training.run import Hook, Run, StepResult
+
+
+class ExpertsHook(Hook):
+    """Every rank takes part in both. per_layer: log the losses of each layer beside their mean."""
+
+    def __init__(self, meter: MeterHook, *, per_layer: bool) -> None:
+        self.meter = meter
+        self.per_layer = per_layer
+
+    def on_train_start(self, run: Run) -> None:
+        """Say how the experts compute."""
+        if run.is_first_rank:
+            chosen = operations_of_experts(run.config.model, run.device)
+            print("; ".join(f"{operation}: {how}" for operation, how in chosen.items()), flush=True)
+
+    def on_gradients(self, run: Run) -> None:
+        """The step's tokens are counted: let the biases follow."""
+        for router in routers(run):
+            router.update_expert_bias()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Hand the losses on: means over microbatches and replicas, in the order of layers."""
+        model = run.config.model
+        layers = [index + 1 for index in range(model.num_layers) if has_experts(model, index + 1)]
+        kinds = [*model.moe_router_load_balancing_type, *(["z_loss"] if model.moe_z_loss_coeff else [])]
+        names = [LOSS_NAMES[kind] for kind in kinds if kind in LOSS_NAMES]
+        if not names:
+            return
+        means = self._means(run, layers, names)
+        for place, name in enumerate(names):
+            of_layers = means[:, place].tolist()
+            self.meter.step.further[name] = sum(of_layers) / len(of_layers)
+            self.meter.step.texts.append(f"{name}: {sum(of_layers) / len(of_layers):.6E}")
+            if self.per_layer:
+                for layer, value in zip(layers, of_layers, strict=True):
+                    self.meter.step.further[f"{name} layer {layer}"] = value
+
+    def _means(self, run: Run, layers: list[int], names: list[str]) -> Tensor:
+        """[layers, names], of the last step."""
+        own = torch.zeros(len(layers), len(names), dtype=torch.float64, device=run.device)
+        for router in routers(run):
+            for name, summed in router.take_losses().items():
+                own[layers.index(router.layer_number), names.index(name)] += summed
+        all_reduce(own, run.groups.world)  # each process has what its own tokens add to its own layers' losses
+        samples_of_microbatch = run.batch_size.micro_batch_size
+        return own * samples_of_microbatch / self.meter.step.global_batch_size
+
+
+def routers(run: Run) -> Iterator[TopKRouter]:
+    """Those of this process's layers."""
+    for chunk in run.model:
+        yield from (module for module in chunk.module.modules() if isinstance(module, TopKRouter))

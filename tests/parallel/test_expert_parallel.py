@@ -1,0 +1,144 @@
+"""A mixture of experts is the same run in every layout: experts on one process, dealt out, cut, and with everything
+else that divides a model. Compared with one process as in test_layouts.py.
+
+    MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/parallel/test_expert_parallel.py      the full table
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.placement import placement_of
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.hooks.experts import ExpertsHook, routers
+from megatron.training.hooks.meter import MeterHook
+from megatron.training.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
+from megatron.training.parity_layouts import parse_layout
+from megatron.training.step import train_step
+from megatron.training.trained_model import load_trained_model
+from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import EXPERTS, own_rank, training
+
+ITERATIONS = 4
+FIRST = "decoder.layers.0"
+ALLTOALL = "--moe-token-dispatcher-type=alltoall"
+ONE = "--micro-batch-size=1"  # so that four replicas share the batch
+SMALL = [
+    "dp2,ep2", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
+    f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
+]  # fmt: skip
+LARGE = [
+    "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
+    f"dp2,ep2,{ALLTOALL},dist-opt,overlap-all", f"tp2,dp2,ep4,etp1,{ALLTOALL}", "tp2,sp,dp2,ep2",
+    f"tp4,sp,ep2,etp2,{ALLTOALL}", "pp2,vpp2,dp2,ep2,overlap",
+    f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL},dist-opt,overlap-all", f"tp2,sp,cp2,dp2,ep4,{ALLTOALL},dist-opt",
+    f"dp2,ep2,{ALLTOALL},--calculate-per-token-loss", "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,ep2",
+]  # fmt: skip
+LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
+
+
+def share(text: str, style: str = "moe") -> Share:
+    """One rank's part of the run; the whole run where the layout is one process."""
+    config, tokenizer, task = training(EXPERTS[style], text)
+    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
+
+
+@functools.cache
+def reference(flags: str = "1", style: str = "moe") -> Trace:
+    return join([share(flags, style)])
+
+
+@pytest.mark.flags("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_is_the_same_run(layout: str) -> None:
+    alone = ",".join(term for term in layout.split(",") if term in (ONE, "--calculate-per-token-loss")) or "1"
+    trace = join(run_distributed(share, parse_layout(layout).world_size, layout, timeout=240.0))
+    sizes = largest_differences(reference(alone), trace)
+    print(f"{layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})
+    assert compare(reference(alone), trace) == []
+    cut = {split.axis: split.num_shards for split in trace.placements[f"{FIRST}.mlp.experts.linear_fc1.weight"].splits}
+    sizes = {axis: int(size) for axis, size in re.findall(r"\b(ep|etp|tp)([0-9])", layout)}
+    assert cut["ep"] == sizes.get("ep", 1)
+    assert cut.get("etp", 1) == sizes.get("etp", sizes.get("tp", 1))
+
+
+@pytest.mark.parametrize("layout", ["tp2,ep2,etp1", f"dp2,ep2,{ALLTOALL}"])
+def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str) -> None:
+    """Full experts drop tokens of the whole microbatch, and a bias follows the tokens of the whole step."""
+    trace = join(run_distributed(share, 2, layout, "picky", timeout=240.0))
+    assert compare(reference("1", "picky"), trace) == []
+
+
+# ---- bytes, logs, checkpoints
+
+
+def expert_bytes(text: str) -> tuple[int, int]:
+    """(bytes of this process's weights of experts, of its gradients of them)."""
+    config, tokenizer, task = training(EXPERTS["moe"], text)
+    with local_run(config, tokenizer, task, own_rank(config)) as run:
+        chunk = run.model[0]
+        params = [p for n, p in chunk.module.named_parameters() if placement_of(p, n).is_expert]
+        return sum(p.nbytes for p in params), sum(b.grad_data.nbytes for b in chunk.flat_buffers if b.is_expert)
+
+
+def test_each_process_holds_its_share_of_the_experts() -> None:
+    whole = expert_bytes("1")
+    assert whole[0] == 2 * 4 * 3 * 24 * 32 * 4
+    assert run_distributed(expert_bytes, 2, "dp2,ep2") == [(whole[0] // 2, whole[1] // 2)] * 2
+
+
+def biases_and_losses(text: str, directory: str, save: bool) -> tuple[list[torch.Tensor], dict[str, float], float]:
+    """Three steps, after loading or, where `save` says so, before saving: biases of the routers, the last step's
+    logged losses and its loss."""
+    flags = f"{EXPERTS['picky']} --save {directory} --save-interval 99 --moe-per-layer-logging"
+    config, tokenizer, task = training(flags if save else f"{flags} --load {directory}", text)
+    with local_run(config, tokenizer, task, own_rank(config)) as run:
+        if not save:
+            load_checkpoint(run)
+        batches = run.data.open("train", run.progress.consumed_train_samples)
+        for _ in range(3):  # an odd number: a bias that went up and down is not where it began
+            run.hooks.on_step_start(run)
+            result = train_step(run, batches)
+            run.hooks.on_step_end(run, result)
+        hooks = run.hooks.hooks  # type: ignore[attr-defined]
+        meter = next(hook for hook in hooks if isinstance(hook, MeterHook))
+        assert any(isinstance(hook, ExpertsHook) for hook in hooks)
+        biases = [router.expert_bias.detach().clone() for router in routers(run) if router.expert_bias is not None]
+        if save:
+            save_checkpoint(run)
+        return biases, dict(meter.step.further), float(result.losses["lm loss"])
+
+
+@pytest.mark.flags("--moe-per-layer-logging")
+def test_checkpoints_and_logs_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """A run that was saved with experts dealt out goes on with all on one process, and the other way round."""
+    dealt_out = f"dp2,ep2,{ALLTOALL},dist-opt"
+    first = run_distributed(biases_and_losses, 2, dealt_out, str(tmp_path), True)
+    alone = biases_and_losses("1", str(tmp_path / "one"), True)
+    for other in first:
+        assert_same(other, alone)
+    names = {"load_balancing_loss", "z_loss"}
+    assert {name.partition(" layer")[0] for name in alone[1]} == names
+    assert {name for name in alone[1] if "layer" in name} == {f"{name} layer {n}" for name in names for n in (1, 3)}
+    assert all(0 < value < 10 for value in alone[1].values())
+    assert any(bias.abs().max() > 0 for bias in alone[0])
+    trained = load_trained_model(tmp_path)
+    loaded = [module for module in trained.model.modules() if isinstance(module, TopKRouter)]
+    torch.testing.assert_close([router.expert_bias.detach() for router in loaded], alone[0])
+    further = biases_and_losses("1", str(tmp_path), False)
+    for other in run_distributed(biases_and_losses, 2, dealt_out, str(tmp_path / "one"), False):
+        assert_same(other, further)
+
+
+def assert_same(found: tuple, expected: tuple) -> None:
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
+    assert found[2] == pytest.approx(expected[2], rel=1e-5)

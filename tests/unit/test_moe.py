@@ -1,0 +1,416 @@
+"""A mixture of experts is what its definition says: compared with loops over tokens and experts, and flag by flag."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.grouped_linear import GroupedProducts, Products, grouped_linear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.permutation import combine, permute, sort_slots
+from megatron.core.transformer.moe.routing import best, sinkhorn, within_capacity
+from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
+from megatron.core.transformer.operations import operations_of_experts
+from tests.unit.gpt_models import build_model, first_layer, read_config, token_batch
+
+E, K, S, B, H = 8, 2, 6, 2, 32
+MOE = "--disable-bias-linear --swiglu --num-experts 8 --moe-ffn-hidden-size 16"
+
+
+def layer_of(flags: str, index: int = 0) -> MoELayer:
+    """The mixture of a layer of the tiny model, with a router whose choices are clear."""
+    layer = build_model(f"{MOE} {flags}").decoder.layers[index].mlp
+    assert isinstance(layer, MoELayer)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            size = 1.0 if "router.weight" in name else 0.3
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+def tokens() -> Tensor:
+    """[s, b, h]."""
+    return torch.randn(S, B, H, generator=torch.Generator().manual_seed(5))
+
+
+# ---- the definition, in loops
+
+
+def chosen_experts(layer: MoELayer, logits: Tensor) -> list[tuple[list[int], list[Tensor]]]:
+    """Experts and weights of each token."""
+    config, bias = layer.config, layer.router.expert_bias
+    k, function = config.moe_router_topk, config.moe_router_score_function
+    found = []
+    for row in logits:
+        scores = {
+            "softmax": row.softmax(0) if config.moe_router_pre_softmax else row,
+            "sigmoid": row.sigmoid(),
+            "sqrtsoftplus": F.softplus(row).sqrt(),
+        }[function]
+        ranking = scores if bias is None else scores + bias
+        candidates = list(range(E))
+        if config.moe_router_group_topk:
+            groups = [
+                candidates[i::1][: E // config.moe_router_num_groups]
+                for i in range(0, E, E // config.moe_router_num_groups)
+            ]
+            per_group = k // config.moe_router_group_topk
+            strength = [sum(sorted((ranking[e].item() for e in group), reverse=True)[:per_group]) for group in groups]
+            admitted = sorted(range(len(groups)), key=lambda g: -strength[g])[: config.moe_router_group_topk]
+            candidates = [e for g in admitted for e in groups[g]]
+        experts = sorted(candidates, key=lambda e: -ranking[e].item())[:k]
+        weights = torch.stack([scores[e] for e in experts])
+        if function == "softmax" and not config.moe_router_pre_softmax:
+            weights = weights.softmax(0)
+        elif function != "softmax" and k > 1:
+            weights = weights / weights.sum()
+        found.append((experts, list(weights * (config.moe_router_topk_scaling_factor or 1.0))))
+    return found
+
+
+def mlp(x: Tensor, layer: MoELayer, e: int) -> Tensor:
+    """Expert e on one token [h]."""
+    fc1, fc2 = layer.experts.linear_fc1, layer.experts.linear_fc2
+    hidden = fc1.weight[e] @ x + (0 if fc1.bias is None else fc1.bias[e])
+    if layer.config.gated_linear_unit:
+        gate, up = hidden.chunk(2)
+        hidden = F.silu(gate) * up
+    else:
+        hidden = F.gelu(hidden)
+    return fc2.weight[e] @ hidden + (0 if fc2.bias is None else fc2.bias[e])
+
+
+def kept_choices(layer: MoELayer, choices: list[tuple[list[int], list[Tensor]]]) -> set[tuple[int, int]]:
+    """(token, expert) that fit into the capacity."""
+    config = layer.config
+    everything = [(t, e, w.item()) for t, (experts, ws) in enumerate(choices) for e, w in zip(experts, ws, strict=True)]
+    if config.moe_expert_capacity_factor is None:
+        return {(t, e) for t, e, _ in everything}
+    capacity = math.ceil(len(choices) * config.moe_router_topk / E * config.moe_expert_capacity_factor)
+    kept = set()
+    for expert in range(E):
+        wanting = [(t, w) for t, e, w in everything if e == expert]
+        if config.moe_token_drop_policy == "probs":
+            wanting.sort(key=lambda entry: -entry[1])
+        kept |= {(t, expert) for t, _ in wanting[:capacity]}
+    return kept
+
+
+def auxiliary_losses(layer: MoELayer, logits: Tensor) -> Iterator[Tensor]:
+    config, k = layer.config, layer.config.moe_router_topk
+    scores = {
+        "softmax": logits.softmax(1),
+        "sigmoid": logits.sigmoid(),
+        "sqrtsoftplus": F.softplus(logits).sqrt(),
+    }[config.moe_router_score_function]
+    shares = scores / scores.sum(1, keepdim=True)
+    batches = {"aux_loss": [range(S * B)], "seq_aux_loss": [range(b, S * B, B) for b in range(B)]}
+    batches["global_aux_loss"] = batches["aux_loss"]  # of the first microbatch of a step
+    for kind, weight in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False):
+        for members in batches.get(kind, []):
+            chosen = [set(shares[t].topk(k).indices.tolist()) for t in members]
+            for e in range(E):
+                fraction = sum(e in found for found in chosen) / (k * len(members))
+                mean_share = torch.stack([shares[t, e] for t in members]).mean()
+                yield weight * E * fraction * mean_share / len(batches[kind])
+    if config.moe_z_loss_coeff:
+        for row in logits:
+            yield config.moe_z_loss_coeff * row.exp().sum().log() ** 2 / len(logits)
+
+
+def by_definition(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [s, b, h] and the sum of the auxiliary losses."""
+    flat = x.flatten(0, 1)
+    logits = flat @ layer.router.weight.t()
+    choices = chosen_experts(layer, logits)
+    kept = kept_choices(layer, choices)
+    rows = []
+    for t, (experts, weights) in enumerate(choices):
+        row = torch.zeros(H)
+        for e, weight in zip(experts, weights, strict=True):
+            if (t, e) in kept:
+                row = row + weight * mlp(flat[t], layer, e)
+        rows.append(row)
+    output = torch.stack(rows).view_as(x)
+    shared = layer.shared_experts
+    if shared is not None:
+        gate, up = (x @ shared.linear_fc1.weight.t()).chunk(2, dim=-1)
+        own = (F.silu(gate) * up) @ shared.linear_fc2.weight.t()
+        output = output + (own if shared.gate_weight is None else (x @ shared.gate_weight.t()).sigmoid() * own)
+    return output, sum(auxiliary_losses(layer, logits), torch.zeros(()))
+
+
+def gradients(layer: MoELayer, loss: Tensor, x: Tensor) -> dict[str, Tensor]:
+    layer.zero_grad()
+    x.grad = None
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return grads | {"input": x.grad.clone()}
+
+
+@pytest.mark.flags(
+    "--num-experts", "--moe-router-topk", "--moe-router-pre-softmax", "--moe-router-score-function",
+    "--moe-router-enable-expert-bias", "--moe-router-num-groups", "--moe-router-group-topk",
+    "--moe-router-topk-scaling-factor", "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate",
+    "--moe-expert-capacity-factor", "--moe-token-drop-policy", "--moe-aux-loss-coeff", "--moe-z-loss-coeff",
+    "--moe-router-load-balancing-type",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 0.3",
+        "--moe-router-topk 3 --moe-router-pre-softmax --moe-router-topk-scaling-factor 2.5 --moe-z-loss-coeff 0.2",
+        "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-grouped-gemm",
+        "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 1.5 --moe-aux-loss-coeff 0.3 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-permute-fusion",
+        "--moe-router-score-function sqrtsoftplus --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
+        "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.3 0.2",
+        "--moe-expert-capacity-factor 0.75 --moe-shared-expert-intermediate-size 24 --moe-permute-fusion",
+        "--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position --moe-token-dispatcher-type alltoall",
+    ],
+)  # fmt: skip
+def test_forward_and_gradients_are_those_of_the_definition(flags: str) -> None:
+    layer, x = layer_of(flags), tokens().requires_grad_()
+    pull = torch.randn(S, B, H, generator=torch.Generator().manual_seed(6))
+    output, bias = layer(x)
+    assert bias is None
+    found = gradients(layer, (output * pull).sum(), x)
+    expected, auxiliary = by_definition(layer, x)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    wanted = gradients(layer, (expected * pull).sum() + auxiliary, x)
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    logged = sum(layer.router.take_losses().values(), torch.zeros(()))
+    torch.testing.assert_close(logged, auxiliary.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_experts_with_biases_and_without_a_gate() -> None:
+    layer = build_model("--num-experts 8 --moe-ffn-hidden-size 16").decoder.layers[0].mlp
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)))
+    x = tokens().requires_grad_()
+    output, _ = layer(x)
+    expected, _ = by_definition(layer, x)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    found, wanted = (gradients(layer, out.square().sum(), x) for out in (output, expected))
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_global_loss_knows_the_microbatches_before() -> None:
+    layer = layer_of("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1")
+    router, batches = layer.router, [tokens(), 2.0 * tokens().roll(1, 0)]
+
+    def shares_and_counts(x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = (x.flatten(0, 1) @ router.weight.t()).softmax(1)
+        return shares.mean(0), shares.topk(K).indices.flatten().bincount(minlength=E) / (K * S * B)
+
+    found = []
+    for x in (*batches, batches[1]):
+        if len(found) == 2:
+            router.auxiliary_loss_scale.begin_step(1.0)
+        router(x)
+        found.append(router.take_losses()["global_load_balancing_loss"])
+    (_, before), (shares, counts) = map(shares_and_counts, batches)
+    torch.testing.assert_close(found[1], E * (shares * (before + counts) / 2).sum().detach())
+    torch.testing.assert_close(found[2], E * (shares * counts).sum().detach())
+
+
+# ---- parts
+
+
+def test_groups_limit_the_choice() -> None:
+    scores = torch.tensor([[9.0, 0.0, 5.0, 5.0, 6.0, 1.0]])
+    assert best(scores, 2).tolist() == [[0, 4]]
+    assert best(scores, 2, num_groups=3, group_topk=1).tolist() == [[2, 3]]  # 9 + 0 < 5 + 5
+
+
+def test_sinkhorn_gives_every_expert_as_much() -> None:
+    logits = 2.0 * torch.randn(40, 4, generator=torch.Generator().manual_seed(1)) + torch.tensor([3.0, 0.0, 0.0, 0.0])
+    shares = sinkhorn(logits)
+    torch.testing.assert_close(shares.sum(0), torch.full((4,), 0.25), rtol=1e-3, atol=1e-4)
+    assert logits.argmax(1).bincount(minlength=4)[0] > 25
+    assert shares.argmax(1).bincount(minlength=4)[0] < 15
+
+
+def test_within_capacity() -> None:
+    experts, weights = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0.1], [0.3], [0.2], [0.1]])
+    assert within_capacity(experts, weights, 2, 2, "probs").flatten().tolist() == [False, True, True, True]
+    assert within_capacity(experts, weights, 2, 2, "position").flatten().tolist() == [True, True, False, True]
+
+
+def test_permute_and_combine_are_transposes() -> None:
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    destinations = torch.tensor([2, 0, 1, 1, 3, 0, 2, 2, 0, 3])  # two of each token; 3 goes nowhere
+    order, ends = sort_slots(destinations, 3, kept=8)
+    assert ends.tolist() == [3, 5, 8]
+    assert order.tolist() == [1, 5, 8, 2, 3, 0, 6, 7]
+    assert torch.autograd.gradcheck(lambda x: permute(x, order, 2), x)
+    rows = permute(x, order, 2).detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda rows: combine(rows, order, 5, 2), rows)
+    assert torch.equal(combine(rows, order, 5, 2)[4], rows[2])
+
+
+@pytest.mark.parametrize("products", [Products(), GroupedProducts()], ids=lambda p: p.name)
+@pytest.mark.parametrize("ends", [[2, 2, 7], [0, 0, 0]])
+def test_products_of_experts(products: Products, ends: list[int]) -> None:
+    """Also of experts without rows, into a main gradient that holds something already, and without one."""
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((ends[-1], 16), (3, 8, 16)))
+    grad = torch.randn(ends[-1], 8, generator=generator)
+    starts = [0, *ends[:-1]]
+    expected = torch.cat([x[i:j] @ w.t() for i, j, w in zip(starts, ends, weight, strict=True)])
+    weight_grad = torch.stack([grad[i:j].t() @ x[i:j] for i, j in zip(starts, ends, strict=True)])
+    for into_main_grad in (False, True):
+        leaf, rows = weight.clone().requires_grad_(), x.clone().requires_grad_()
+        leaf.main_grad = torch.ones(3, 8, 16)
+        y = grouped_linear(rows, leaf, torch.tensor(ends, dtype=torch.int32), products, into_main_grad)
+        torch.testing.assert_close(y, expected)
+        y.backward(grad)
+        torch.testing.assert_close(
+            rows.grad, torch.cat([grad[i:j] @ w for i, j, w in zip(starts, ends, weight, strict=True)])
+        )
+        if into_main_grad:
+            assert leaf.grad is None
+            torch.testing.assert_close(leaf.main_grad, weight_grad + 1.0)
+        else:
+            torch.testing.assert_close(leaf.grad, weight_grad)
+
+
+# ---- flags
+
+
+@pytest.mark.flags("--moe-ffn-hidden-size", "--moe-layer-freq")
+def test_which_layers_have_experts_of_which_width() -> None:
+    def kinds(flags: str) -> list[str]:
+        model = build_model(f"--num-layers 4 --num-experts 4 {flags}")
+        return ["moe" if isinstance(layer.mlp, MoELayer) else "mlp" for layer in model.decoder.layers]
+
+    assert kinds("") == ["moe"] * 4
+    assert kinds("--moe-layer-freq 2") == ["moe", "mlp", "moe", "mlp"]
+    assert kinds("--moe-layer-freq ([0]*1+[1]*3)") == ["mlp", "moe", "moe", "moe"]
+    assert layer_of("").experts.linear_fc1.weight.shape == (8, 2 * 16, H)
+    assert build_model("--num-experts 4").decoder.layers[0].mlp.experts.linear_fc2.weight.shape == (4, H, 4 * H)
+    with pytest.raises(ConfigError, match="--moe-layer-freq lists 2 layers"):
+        read_config("--num-layers 4 --num-experts 4 --moe-layer-freq [0,1]")
+
+
+@pytest.mark.flags("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-dispatcher-type")
+def test_how_experts_compute() -> None:
+    plain, other = (
+        layer_of(""),
+        layer_of("--moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall"),
+    )
+    assert isinstance(other.experts.linear_fc1.products, GroupedProducts)
+    assert not isinstance(plain.experts.linear_fc1.products, GroupedProducts)
+    assert (other.dispatcher.permute, other.dispatcher.combine) == (permute, combine)
+    assert plain.dispatcher.permute is not permute
+    assert isinstance(other.dispatcher, AllToAllDispatcher)
+    assert isinstance(plain.dispatcher, AllGatherDispatcher)
+    torch.testing.assert_close(other(tokens())[0], plain(tokens())[0])
+    said = operations_of_experts(read_config(f"{MOE} --moe-grouped-gemm").model, torch.device("cpu"))
+    assert said["products of experts"] == "grouped_mm"
+    with pytest.raises(ConfigError, match="flex is not supported; use allgather or alltoall"):
+        read_config(f"{MOE} --moe-token-dispatcher-type flex")
+
+
+@pytest.mark.flags("--moe-router-dtype")
+def test_router_dtype() -> None:
+    assert layer_of("--bf16").router.logits(tokens().bfloat16()).dtype == torch.bfloat16
+    assert layer_of("--bf16 --moe-router-dtype fp32").router.logits(tokens().bfloat16()).dtype == torch.float32
+    double = layer_of("--bf16 --moe-router-dtype fp64")
+    assert double.router.logits(tokens().bfloat16()).dtype == torch.float64
+    assert double(tokens().bfloat16())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.flags("--moe-input-jitter-eps")
+def test_jitter() -> None:
+    layer = layer_of("--moe-input-jitter-eps 0.1")
+    clean = tokens().flatten(0, 1) @ layer.router.weight.t()
+    torch.testing.assert_close(layer.eval().router.logits(tokens()), clean)
+    jittered = layer.train().router.logits(tokens())
+    assert not torch.allclose(jittered, clean)
+    assert (jittered - clean).abs().max() < 0.1 * (tokens().flatten(0, 1).abs() @ layer.router.weight.abs().t()).max()
+
+
+@pytest.mark.flags("--moe-router-force-load-balancing")
+def test_forced_balance() -> None:
+    x = tokens()[:1].expand(200, -1, -1)  # all tokens alike: the router's own choice is one and the same
+    assert len(layer_of("").router(x).experts.unique(dim=0)) == B
+    counts = layer_of("--moe-router-force-load-balancing").router(x).experts.flatten().bincount(minlength=E)
+    assert counts.min() > 60  # of a hundred on average
+
+
+def test_sinkhorn_in_training_only() -> None:
+    layer = layer_of("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1")
+    with torch.no_grad():
+        layer.router.weight[0] = 3.0 * tokens().mean((0, 1))
+    x = tokens() + tokens().mean((0, 1))
+    balanced, greedy = layer.router(x), layer.eval().router(x)
+    assert balanced.experts.flatten().bincount(minlength=E).max() < greedy.experts.flatten().bincount(minlength=E).max()
+    scores = (x.flatten(0, 1) @ layer.router.weight.t()).sigmoid()
+    torch.testing.assert_close(balanced.weights, scores.gather(1, balanced.experts))
+    with pytest.raises(ConfigError, match="sinkhorn balances without a loss"):
+        read_config(f"{MOE} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1")
+
+
+@pytest.mark.flags("--moe-router-bias-update-rate")
+def test_bias_follows_the_load() -> None:
+    layer = layer_of(
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
+    )
+    router = layer.router
+    with torch.no_grad():
+        router.expert_bias.zero_()
+    counts = sum(router(tokens() + shift).experts.flatten().bincount(minlength=E) for shift in (0.0, 0.5))
+    router.update_expert_bias()
+    expected = 0.1 * torch.sign(counts.float().mean() - counts)
+    torch.testing.assert_close(router.expert_bias, expected)
+    before = router.expert_bias.clone()
+    router.eval()(tokens())
+    router.update_expert_bias()  # nothing was counted: evaluation moves no bias
+    assert torch.equal(router.expert_bias, before)
+
+
+def test_initial_weights_of_an_expert_do_not_depend_on_how_many_are_here() -> None:
+    """And have the size that --init-method-xavier-uniform gives a matrix alone."""
+    model = build_model(f"{MOE} --init-method-xavier-uniform")
+    weight = first_layer(model).mlp.experts.linear_fc1.weight
+    bound = math.sqrt(6.0 / (32 + H))
+    assert 0.9 * bound < weight.abs().max() <= bound
+
+
+def test_text_can_be_generated_token_by_token() -> None:
+    model: GPTModel = build_model(MOE).eval()
+    ids, positions, _ = token_batch()
+    with torch.no_grad():
+        together = model(ids, positions)
+        alone = model(ids[:, :1], positions[:, :1])
+    torch.testing.assert_close(together[:, :1], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--optimizer muon", "cannot be combined with --optimizer muon yet"),
+        ("--compile", "cannot be combined with --compile yet"),
+        ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-group-topk 3 is more than"),
+        ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8; use 8 or fewer"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_config(f"{MOE} {flags}")
