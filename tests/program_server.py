@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch.distributed", "megatron.training.training", "megatron.training.gpt", "megatron.training.gpt_data"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -78,8 +77,7 @@ def die_with_parent() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    for module in PRELOAD:
-        importlib.import_module(module)
+    importlib.import_module("tests.preload")
     task = serve(socket.socket(fileno=int(sys.argv[1])))
     # From here on this is the program, at the top of its stack as if Python had just started.
     sys.argv = [task["program"], *task["arguments"]]

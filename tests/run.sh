@@ -18,6 +18,8 @@ case "${1:-}" in
 *) mode=selected ;;
 esac
 
+# Hundreds of processes import the same modules: they compile them once, also where the user's shell says not to keep that.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
 # A python3 that can import all of it is used as it is: a machine without network may have nothing else.

@@ -11,6 +11,12 @@ from benchmarks import generality, memory, overlap
 from benchmarks.train_step import Sizes
 from megatron.training.local_job import run_locally
 from megatron.training.parity_layouts import parse_layout
+from tests.parallel.harness import server
+
+
+@pytest.fixture(autouse=True)
+def fork_from_the_server_of_the_tests() -> None:
+    server()
 
 
 @functools.cache

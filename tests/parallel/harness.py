@@ -44,17 +44,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_TIMEOUT_SECONDS = 60.0
-_PRELOAD = [
-    "numpy",
-    "pytest",
-    "torch.distributed",
-    "pretrain_gpt",
-    "megatron.training.training",
-    "megatron.training.gpt",
-    "megatron.training.gpt_data",
-    "megatron.training.parity",
-]
-"""What the server imports, so that workers need not: a second of each, or two."""
 _GRACE_SECONDS = 2.0
 """How long the other workers may still report, after the first failure."""
 
@@ -102,7 +91,7 @@ def run_distributed(
     if "<locals>" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} is defined inside a function; workers need a module-level function")
     call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
-    context = _context()
+    context = server()
     with tempfile.TemporaryDirectory(prefix="gloo-") as directory:
         pipes, processes = [], []
         try:
@@ -127,10 +116,13 @@ def run_distributed(
 
 
 @functools.cache
-def _context() -> Any:
-    """A server that has imported the trainer once and forks workers; one thread per worker, no GPU, this checkout."""
+def server() -> Any:
+    """A server that has imported the trainer once and forks workers; one thread per worker, no GPU, this checkout.
+
+    A process has one such server; a test that starts it in another way asks for this one first.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["pytest", "tests.preload"])
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with _environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", MEGATRON_DEVICE="cpu", PYTHONPATH=path):
         from multiprocessing import forkserver

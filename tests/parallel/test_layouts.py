@@ -3,8 +3,9 @@
 Losses agree to 1e-5 (relative), the first iteration's gradients and every updated weight to 1e-4 of the tensor's
 largest element after gathering, and processes that hold the same elements agree bit for bit. Everything is the real
 thing: flags, setup, MockGPTDataset, the step; every rank has at least two microbatches, so that gradients accumulate.
+The usual table has layouts of up to four processes, most of them with one style of model.
 
-    MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/parallel/test_layouts.py      the full table, with 8 processes
+    MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/parallel/test_layouts.py      all layouts and styles, 8 processes
 """
 
 from __future__ import annotations
@@ -20,34 +21,44 @@ from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 
 ITERATIONS = 10
-ONE = "--micro-batch-size=1"  # so that four replicas share the batch
-SMALL = [
-    "tp2", "tp2,sp", "tp4", "dp2", "dp3", "tp2,dp2",
-    "pp2", "pp2,vpp2", "pp2,--decoder-first-pipeline-num-layers=1", "pp2,--pipeline-schedule=zb-h1",
-    "pp2,--pipeline-schedule=zb-v", "cp2", "cp2,--cp-comm-type=a2a", "dp2,dist-opt", "dp3,dist-opt,overlap-all",
-    "tp2,pp2", "tp2,sp,--tp-comm-overlap", "dp2,fsdp2",
-    f"dp4,--use-megatron-fsdp,--num-distributed-optimizer-instances=2,{ONE}",
-]  # fmt: skip
+MICRO_BATCH = "--micro-batch-size 3"  # four microbatches for one replica
+TWO = "--micro-batch-size=2"  # so that three replicas share the batch
+ONE = "--micro-batch-size=1"  # so that four do
+# With tied embeddings, learned positions and biases; with untied ones, RoPE and fewer key-value heads than four ranks.
+SMALL = {
+    "gpt2": [
+        "tp2", "tp2,sp", "tp4", "pp2", "pp2,vpp2", "pp2,--pipeline-schedule=zb-v", "tp2,pp2",
+        "cp2,--cp-comm-type=a2a", "cp4", "dp2", f"dp3,dist-opt,overlap-all,{TWO}", "dp2,fsdp2",
+    ],
+    "llama": [
+        "tp2,sp", "tp4", "tp2,sp,--tp-comm-overlap", "pp2,--decoder-first-pipeline-num-layers=1",
+        "pp2,--pipeline-schedule=zb-h1", "pp4", "cp2", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2", "pp2,cp2",
+        f"dp3,{TWO}", "dp2,dist-opt", f"dp4,dist-opt,overlap-all,--ddp-num-buckets=3,{ONE}",
+        f"dp4,--use-megatron-fsdp,--num-distributed-optimizer-instances=2,{ONE}", "tp2,dp2",
+    ],
+}  # fmt: skip
 LARGE = [
-    "tp4,sp", "pp4", "pp4,--pipeline-schedule=zb-h1", "pp2,--pipeline-schedule=gpipe",
-    "cp2,--cp-comm-type=all_gather", "cp4", "cp4,--cp-comm-type=a2a+p2p,--hierarchical-context-parallel-sizes 2 2",
-    "dp3,dist-opt,overlap", f"dp4,dist-opt,overlap-all,--ddp-num-buckets=3,{ONE}",
+    "tp4,sp", "pp4,--pipeline-schedule=zb-h1", "pp2,--pipeline-schedule=gpipe",
+    "cp4,--cp-comm-type=a2a+p2p,--hierarchical-context-parallel-sizes 2 2",
+    f"dp3,dist-opt,overlap,{TWO}",
     f"dp4,dist-opt,--num-distributed-optimizer-instances=2,{ONE}",
-    "tp2,sp,cp2", "pp2,cp2", "tp2,sp,pp2", "tp2,sp,dp2,dist-opt", f"tp2,dp4,{ONE}", "tp4,sp,dp2",
+    "tp2,sp,pp2", "tp2,sp,dp2,dist-opt", f"tp2,dp4,{ONE}", "tp4,sp,dp2",
     "tp4,sp,--tp-comm-overlap,--tp-comm-overlap-rs-dgrad",
     "tp2,sp,pp2,--pipeline-schedule=zb-h1,--tp-comm-overlap",
-    "dp3,fsdp2", f"dp4,fsdp2,{ONE}", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2",
+    f"dp3,fsdp2,{TWO}", f"dp4,fsdp2,{ONE}", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2",
     "dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads",
     "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "tp2,sp,cp2,pp2", f"tp2,sp,pp2,vpp2,dp2,dist-opt,{ONE}",
     "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,dist-opt,overlap-all",
     f"pp2,vpp2,dp2,dist-opt,overlap-all,--overlap-param-gather-with-optimizer-step,{ONE}",
 ]  # fmt: skip
-LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
+ROWS = [(style, layout) for style, layouts in SMALL.items() for layout in layouts]
+if os.environ.get("MEGATRON_ALL_LAYOUTS"):
+    ROWS = [(style, layout) for layout in dict.fromkeys([*sum(SMALL.values(), []), *LARGE]) for style in STYLES]
 
 
 def share(style: str, text: str) -> Share:
     """One rank's part of the run; the whole run where the layout is one process."""
-    config, tokenizer, task = training((STYLES | OPTIONS)[style], text)
+    config, tokenizer, task = training(f"{(STYLES | OPTIONS)[style]} {MICRO_BATCH}", text)
     return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
 
 
@@ -57,8 +68,7 @@ def reference(style: str) -> Trace:
 
 
 @pytest.mark.flags("--tensor-model-parallel-size", "--sequence-parallel", "--use-torch-fsdp2")
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("style", "layout"), ROWS)
 def test_layout_is_the_same_run(style: str, layout: str) -> None:
     shares = run_distributed(share, parse_layout(layout).world_size, style, layout, timeout=240.0)
     trace = join(shares)
