@@ -20,7 +20,10 @@ _SHAPE_FLAGS = (
 )  # fmt: skip
 _TRAJECTORY_GROUPS = ("model", "gpt", "optimizer", "scheduler", "data", "rng")
 _TRAJECTORY_FLAGS = ("--micro-batch-size", "--global-batch-size", "--tokenizer-type", "--vocab-size")
-_HARMLESS_FLAGS = ("--num-workers", "--data-cache-path", "--num-dataset-builder-threads", "--use-cpu-initialization")
+_HARMLESS_FLAGS = (
+    "--num-workers", "--data-cache-path", "--num-dataset-builder-threads", "--use-cpu-initialization",
+    "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler",
+)  # fmt: skip
 
 
 def shape_differences(saved: dict[str, Any], config: RunConfig) -> str:

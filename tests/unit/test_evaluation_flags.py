@@ -180,3 +180,12 @@ def test_flags_that_have_nothing_to_do_say_so() -> None:
     notes = run_config("--test-mode --train-sync-interval 5").notes
     assert any("--test-mode has no effect" in note for note in notes)
     assert any("--train-sync-interval" in note and "no effect" in note for note in notes)
+
+
+def test_an_evaluation_without_data_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for data, said in ((None, True), ("kept", False)):
+        run = prepare("--eval-interval", "6", "--eval-iters", "1", "--train-iters", "1")
+        if data is None:
+            run.data.datasets["validation"] = None
+        finish(run)
+        assert ("note: there is no validation data" in capsys.readouterr().out) == said

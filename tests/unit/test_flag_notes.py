@@ -15,6 +15,8 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
 @pytest.mark.flags(
     "--use-mcore-models", "--use-flash-attn", "--use-dist-ckpt", "--dist-ckpt-format", "--ckpt-fully-parallel-save",
     "--auto-detect-ckpt-format", "--disable-msc", "--enable-experimental", "--disable-jit-fuser", "--local-rank",
+    "--align-param-gather", "--no-align-param-gather", "--gradient-reduce-div-fusion",
+    "--no-gradient-reduce-div-fusion", "--create-all-gather-group",
 )  # fmt: skip
 @pytest.mark.parametrize("former", CURRENT, ids=lambda former: former.name)
 def test_what_needs_no_switch_is_noted(former: object) -> None:

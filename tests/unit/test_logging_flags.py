@@ -288,3 +288,11 @@ def test_logs_do_not_change_the_run() -> None:
                         "--timing-log-level", "2")  # fmt: skip
     for ours, theirs in zip(plain.model[0].parameters(), logged.model[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_curves_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ConfigError, match="--tensorboard-dir .*/file/x cannot be written .*; give a writable directory"
+    ):
+        train_tiny("--tensorboard-dir", tmp_path / "file" / "x", "--train-iters", "1")

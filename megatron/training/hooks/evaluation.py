@@ -26,7 +26,9 @@ class EvaluationHook(Hook):
         self._validation: list[Iterator[Batch]] = []
 
     def on_train_start(self, run: Run) -> None:
-        """Names must fit the sets before hours are spent."""
+        """Names must fit the sets before hours are spent; an evaluation that cannot be is no surprise at the end."""
+        if run.is_first_rank and not run.data.parts("validation"):
+            print("note: there is no validation data, so nothing is evaluated during training; see --split", flush=True)
         names, sets = self.config.validation_set_names, len(run.data.parts("validation"))
         if names is not None and sets and len(names) != sets:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core import optional_deps
+from megatron.core.errors import ConfigError
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.hooks.curves import evaluation_points, step_points
 from megatron.training.hooks.meter import MeterHook
@@ -25,11 +26,17 @@ class TensorBoardHook(Hook):
         """Open the event file. Curves after the resumed iteration, of iterations done again, are hidden."""
         if run.is_first_rank:
             tensorboard = optional_deps.require("torch.utils.tensorboard", needed_by="--tensorboard-dir")
-            self.writer = tensorboard.SummaryWriter(
-                log_dir=self.config.tensorboard_dir,
-                max_queue=self.config.tensorboard_queue_size,
-                purge_step=run.progress.iteration + 1,
-            )
+            try:
+                self.writer = tensorboard.SummaryWriter(
+                    log_dir=self.config.tensorboard_dir,
+                    max_queue=self.config.tensorboard_queue_size,
+                    purge_step=run.progress.iteration + 1,
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"--tensorboard-dir {self.config.tensorboard_dir} cannot be written ({error.strerror}); "
+                    "give a writable directory"
+                ) from error
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Points of this iteration."""
