@@ -171,6 +171,7 @@ def _computed(s: Settings) -> dict[str, Any]:
         "moe_aux_loss_coeff": s.moe_aux_loss_coeff,
         "virtual_pipeline_model_parallel_size": s.virtual_pipeline_model_parallel_size,
         "compile": s.compile,
+        "measures_attention_logits": s.qk_clip or s.log_max_attention_logit,
         "seed": s.seed,
         "bf16": s.bf16,
         "fp16": s.fp16,

@@ -30,6 +30,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.training.attention_logits import AttentionLogits, AttentionLogitsHook
 from megatron.training.checkpointing import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.data import SPLITS, LoaderSettings, TrainingData, sample_counts
@@ -151,6 +152,8 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         ),
     )
     optimizer.timers = run.timers
+    if config.model.measures_attention_logits:
+        optimizer.after_update = AttentionLogits(config.model, model, optimizer, groups)
     if task.process_non_loss_data is not None:
         hooks = run.hooks.hooks  # type: ignore[attr-defined]
         tensorboard = next((hook for hook in hooks if isinstance(hook, TensorBoardHook)), None)
@@ -361,6 +364,8 @@ def reporting_hooks(config: RunConfig, traffic: Traffic, meter: MeterHook) -> li
     hooks: list[Hook] = [meter]
     if config.model.num_moe_experts is not None:
         hooks.append(ExpertsHook(meter, per_layer=config.model.moe_per_layer_logging))
+    if logger.log_max_attention_logit:
+        hooks.append(AttentionLogitsHook(meter))
     if logger.log_comm_volume:
         hooks.append(TrafficHook(logger.log_interval, traffic, meter))
     if config.model.hybrid_context_parallel:

@@ -50,6 +50,28 @@ def test_layout_is_the_same_run(flags: str, layout: str, tolerances: Tolerances)
     assert compare(reference(flags), trace, tolerances) == []
 
 
+def clipped_share(flags: str, layout: str) -> Share:
+    config, tokenizer, task = training(f"--qk-clip --init-method-std 0.2 {flags}", layout)
+    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=3)
+
+
+@pytest.mark.flags("--qk-clip")
+def test_heads_are_clipped_alike_in_every_layout() -> None:
+    """Largest scores are those of all replicas, query groups are shared by ranks, slices end inside of heads."""
+    flags = "--group-query-attention --num-query-groups 2 --qk-clip-threshold 0.5"
+    tolerances = Tolerances(weight=5e-3)  # the keys' biases have no gradient but rounding
+    for layout in ("tp4,pp2", "tp2,dp2,dist-opt,--ddp-num-buckets=3,overlap-all"):
+        trace = join(run_distributed(clipped_share, parse_layout(layout).world_size, flags, layout))
+        assert compare(clipped_reference(flags), trace, tolerances) == []
+    loose = clipped_reference(flags.replace("0.5", "500"))
+    assert any("linear_qkv" in text for text in compare(clipped_reference(flags), loose, tolerances))
+
+
+@functools.cache
+def clipped_reference(flags: str) -> Trace:
+    return join([clipped_share(flags, "1")])
+
+
 @pytest.mark.flags("--muon-tp-mode")
 def test_blockwise_muon_takes_each_shard_for_a_matrix() -> None:
     flags = "--optimizer muon --muon-tp-mode blockwise"

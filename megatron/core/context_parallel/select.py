@@ -20,6 +20,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transformer.attention_backends.base import AttentionOptions, SequenceAttention
 from megatron.core.transformer.attention_backends.documents import ByDocument
+from megatron.core.transformer.attention_backends.max_logits import MaxLogits
 from megatron.core.transformer.attention_backends.select import build_attention_backend
 from megatron.core.transformer.layer_patterns import window_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,6 +52,8 @@ def build_sequence_attention(
     """
     backend = build_attention_backend(config, layer_number, device)
     if groups.cp.size() == 1:
+        if config.measures_attention_logits:
+            backend = MaxLogits(backend, AttentionOptions.of(config, layer_number))
         return ByDocument(backend)
     kind = comm_type_of(config, layer_number)
     if kind == "all_gather":

@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
 from megatron.core.optimizer.soap import Soap
 from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
+from megatron.core.optimizer.whole_matrices import range_of
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
@@ -87,6 +88,9 @@ class MegatronOptimizer:
         self._device = buffers[0].device
         self._step = torch.zeros((), device=self._device)
         self.grad_scaler = make_grad_scaler(config, self._device)
+        self.after_update: Callable[[Tensor], None] | None = None
+        """Called in every step, with 1 where gradients were not finite, before the network gets its parameters: it may
+        change them further (`scale_rows`)."""
 
     def _rule(self, name: str) -> UpdateRule:
         match name:
@@ -168,9 +172,13 @@ class MegatronOptimizer:
         self._step += 1.0 - found_inf
         is_left_out = self._looks_first and bool(found_inf.item())
         for turn in self._turns:
-            for group in turn.groups:
-                if not is_left_out:
+            if not is_left_out:
+                for group in turn.groups:
                     group.rule.update(group, self._step, divisor, found_inf)
+            if self.after_update is not None:
+                assert len(self._turns) == 1, f"after_update is for all chunks at once, there are {len(self._turns)} turns"
+                self.after_update(found_inf)
+            for group in turn.groups:
                 _write_back(group.states)
             with self.timers("params-all-gather", 1):
                 for chunk in turn.chunks:
@@ -190,6 +198,19 @@ class MegatronOptimizer:
             for piece, place in state.pieces(self._counted[id(state.buffer)])
         ]
         return global_norm(views, self.model_sum, self._device)
+
+    def scale_rows(self, name: str, factors: Tensor) -> None:
+        """Multiply row i of a parameter here, by its name in the whole model, by factors[i]; as far as this process
+        updates it."""
+        for state in self._states:
+            for member in state.members:
+                if member.name != name:
+                    continue
+                of_all = factors.repeat_interleave(member.param.numel() // len(factors))
+                for piece, place in state.pieces([range_of(member)]):
+                    values = state.values(piece, place)
+                    first = member.start + piece[0] - member.slot.start
+                    values.mul_(of_all[first : first + values.numel()])
 
     def named_slices(self) -> dict[str, StateSlice]:
         """State of every parameter by its name in the whole model, as far as this process keeps it."""

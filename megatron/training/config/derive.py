@@ -303,6 +303,7 @@ def _without_effect(s: Settings) -> None:
         ("cross_entropy_fusion_impl", not s.cross_entropy_loss_fusion, "--cross-entropy-loss-fusion"),
         *((dest, s.flight_recorder_dump_path is None, "--flight-recorder-dump-path") for dest in _FLIGHT_RECORDER),
         ("distributed_timeout_seconds_after_init", s.world_size == 1, "several processes"),
+        *((dest, not s.qk_clip, "--qk-clip") for dest in ("qk_clip_alpha", "qk_clip_threshold")),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),
         *((dest, not s.use_mup, "--use-mup") for dest in s.flags if dest.startswith("mup_")),
         *((dest, not _is_gated(s), "--swiglu, --geglu or --quick-geglu") for dest in _GATED),

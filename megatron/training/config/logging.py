@@ -17,6 +17,9 @@ class LoggerConfig:
     """Also log the norm of all parameters."""
     log_num_zeros_in_grad: bool = False
     """Also log how many elements of the gradient are zero."""
+    log_max_attention_logit: bool = False
+    """Also log the largest attention score of the step, over all layers and heads; costs another product of queries
+    and keys."""
     log_layer_norms: bool = False
     """Print the norms of every layer's parameters and gradients with each progress line."""
     log_comm_volume: bool = False

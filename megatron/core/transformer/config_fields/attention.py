@@ -50,6 +50,15 @@ class AttentionFields:
     """How ranks that share a sequence (--context-parallel-size) exchange what attention needs, for all layers or one
     word for each: p2p passes keys and values round a ring; all_gather gathers them; a2a exchanges tokens for heads;
     a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
+    qk_clip: bool = False
+    """After each update, scale the weights of queries and keys of heads whose largest score was above
+    --qk-clip-threshold (MuonClip, Kimi Team, 2025)."""
+    qk_clip_alpha: float = flag(0.5, minimum=0, maximum=1)
+    """With --qk-clip: the queries' share of the factor threshold / score, as its power; the keys have the rest."""
+    qk_clip_threshold: float = flag(100.0, above=0)
+    """With --qk-clip: score above which a head is scaled."""
+    measures_attention_logits: bool = derived(False)
+    """The largest score of each head is noted (--qk-clip, --log-max-attention-logit)."""
     window_size: Sequence[int] | None = derived(None)
     """(left, 0): a token sees `left` tokens before itself; all of them when None (layer_patterns.py)."""
     window_attn_skip_freq: int | Sequence[int] | None = derived(None)

@@ -41,6 +41,24 @@ def queries_have_one_norm(s: Settings) -> Iterator[str]:
         yield "--qk-layernorm and --qk-l2-norm contradict each other; keep one norm of queries and keys"
 
 
+def scores_are_known(s: Settings) -> Iterator[str]:
+    """Where the largest attention scores can be measured, and clipping lasts."""
+    asked = "--qk-clip" if s.qk_clip else "--log-max-attention-logit"
+    if s.qk_clip or s.log_max_attention_logit:
+        if s.context_parallel_size > 1:
+            yield f"{asked} needs whole sequences on each rank; leave {s.say('context_parallel_size')} out"
+        if s.overlap_param_gather_with_optimizer_step:
+            yield f"{asked} acts when all chunks are updated; leave --overlap-param-gather-with-optimizer-step out"
+        if s.compile:
+            yield f"{asked} measures inside of the layers that --compile compiles; leave one of the two out"
+    if s.qk_clip:
+        for dest in ("qk_layernorm", "qk_l2_norm"):
+            if getattr(s, dest):
+                yield f"--qk-clip scales weights, which {s.say(dest)} makes good again; leave one of the two out"
+        if s.use_torch_fsdp2:
+            yield "--qk-clip needs whole rows, which --use-torch-fsdp2 may cut; use --use-distributed-optimizer"
+
+
 def further_tokens_have_positions(s: Settings) -> Iterator[str]:
     if s.mtp_num_layers and s.position_embedding_type not in ("rope", "yarn", "none"):
         yield (
@@ -109,6 +127,7 @@ def rotary_kinds_agree(s: Settings) -> Iterator[str]:
 
 CHECKS = (
     sequence_is_given, positions_reach_the_sequence, one_activation, queries_have_one_norm,
+    scores_are_known,
     latent_attention_stands_alone, further_tokens_have_positions, rotation_takes_pairs, rotary_kinds_agree,
     cross_entropy_is_ours,
     determinism_is_possible, spec_names_a_function, scaling_with_the_width_is_defined,
