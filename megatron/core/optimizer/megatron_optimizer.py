@@ -176,7 +176,9 @@ class MegatronOptimizer:
                 for group in turn.groups:
                     group.rule.update(group, self._step, divisor, found_inf)
             if self.after_update is not None:
-                assert len(self._turns) == 1, f"after_update is for all chunks at once, there are {len(self._turns)} turns"
+                assert len(self._turns) == 1, (
+                    f"after_update is for all chunks at once, there are {len(self._turns)} turns"
+                )
                 self.after_update(found_inf)
             for group in turn.groups:
                 _write_back(group.states)
