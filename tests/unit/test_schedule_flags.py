@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron.core.errors import ConfigError
 from megatron.training.setup import build_scheduler
-from tests.unit.run_flags import run_config
+from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 ITERATIONS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --mock-data "
@@ -89,3 +90,26 @@ def test_weight_decay() -> None:
     assert curve(f"{growing} cosine", key="weight_decay")[25] == pytest.approx(
         0.1 + 0.2 * 0.5 * (1 + math.cos(math.pi * 0.75))
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--train-iters 0", "--train-iters 0 leaves the learning rate nothing to decay over"),
+        ("--adam-beta1 1", "--adam-beta1 1.0 takes nothing of a gradient into the mean; give a number below 1"),
+        ("--optimizer soap --adam-beta2 1", "--adam-beta2 1.0 takes nothing of a gradient"),
+        ("--optimizer muon --adam-beta2 1", "--adam-beta2 1.0 takes nothing of a gradient"),
+        ("--adam-eps 0", "--adam-eps 0 is out of range; give a number above 0"),
+    ],
+)
+def test_what_would_train_nothing_or_divide_by_zero(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_config(flags)
+
+
+def test_fewer_samples_than_a_step() -> None:
+    base = SMALLEST_RUN.replace("--train-iters 100", "--train-samples 7")
+    with pytest.raises(ConfigError, match="--train-samples 7 are less than one step of --global-batch-size 8"):
+        run_config("", base)
+    assert run_config("--rampup-batch-size 2 2 4", base).training.train_samples == 7
+    assert run_config("--optimizer lion --adam-beta1 1").optimizer.adam_beta1 == 1

@@ -44,7 +44,7 @@ class OptimizerConfig:
     """Decay of the running mean of gradients."""
     adam_beta2: float = flag(0.999, minimum=0, maximum=1)
     """Decay of the running mean of squared gradients."""
-    adam_eps: float = flag(1e-8, minimum=0)
+    adam_eps: float = flag(1e-8, above=0)
     """Added to the root of the second moment."""
     sgd_momentum: float = flag(0.9, minimum=0)
     """With --optimizer sgd: share of the last step's momentum that is kept; 0: no momentum, and no state."""

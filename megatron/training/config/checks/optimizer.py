@@ -25,4 +25,12 @@ def muon_finds_its_matrices(s: Settings) -> Iterator[str]:
         )
 
 
-CHECKS = (muon_finds_its_matrices,)
+def means_forget(s: Settings) -> Iterator[str]:
+    """Adam divides by 1 - beta."""
+    uses_adam = s.optimizer in ("adam", "soap") or (s.optimizer == "muon" and s.muon_scalar_optimizer == "adam")
+    for dest in ("adam_beta1", "adam_beta2"):
+        if uses_adam and getattr(s, dest) == 1:
+            yield f"{s.say(dest)} takes nothing of a gradient into the mean; give a number below 1, such as 0.95"
+
+
+CHECKS = (muon_finds_its_matrices, means_forget)

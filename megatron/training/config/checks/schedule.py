@@ -18,6 +18,14 @@ def units_agree(s: Settings) -> Iterator[str]:
             yield f"{s.say(f'{stem}_{other}')} does not fit {s.say(f'train_{unit}')}; use {right}"
 
 
+def there_is_a_step(s: Settings) -> Iterator[str]:
+    if s.train_iters == 0 and not s.lr_decay_iters:
+        yield "--train-iters 0 leaves the learning rate nothing to decay over; give at least 1, or --lr-decay-iters"
+    grows = s.rampup_batch_size is not None or s.step_batch_size_schedule is not None
+    if s.train_samples is not None and not grows and s.train_samples < (s.global_batch_size or 0):
+        yield f"{s.say('train_samples')} are less than one step of {s.say('global_batch_size')}; give more"
+
+
 def warmup_is_given_once(s: Settings) -> Iterator[str]:
     for dest in ("lr_warmup_iters", "lr_warmup_samples"):
         if s.lr_warmup_fraction is not None and getattr(s, dest):
@@ -84,6 +92,7 @@ def checkpoint_or_command_line(s: Settings) -> Iterator[str]:
 
 
 CHECKS = (
-    units_agree, warmup_is_given_once, warmup_ends_before_the_decay, rates_are_ordered, decoupled_rates_are_ordered,
+    units_agree, there_is_a_step, warmup_is_given_once, warmup_ends_before_the_decay, rates_are_ordered,
+    decoupled_rates_are_ordered,
     stable_decay_has_its_length, weight_decay_is_complete, checkpoint_or_command_line,
 )  # fmt: skip
