@@ -6,7 +6,7 @@
 
 A GPT-2 style model in float32, untied, is trained for two steps under each layout. Measured are the bytes of memory
 that exists: of parameters, of gradients, of optimizer state, and the largest sum of everything that autograd keeps for
-backward at one time (each piece of memory once, parameters not). Planned:
+backward at one time (each piece of memory once, parameters not), while it computes something again included. Planned:
 
     weights, biases   h (12 h + 13) in a layer; a row layer's biases (2 h) and the norms (4 h) are held whole, the rest
                       is divided by tp. Ends: v h / tp for the embedding, as much for the output layer, s h for
@@ -15,6 +15,8 @@ backward at one time (each piece of memory once, parameters not). Planned:
     activations       microbatches under way x layers of the stage x a + e on the stage with the loss; a and e come from
                       one process with 4 and with 8 layers. tp with sp, and cp, divide both. tp without sp divides only
                       a part of them: no plan, the measured share of one process stands alone.
+    recomputation     full: x = s h instead of a layer, and of the unit that is computed again everything. Selective: a
+                      is less the probabilities n s^2, the norms' 2 x, or the MLP's 8 x; the latter come back for one.
 """
 
 # ruff: noqa: E402 - the path comes before the imports
@@ -27,14 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout,
 
 import argparse
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
 from benchmarks.conditions import print_conditions
+from megatron.core.transformer.recompute import recompute_units, recomputes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags import read_run_config
 from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.local_job import run_locally
@@ -46,7 +54,14 @@ from megatron.training.step import train_step
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, MICROBATCHES = 4, 128, 64, 512, 8
 LAYOUTS = ["1", "tp2", "tp2,sp", "tp4,sp", "tp2,sp,--tp-comm-overlap", "cp2", "pp2", "pp4", "tp2,sp,pp2", "dp2",
-           "dp2,dist-opt", "dp4,dist-opt", "dp2,fsdp2", "dp4,fsdp2", "tp2,sp,dp2,fsdp2"]  # fmt: skip
+           "dp2,dist-opt", "dp4,dist-opt", "dp2,fsdp2", "dp4,fsdp2", "tp2,sp,dp2,fsdp2",
+           "tp2,sp,--recompute-granularity selective",
+           "tp2,sp,--recompute-granularity selective,--recompute-modules core_attn layernorm mlp",
+           "tp2,sp,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
+           "tp2,sp,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 2",
+           "tp2,sp,--recompute-granularity full,--recompute-method block,--recompute-num-layers 3",
+           "tp2,sp,pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1"]  # fmt: skip
+HEADS = 4
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -60,19 +75,40 @@ class Bytes(NamedTuple):
 
 
 class KeptForBackward:
-    """Counts the memory that autograd keeps: hooks for saved tensors."""
+    """Counts the memory that autograd keeps, by hooks for saved tensors.
+
+    Of hooks inside hooks torch asks the innermost only, so those that recomputation installs are made to count, too.
+    """
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self.holders: dict[int, int] = {}
 
-    def pack(self, tensor: Tensor) -> Any:
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        return tensor if is_parameter else _Kept(self, tensor)
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """While open, what is kept is counted."""
+        install = saved_tensors_hooks.__init__
 
-    def unpack(self, kept: Any) -> Tensor:
-        tensor: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
-        return tensor
+        def install_counting(hooks: Any, pack: Any, unpack: Any) -> None:
+            def pack_counted(tensor: Tensor) -> Any:
+                if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+                    return pack(tensor)
+                while_packing = _Kept(self, tensor)  # recomputation ends with the last tensor that it packs
+                packed = self.count(pack(tensor))
+                del while_packing
+                return packed
+
+            install(hooks, pack_counted, lambda kept: unpack(_uncounted(kept)))
+
+        patched = mock.patch.object(saved_tensors_hooks, "__init__", install_counting)
+        with patched, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+
+    def count(self, packed: Any) -> Any:
+        """What a hook packed, with the tensors in it counted as long as it lives."""
+        if isinstance(packed, tuple):
+            return tuple(map(self.count, packed))
+        return _Kept(self, packed) if isinstance(packed, Tensor) else packed
 
     def add(self, storage: torch.UntypedStorage, by: int) -> None:
         place = storage.data_ptr()
@@ -92,10 +128,16 @@ class _Kept:
         self.count.add(self.tensor.untyped_storage(), -1)
 
 
+def _uncounted(packed: Any) -> Any:
+    if isinstance(packed, tuple):
+        return tuple(map(_uncounted, packed))
+    return packed.tensor if isinstance(packed, _Kept) else packed
+
+
 def flags_of(layout: Layout, layers: int) -> list[str]:
     """The run's flags; every replica has as many microbatches."""
     batch, padding = MICROBATCHES * layout.sizes["dp"], VOCABULARY // layout.sizes["tp"]
-    flags = f"""--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
+    flags = f"""--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQUENCE}
         --max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} --lr 1e-3
         --train-iters 2 --hidden-dropout 0 --attention-dropout 0 --mock-data --tokenizer-type NullTokenizer
         --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by {padding} --eval-iters 0
@@ -117,7 +159,7 @@ def measure(rank: int, text: str, layers: int) -> Bytes:
         batches = run.data.open("train", 0)
         train_step(run, batches)
         kept = KeptForBackward()
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        with kept.counting():
             train_step(run, batches)
         return Bytes(*_static_bytes(run), kept.peak)
 
@@ -151,8 +193,26 @@ def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
     activations = None
     if tp == 1 or "sp" in terms:
         under_way = min(pp - stage, MICROBATCHES)
-        activations = (under_way * layers * per_layer + ends * (stage == pp - 1)) / (tp * cp)
+        model = read_run_config(flags_of(layout, LAYERS), {"WORLD_SIZE": str(layout.world_size)}).model
+        last = ends if stage == pp - 1 else 0.0
+        activations = planned_activations(model, layers, under_way, per_layer, last) / (tp * cp)
     return Bytes(4 * elements / shards, 4 * elements / shards, 8 * elements / state_shards, activations)
+
+
+def planned_activations(model: TransformerConfig, layers: int, under_way: int, per_layer: float, ends: float) -> float:
+    """Bytes of a stage, whole: the other microbatches under way, and the one that backward begins with at its peak."""
+    x = 4.0 * SEQUENCE * HIDDEN
+    if model.recompute_granularity != "full":
+        less = {"core_attn": 4.0 * HEADS * SEQUENCE**2, "layernorm": 2 * x, "mlp": 8 * x}
+        kept = layers * (per_layer - sum(size for part, size in less.items() if recomputes(model, part)))
+        again = (8 * x + x * recomputes(model, "layernorm")) * recomputes(model, "mlp")
+        return under_way * kept + max(ends, again)
+    kept, again = 0.0, 0.0
+    for unit in recompute_units(model, layers):
+        whole = len(unit.layers) * per_layer
+        again = max(again, kept + whole)  # the units before it still wait
+        kept += x if unit.is_recomputed else whole
+    return (under_way - 1) * kept + max(kept + ends, again)
 
 
 def report(layouts: list[str]) -> None:
@@ -174,7 +234,9 @@ def report(layouts: list[str]) -> None:
                 wanted, found = getattr(plan, kind), getattr(ranks[rank], kind)
                 shown = "-" if wanted is None else f"{wanted / 1000:,.0f}"
                 cells += f"{shown:>12}{found / 1000:>10,.0f}{found / getattr(small, kind):>8.3f}  "
-            print(f"{text:<26}{rank:>6}{cells}")
+            if len(text) > 26:
+                print(text)
+            print(f"{text if len(text) <= 26 else '':<26}{rank:>6}{cells}")
 
 
 def main() -> None:

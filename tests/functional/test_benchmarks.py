@@ -19,6 +19,9 @@ def fork_from_the_server_of_the_tests() -> None:
     server()
 
 
+FULL = "--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1"
+
+
 @functools.cache
 def activations_of_one_process() -> tuple[float, float]:
     """Bytes of a layer, and of the ends."""
@@ -28,7 +31,7 @@ def activations_of_one_process() -> tuple[float, float]:
     return per_layer, small.activations - memory.LAYERS * per_layer
 
 
-@pytest.mark.parametrize("text", ["tp2,sp", "dp2,fsdp2"])
+@pytest.mark.parametrize("text", ["tp2,sp", f"tp2,sp,{FULL}", "dp2,fsdp2"])
 def test_memory_is_what_was_planned(text: str) -> None:
     layout = parse_layout(text)
     plan = memory.planned(layout, 0, *activations_of_one_process())

@@ -24,6 +24,11 @@ VOCABULARY = 128
 X = SEQUENCE * MICRO_BATCH * HIDDEN * 4
 TOKENS = SEQUENCE * MICRO_BATCH
 
+RECOMPUTED = (
+    "tp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1,"
+    "--distribute-saved-activations"
+)
+
 Sent = dict[tuple[str, str], int]
 
 
@@ -54,6 +59,13 @@ def tensor_parallel(n: int, m: int) -> Sent:
     sums three numbers per token, and two of its three all-reduces are for the logarithm."""
     hidden = (1 + 2 * LAYERS) + (2 * LAYERS + 1)
     return {("tp", "all_reduce"): m * 2 * (n - 1) * (hidden * X + 3 * TOKENS * 4) // n}
+
+
+def recomputed(n: int, m: int) -> Sent:
+    """Whole layers, one by one, whose inputs the ranks share: backward gathers them, and sums the attention's output
+    again; it needs nothing of what comes after the MLP's second product."""
+    volume = tensor_parallel(n, m)[("tp", "all_reduce")] + m * 2 * (n - 1) * LAYERS * X // n
+    return {("tp", "all_reduce"): volume, ("tp", "all_gather"): m * (n - 1) * LAYERS * X // n}
 
 
 def sequence_parallel(n: int, m: int) -> Sent:
@@ -91,8 +103,8 @@ def ring(n: int, m: int) -> Sent:
     return {("cp", "send"): m * LAYERS * keys_and_values * ((n - 1) + (n - 1) + n)}
 
 
-@pytest.mark.flags("--log-comm-volume")
-@pytest.mark.parametrize("layout", ["tp2", "tp2,sp", "pp2", "pp2,vpp2", "cp2", "dp2", "dp3,dist-opt"])
+@pytest.mark.flags("--log-comm-volume", "--distribute-saved-activations")
+@pytest.mark.parametrize("layout", ["tp2", RECOMPUTED, "tp2,sp", "pp2", "pp2,vpp2", "cp2", "dp2", "dp3,dist-opt"])
 def test_volume_equals_the_formula(layout: str) -> None:
     sizes = parse_layout(layout).sizes
     (n,) = (size for size in sizes.values() if size > 1)
@@ -102,6 +114,7 @@ def test_volume_equals_the_formula(layout: str) -> None:
         gradients = {("dp", "all_reduce"): round(2 * (n - 1) / n * gradient_bytes)}
         expected = {
             "tp2": tensor_parallel(n, m),
+            RECOMPUTED: recomputed(n, m),
             "tp2,sp": sequence_parallel(n, m),
             "pp2": pipeline(1, m)[rank % 2],
             "pp2,vpp2": pipeline(2, m)[rank % 2],

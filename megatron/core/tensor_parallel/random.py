@@ -4,19 +4,23 @@
     model-parallel stream   another one on each rank: dropout inside a parallel layer, on a rank's own heads
 
 torch has one generator per device that dropout draws from; a tracker swaps its state. Like that generator, the tracker
-is one object per process: it is the second half of the same global fact.
+is one object per process: it is the second half of the same global fact. `checkpoint` computes a part of the network
+again in backward, with the numbers of both.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
+from megatron.core.collectives import all_gather_into_tensor
 from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
@@ -60,6 +64,16 @@ class CudaRNGStatesTracker:
         """Continue from what get_states returned."""
         self._states = {name: state.clone() for name, state in states.items()}
 
+    @contextlib.contextmanager
+    def rewound(self, states: dict[str, Tensor]) -> Iterator[None]:
+        """Draw as from these states inside the block; afterwards go on as if nothing had been drawn."""
+        outside = self._states
+        self._states = dict(states)
+        try:
+            yield
+        finally:
+            self._states = outside
+
     def reset(self) -> None:
         """Forget every stream."""
         self._states = {}
@@ -100,3 +114,52 @@ def model_parallel_stream(group_size: int) -> Iterator[None]:
         return
     with tracker.fork():
         yield
+
+
+def checkpoint(
+    function: Callable[..., Any], distribute_saved_activations: bool, *args: Any, tp_group: Group | None = None
+) -> Any:
+    """function(*args), of which only the arguments are kept: backward computes it again, with the same random numbers.
+
+    Upstream's signature. distribute_saved_activations: the first argument is the same tensor on all ranks of
+    `tp_group`; each keeps a part, and backward gathers them. Source: Chen et al., "Training Deep Nets with Sublinear
+    Memory Cost", 2016.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    tracker = get_cuda_rng_tracker()
+    states = dict(tracker._states)
+    keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if distribute_saved_activations:
+        keeping = _in_parts(args[0], tp_group if tp_group is not None else ProcessGroupCollection.current().tp)
+    with keeping:
+        return torch.utils.checkpoint.checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), tracker.rewound(states)),
+        )
+
+
+def _in_parts(value: Tensor, group: Group) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which `value`, where it is kept for backward, is divided over the group."""
+    place, shape, size = value.untyped_storage().data_ptr(), value.shape, value.numel()
+    length = -(-size // group.size())  # the last part may be shorter
+
+    def pack(kept: Tensor) -> Any:
+        if kept.untyped_storage().data_ptr() != place or kept.shape != shape:
+            return kept
+        own = kept.detach().reshape(-1)[group.rank() * length : (group.rank() + 1) * length]
+        part = kept.new_zeros(length)
+        part[: own.numel()] = own
+        return (part,)
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        (part,) = packed
+        whole = part.new_empty(length * group.size())
+        all_gather_into_tensor(whole, part, group)
+        return whole[:size].view(shape)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

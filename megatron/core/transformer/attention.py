@@ -28,9 +28,11 @@ from megatron.core.packed_seq_params import Documents
 from megatron.core.placement import Part, grouped_parts
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
+from megatron.core.transformer.recompute import recomputes
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -73,6 +75,7 @@ class SelfAttention(MegatronModule):
         self.heads_per_group = heads // max(query_groups, groups.tp.size())
         self.head_width = width
         self.is_rope_fused = uses_fused_rope(config)
+        self.recomputes_core = recomputes(config, "core_attn")
         queries = Part(heads // query_groups * width, name="query")
         self.gates = self.heads_per_group if config.attention_output_gate else 0
         group_blocks = (
@@ -132,12 +135,19 @@ class SelfAttention(MegatronModule):
         query, key, value = self._split_and_rotate(packed, rotation)
         if inference_context is not None:
             key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, d]
-        context = self.core_attention(query, key, value, attention_mask)  # [s, b, n * d]
+        context = self._core(query, key, value, attention_mask)  # [s, b, n * d]
         if self.gates:
             gate = packed[..., self.heads_per_group : 2 * self.heads_per_group, :].flatten(2)  # [s, b, n * d]
             context = context * torch.sigmoid(gate.float()).to(context.dtype)
         output: LayerOutput = self.linear_proj(context)
         return output
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None) -> Tensor:
+        inputs = (query, key, value, attention_mask)
+        context: Tensor = (
+            checkpoint(self.core_attention, False, *inputs) if self.recomputes_core else self.core_attention(*inputs)
+        )
+        return context
 
     def query_key_value(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] -> query [s, b, n, d], key and value [s, b, g, d], normalised and rotated as configured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,11 +12,12 @@ from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_stream
+from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.pipeline_layout import layers_of_stage
+from megatron.core.transformer.recompute import recompute_units
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,7 +41,8 @@ class TransformerBlock(MegatronModule):
         layers = layers_of_stage(config, groups.pp, vp_stage)
         self.first_layer = layers.start
         self.rotary_kinds = [rotary_kind_of_layer(config, index + 1) for index in layers]
-        self.tp_size = groups.tp.size()
+        self.tp_group = groups.tp
+        self.units = recompute_units(config, len(layers))
         self.layers = nn.ModuleList(
             build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
         )
@@ -57,9 +60,22 @@ class TransformerBlock(MegatronModule):
         """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None. local_rotation: for
         layers with a sliding window, where these have angles of their own."""
         rotations = {"global": rotation, "local": local_rotation, "none": None}
+
+        def run(indices: range, hidden_states: Tensor) -> Tensor:
+            for index in indices:
+                rotation = rotations[self.rotary_kinds[index]]
+                hidden_states = self.layers[index](hidden_states, attention_mask, rotation, inference_context)
+            return hidden_states
+
+        distribute = self.config.distribute_saved_activations
         with self._random_stream():
-            for layer, kind in zip(self.layers, self.rotary_kinds, strict=True):
-                hidden_states = layer(hidden_states, attention_mask, rotations[kind], inference_context)
+            for layers, is_recomputed in self.units:
+                unit = functools.partial(run, layers)
+                hidden_states = (
+                    checkpoint(unit, distribute, hidden_states, tp_group=self.tp_group)
+                    if is_recomputed and inference_context is None  # a cache must not be written to twice
+                    else unit(hidden_states)
+                )
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
@@ -68,4 +84,4 @@ class TransformerBlock(MegatronModule):
         """With sequence parallelism ranks hold different tokens, so that all dropout in the layers is a rank's own."""
         config = self.config
         draws = self.training and max(config.hidden_dropout, config.attention_dropout) > 0.0
-        return model_parallel_stream(self.tp_size) if draws and config.sequence_parallel else nullcontext()
+        return model_parallel_stream(self.tp_group.size()) if draws and config.sequence_parallel else nullcontext()

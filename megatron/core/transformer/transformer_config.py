@@ -14,6 +14,7 @@ from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
+from megatron.core.transformer.config_fields.recompute import RecomputeFields
 from megatron.core.transformer.layer_patterns import pattern_problems
 
 
@@ -26,6 +27,7 @@ class TransformerConfig(
     MuPFields,
     MoEFields,
     PipelineFields,
+    RecomputeFields,
     ModelParallelConfig,
 ):
     """Shape, number formats and kernels of a transformer.

@@ -11,6 +11,7 @@ with dropout on what is added. Sources: Xiong et al., 2020 (pre-norm); OLMo 2, 2
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,10 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recompute import computed_when_needed, recomputes
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -69,7 +72,8 @@ class TransformerLayer(MegatronModule):
         )
         self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm, "output")
         self.pre_mlp_layernorm = self._norm(submodules.pre_mlp_layernorm, "input")
-        if has_experts(config, layer_number):
+        is_dense = not has_experts(config, layer_number)
+        if not is_dense:
             if submodules.moe is None:
                 raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
             self.mlp = build_module(submodules.moe, config=config, layer_number=layer_number, pg_collection=groups)
@@ -77,6 +81,9 @@ class TransformerLayer(MegatronModule):
             self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
         self.compute_dtype = parameter_dtype(config)
+        self.recomputes_attention_norm = recomputes(config, "layernorm")
+        self.recomputes_mlp_norm = recomputes(config, "layernorm") and is_dense
+        self.recomputes_mlp = recomputes(config, "mlp") and is_dense
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
 
     def forward(
@@ -89,13 +96,15 @@ class TransformerLayer(MegatronModule):
         """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None."""
         layer_input = hidden_states
         normed, residual = self._enter(self.input_layernorm, layer_input)
-        output, bias = self.self_attention(normed, attention_mask, rotation, inference_context)
+        with _kept_or_not(self.recomputes_attention_norm, self.input_layernorm, normed, layer_input):
+            output, bias = self.self_attention(normed, attention_mask, rotation, inference_context)
         hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
+        mlp_input = layer_input if self.config.parallel_residual else hidden_states
+        normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input)
         if self.config.parallel_residual:
-            normed, residual = self._enter(self.pre_mlp_layernorm, layer_input)[0], hidden_states
-        else:
-            normed, residual = self._enter(self.pre_mlp_layernorm, hidden_states)
-        output, bias = self.mlp(normed)
+            residual = hidden_states
+        with _kept_or_not(self.recomputes_mlp_norm, self.pre_mlp_layernorm, normed, mlp_input):
+            output, bias = checkpoint(self.mlp, False, normed) if self.recomputes_mlp else self.mlp(normed)
         return self._leave(self.post_mlp_layernorm, output, bias, residual)
 
     def _norm(self, submodule: Any, place: str) -> Any:
@@ -121,3 +130,10 @@ class TransformerLayer(MegatronModule):
             output = output if norm is None else norm(output)
             output = output if scale == 1.0 else output * scale
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, self.training)
+
+
+def _kept_or_not(is_recomputed: bool, norm: Any, normed: Tensor, norm_input: Tensor) -> AbstractContextManager[None]:
+    """In which what reads the normalised hidden states keeps them for backward, or has them normalised again."""
+    if norm is None or not is_recomputed:
+        return nullcontext()
+    return computed_when_needed(normed, lambda: norm(norm_input))

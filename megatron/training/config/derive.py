@@ -141,6 +141,8 @@ def _optimizer(s: Settings) -> None:
         s.derive(start_weight_decay=s.weight_decay, end_weight_decay=s.weight_decay)
     if s.recompute_activations and s.recompute_granularity is None:
         s.derive(recompute_granularity="selective")
+    if s.recompute_granularity == "selective" and s.recompute_modules is None:
+        s.derive(recompute_modules=["core_attn"])
 
 
 def _data(s: Settings) -> None:
@@ -199,6 +201,7 @@ _YARN = (
 )  # fmt: skip
 _TP_OVERLAP = ("tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_bulk_dgrad", "tp_comm_bulk_wgrad",
                "tp_comm_overlap_rs_dgrad")  # fmt: skip
+_FULL_RECOMPUTATION = ("recompute_method", "recompute_num_layers")
 
 _SHARDING = "--use-torch-fsdp2 or --use-megatron-fsdp"
 _SHARDED = ("data_parallel_sharding_strategy", "megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype",
@@ -284,8 +287,7 @@ def _without_effect(s: Settings) -> None:
         *((dest, not s.fp16, "--fp16") for dest in ("loss_scale", *_DYNAMIC_LOSS_SCALE)),
         *((dest, s.fp16 and s.loss_scale is not None, "a dynamic loss scale") for dest in _DYNAMIC_LOSS_SCALE),
         ("max_seqlen_per_dp_cp_rank", not s.hybrid_context_parallel, "--hybrid-context-parallel"),
-        ("bucket_size", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
-        ("num_buckets", not s.overlap_grad_reduce, "--overlap-grad-reduce"),
+        *((dest, not s.overlap_grad_reduce, "--overlap-grad-reduce") for dest in ("bucket_size", "num_buckets")),
         *((dest, not asked_for_sharding(s), _SHARDING) for dest in _SHARDED),
         *((dest, not s.use_torch_fsdp2, _SHARDING) for dest in _DIVIDED),
         ("megatron_fsdp_version", not s.use_megatron_fsdp, "--use-megatron-fsdp"),
@@ -295,6 +297,8 @@ def _without_effect(s: Settings) -> None:
             "gradients in 16 bits, --grad-reduce-in-bf16",
         ),
         *((dest, not s.tp_comm_overlap, "--tp-comm-overlap") for dest in _TP_OVERLAP),
+        *((dest, s.recompute_granularity is None, "--recompute-granularity full") for dest in _FULL_RECOMPUTATION),
+        ("recompute_modules", s.recompute_granularity != "selective", "--recompute-granularity selective"),
         (
             "num_distributed_optimizer_instances",
             not (s.use_distributed_optimizer or s.use_torch_fsdp2),
@@ -312,8 +316,7 @@ def _without_effect(s: Settings) -> None:
         *((dest, s.position_embedding_type != "yarn", "--position-embedding-type yarn") for dest in _YARN),
         ("use_rope_scaling", s.position_embedding_type != "rope", "--position-embedding-type rope"),
         ("rope_scaling_factor", not s.use_rope_scaling, "--use-rope-scaling"),
-        ("rotary_base_local", s.window_size is None, "--window-size"),
-        ("window_attn_skip_freq", s.window_size is None, "--window-size"),
+        *((dest, s.window_size is None, "--window-size") for dest in ("rotary_base_local", "window_attn_skip_freq")),
     ]
     for dest, is_idle, needed in idle:
         if is_idle and dest in s.given and s.values[dest] != s.flags[dest].default:

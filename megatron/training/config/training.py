@@ -89,6 +89,8 @@ class TrainingConfig:
     """Warn of a gradient norm more than 10 times the largest of the process's first 100 iterations."""
     dump_param_to_param_group_map: str | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
+    recompute_activations: bool = False
+    """Short for --recompute-granularity selective."""
     compile: bool = False
     """Compile each transformer layer with torch.compile: slower start, faster steps."""
     samples_per_step: int | None = derived()

@@ -21,6 +21,16 @@ def recomputation_is_complete(s: Settings) -> Iterator[str]:
         for dest in ("recompute_method", "recompute_num_layers"):
             if getattr(s, dest) is not None:
                 yield f"{s.say(dest)} belongs to --recompute-granularity full; leave it out with selective"
+        if s.compile:
+            yield (
+                "--recompute-granularity selective cannot be combined with --compile, which plans that itself; "
+                "use --recompute-granularity full, or leave one out"
+            )
+    if kind == "full" and s.num_experts:
+        yield (
+            f"--recompute-granularity full cannot be combined with {s.say('num_experts')}, whose routers would count "
+            "tokens and losses twice; use --recompute-granularity selective, or leave it out"
+        )
     if s.recompute_activations and kind == "full":
         yield "--recompute-activations means --recompute-granularity selective, which contradicts full; keep one"
 

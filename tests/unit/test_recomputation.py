@@ -1,0 +1,195 @@
+"""Recomputation in one process: the same gradients to the last bit, and how much is kept until backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.memory import KeptForBackward
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.compilation import compile_layers
+from megatron.core.transformer.config_fields.recompute import RecomputeFields
+from megatron.core.transformer.recompute import computed_when_needed, recompute_units
+from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
+from tests.unit.run_flags import run_config
+
+FULL = "--recompute-granularity full --recompute-method"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+WAYS = [
+    "--recompute-activations", f"{SELECTIVE} layernorm", f"{SELECTIVE} core_attn layernorm mlp",
+    f"{FULL} uniform --recompute-num-layers 2", f"{FULL} block --recompute-num-layers 2",
+]  # fmt: skip
+STYLES = [
+    "--attention-backend local",
+    """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm --bf16
+    --fp32-residual-connection --norm-placement both --attention-output-gate --num-query-groups 2""",
+    """--parallel-residual --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --untie-embeddings-and-output-weights""",
+]
+LAYERS, BATCH, HIDDEN, HEADS = 3, 2, 32, 4
+X = SEQUENCE_LENGTH * BATCH * HIDDEN * 4
+"""Bytes of hidden states in float32."""
+
+
+def two_passes(model: GPTModel) -> list[torch.Tensor]:
+    """Losses of two microbatches, each drawing its own dropout, and all gradients: .grad and main_grad."""
+    ids, positions, labels = token_batch()
+    found = []
+    for param in model.parameters():
+        param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
+    torch.manual_seed(5)
+    for _ in range(2):
+        losses = model(ids, positions, labels=labels)
+        losses.mean().backward()
+        found.append(losses.detach())
+    grads = [grad for param in model.parameters() for grad in (param.grad, param.main_grad)]  # type: ignore[attr-defined]
+    return found + [torch.zeros(0) if grad is None else grad for grad in grads]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=("gpt2", "llama", "parallel"))
+def test_gradients_are_the_same_to_the_last_bit(style: str) -> None:
+    flags = f"{style} --num-layers {LAYERS} --hidden-dropout 0.2 --attention-dropout 0.2"
+    expected = two_passes(build_model(flags))
+    assert not torch.equal(expected[0], expected[1]), "dropout draws anew"
+    for way in WAYS:
+        found = two_passes(build_model(f"{flags} {way}"))
+        assert all(map(torch.equal, found, expected)), way
+
+
+def test_of_layers_with_experts_attention_is_recomputed() -> None:
+    flags = f"--num-layers {LAYERS} --num-experts 2 --disable-bias-linear --hidden-dropout 0.2"
+    expected = two_passes(build_model(flags))
+    assert all(map(torch.equal, two_passes(build_model(f"{flags} {WAYS[2]}")), expected))
+
+
+def kept(flags: str, layers: int = LAYERS) -> tuple[int, int]:
+    """Bytes between forward and backward, and the most there are at one time."""
+    model = build_model(f"--num-layers {layers} {flags}")
+    ids, positions, labels = token_batch()
+    count = KeptForBackward()
+    with count.counting():
+        loss = model(ids, positions, labels=labels).mean()
+        after_forward = count.now
+        loss.backward()
+    assert count.now == 0
+    return after_forward, count.peak
+
+
+@pytest.mark.flags(
+    "--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers",
+    "--recompute-modules",
+)  # fmt: skip
+def test_what_is_kept() -> None:
+    everything, _ = kept("")
+    layer = kept("", LAYERS + 1)[0] - everything
+    ends = everything - LAYERS * layer
+    probabilities = 4 * BATCH * HEADS * SEQUENCE_LENGTH**2
+    less = {"core_attn": probabilities, "layernorm": 2 * X, "mlp": 8 * X}
+    assert kept("--recompute-activations")[0] == kept("--recompute-granularity selective")[0]
+    assert kept("--recompute-activations")[0] == everything - LAYERS * probabilities
+    for parts in ("layernorm", "mlp", "mlp layernorm", "core_attn mlp"):
+        expected = everything - LAYERS * sum(less[part] for part in parts.split())
+        assert kept(f"{SELECTIVE} {parts}")[0] == expected, parts
+    for count, sizes in ((1, [1, 1, 1]), (2, [2, 1]), (3, [3])):
+        found, peak = kept(f"{FULL} uniform --recompute-num-layers {count}")
+        assert found == ends + len(sizes) * X
+        # A unit is whole while backward is in it, and those before it wait; of the ends a few numbers are left then.
+        assert peak == pytest.approx(max(before * X + size * layer for before, size in enumerate(sizes)), rel=0.03)
+    for count in (1, 3):
+        found, _ = kept(f"{FULL} block --recompute-num-layers {count}")
+        assert found == ends + count * X + (LAYERS - count) * layer
+
+
+def test_units_of_a_stage() -> None:
+    """The numbers are those of a pipeline stage, or virtual stage: each builds its own units."""
+
+    def units(method: str, count: int, layers: int) -> list[tuple[list[int], bool]]:
+        config = RecomputeFields(
+            recompute_granularity="full", recompute_method=method, recompute_num_layers=count  # type: ignore[arg-type]
+        )  # fmt: skip
+        return [(list(unit.layers), unit.is_recomputed) for unit in recompute_units(config, layers)]
+
+    assert units("uniform", 2, 5) == [([0, 1], True), ([2, 3], True), ([4], True)]
+    assert units("block", 2, 5) == [([0], True), ([1], True), ([2, 3, 4], False)]
+    assert units("block", 4, 2) == [([0], True), ([1], True), ([], False)]
+
+
+def test_only_the_value_itself_is_computed_anew() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with_other = torch.full((3,), 2.0)
+    computed: list[int] = []
+
+    def gradient(change: bool) -> list[float]:
+        value = torch.arange(3.0)
+
+        def compute() -> torch.Tensor:
+            computed.append(1)
+            return torch.arange(3.0)
+
+        with computed_when_needed(value, compute):
+            result = (weight * value.view(3)).sum()
+            if change:
+                value += 1
+            result = result + (weight * value).sum() + (weight * value[:2].sum()).sum() + (weight * with_other).sum()
+        (grad,) = torch.autograd.grad(result, weight)
+        found: list[float] = grad.tolist()
+        return found
+
+    assert gradient(change=False) == [3.0, 5.0, 7.0] and len(computed) == 2
+    computed.clear()
+    # The product before the change has the first values, the one after it keeps the changed ones.
+    assert gradient(change=True) == [0 + 1 + 3 + 2.0, 1 + 2 + 3 + 2.0, 2 + 3 + 3 + 2.0] and len(computed) == 1
+
+
+def test_rewound_streams_go_on_as_if_nothing_had_been_drawn() -> None:
+    tracker = CudaRNGStatesTracker()
+    tracker.add("own", 1)
+    before = tracker.get_states()
+    with tracker.fork("own"):
+        first = torch.rand(3)
+    with pytest.raises(RuntimeError), tracker.rewound(before):
+        with tracker.fork("own"):
+            assert torch.equal(torch.rand(3), first)
+        raise RuntimeError
+    with tracker.fork("own"):
+        assert not torch.equal(torch.rand(3), first)
+
+
+def test_compiled_layers_are_recomputed_whole() -> None:
+    flags = f"--num-layers {LAYERS} --compile"
+    plain, recomputed = build_model(flags), build_model(f"{flags} {FULL} uniform --recompute-num-layers 2")
+    for model in (plain, recomputed):
+        compile_layers(model, backend="aot_eager")
+    assert all(map(torch.equal, two_passes(recomputed), two_passes(plain)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (f"{SELECTIVE} mlp --compile", "selective cannot be combined with --compile"),
+        ("--recompute-granularity full", "full needs --recompute-method uniform or block"),
+        (f"{FULL} block", "full needs --recompute-num-layers"),
+        (f"{FULL} block --recompute-num-layers 2", "--recompute-num-layers 2 is not from 1 to 1"),
+        ("--recompute-activations --recompute-method block", "leave it out with selective"),
+        (
+            f"{FULL} block --recompute-num-layers 1 --num-experts 2 --disable-bias-linear",
+            "cannot be combined with --num-experts 2, whose routers would count",
+        ),
+        (f"{SELECTIVE} moe", "comes with recomputation of experts"),
+        (
+            f"{FULL} block --recompute-num-layers 1 --distribute-saved-activations",
+            "needs a tensor-parallel size above 1",
+        ),
+    ],
+)
+def test_refusals(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_config(flags)
+
+
+@pytest.mark.parametrize("flags", ["--recompute-num-layers 1", "--recompute-method block", "--recompute-modules mlp"])
+def test_without_a_granularity_nothing_is_recomputed(flags: str) -> None:
+    (note,) = (note for note in run_config(flags).notes if "recompute" in note)
+    assert note.startswith(f"{flags} has no effect without --recompute-granularity")
