@@ -3,12 +3,14 @@
 Step s takes from the dataset that is furthest behind its share, the largest weights[d] * max(s, 1) - drawn[d], the
 first of equal ones. The rule is Megatron-LM's, and so is every bit of the result.
 
-It is sequential: a step depends on all draws before it. Two things make it quick without a compiler:
+It is sequential: a step depends on all draws before it. Three things make it quick without a compiler:
 
 - The counts are never far from weights * step, and after some steps no longer depend on where they started. So the
   steps are cut into segments that advance side by side, each from a guess of its counts. A segment whose guess differs
-  from what the segment before it arrived at is run again from there: first its head alone, which mostly ends as before,
+  from what the segment before it arrived at is run again from there: piece by piece, until one ends as it did before,
   so that the rest holds. When every piece starts where the one before it ended, the whole is the sequential result.
+- Only the count of a rare dataset, drawn less than once or twice in a segment, depends on what happened long before.
+  Its guess is low, as a segment soon makes up for a missing draw, and one that finds a draw tells all later ones.
 - The dataset that is drawn is always about as far behind: of a hundred datasets most are not in question for some
   steps. So only those are compared that reach a certain level within a window of steps. When what was drawn lay above
   the level, nothing that was left out could have come first; otherwise the window is run again with all datasets.
@@ -25,9 +27,12 @@ Array = npt.NDArray[Any]
 
 _PLAIN_BELOW = 20_000  # samples up to which the plain loop is as fast
 _SEGMENTS = 2048  # their table of candidates stays in the processor's cache
-_HEAD_STEPS = 256  # after so many most segments have forgotten their guess
-_FEW_PIECES = 8  # so few are quicker one after the other
+_HEAD_STEPS = 256  # the first piece of a segment: after so many steps most have forgotten their guess
+_PIECES = 4  # of a segment
+_FEW_WRONG = 8  # segments; so few are quicker one after the other
 _MAX_ROUNDS = 16
+_TRIALS = 2  # runs of all heads, to find draws of rare datasets
+_RARE_BELOW = 2  # draws in a segment
 _TABLE_ABOVE = 24  # datasets; fewer are compared all at once
 _SPENT = 2.0**62  # a count that is never drawn from
 
@@ -58,7 +63,7 @@ def _draw(weights: Array, size: int, limits: Array | None) -> tuple[Array, Array
 
 
 class _Segments:
-    """All steps, in segments of the same length, each a head and a tail: piece 2k and piece 2k + 1."""
+    """All steps, in segments of the same length, each in pieces: a short head, and what is left in equal parts."""
 
     def __init__(self, weights: Array, size: int, limits: Array | None) -> None:
         self.weights, self.limits = weights, limits
@@ -66,32 +71,45 @@ class _Segments:
         self.head = min(_HEAD_STEPS, max(1, self.length // 2))
         self.first_steps = np.arange(0, size, self.length)
         count, datasets = len(self.first_steps), len(weights)
-        self.starts = np.empty((count, 2, datasets))  # counts before each piece
-        self.ends = np.empty((count, 2, datasets))  # and after it
+        self.rare = weights * self.length < _RARE_BELOW
+        if self.rare.sum() > self.head or weights[self.rare].sum() > 0.5:
+            self.rare[:] = False
+        self.bounds = [0, *np.linspace(self.head, self.length, _PIECES, dtype=int).tolist()]
+        self.starts = np.empty((count, _PIECES, datasets))  # counts before each piece
+        self.ends = np.empty((count, _PIECES, datasets))  # and after it
         self.draws = np.empty((count, self.length), dtype=np.int16)
         self.ranks = np.empty((count, self.length), dtype=np.int64)
 
     def run_from_guesses(self) -> None:
         """Every head from a guess, every tail from where its head ended."""
         everything = np.arange(len(self.first_steps))
-        self.starts[:, 0] = _guess_counts(self.weights, self.first_steps)
-        self._run(everything, 0)
-        self.starts[:, 1] = self.ends[:, 0]
-        self._run(everything, 1)
+        counts = np.floor(self.first_steps[:, None] * self.weights[self.rare])
+        for _ in range(_TRIALS if self.rare.any() else 0):
+            self.starts[:, 0] = self._guess_counts(counts)
+            self._run(everything, 0)
+            counts[1:] = np.maximum(counts[1:], np.maximum.accumulate(self.ends[:-1, 0, self.rare]))
+        self.starts[:, 0] = self._guess_counts(counts)
+        for piece in range(_PIECES):
+            if piece:
+                self.starts[:, piece] = self.ends[:, piece - 1]
+            self._run(everything, piece)
 
     def repair(self) -> None:
         """Run pieces again until each starts where the one before it ended."""
-        heads, tails = self.starts[1:, 0], self.ends[:-1, 1]
-        for _ in range(_MAX_ROUNDS):
-            wrong = np.flatnonzero((heads != tails).any(axis=1))
-            if len(wrong) <= _FEW_PIECES:
+        heads, tails = self.starts[1:, 0], self.ends[:-1, -1]
+        for done in range(_MAX_ROUNDS):
+            if (heads != tails).any(axis=1).sum() <= _FEW_WRONG:
                 break
-            heads[wrong] = tails[wrong]
-            self._run(wrong + 1, 0)
-            again = wrong[(self.ends[wrong + 1, 0] != self.starts[wrong + 1, 1]).any(axis=1)] + 1
-            self.starts[again, 1] = self.ends[again, 0]
-            self._run(again, 1)
-        # Datasets of very small weight take long to forget the guess: what is left is repaired in order.
+            expected = self._expected_starts(done)
+            wrong = np.flatnonzero((heads != expected).any(axis=1))
+            heads[wrong] = expected[wrong]
+            rows = wrong + 1
+            self._run(rows, 0)
+            for piece in range(1, _PIECES):
+                rows = rows[(self.ends[rows, piece - 1] != self.starts[rows, piece]).any(axis=1)]
+                self.starts[rows, piece] = self.ends[rows, piece - 1]
+                self._run(rows, piece)
+        # The last few, in order.
         starts, ends = (counts.reshape(-1, len(self.weights)) for counts in (self.starts, self.ends))
         suspects = np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1)) + 1
         for suspect in suspects.tolist():
@@ -101,36 +119,66 @@ class _Segments:
                 self._run_plainly(piece)
                 piece += 1
 
-    def _part(self, which: int) -> slice:
-        return slice(self.head, self.length) if which else slice(0, self.head)
+    def _guess_counts(self, rare_counts: Array) -> Array:
+        """[segments, datasets]: likely counts before each, from those of the rare datasets.
 
-    def _run(self, rows: Array, which: int) -> None:
-        """The heads (0) or tails (1) of the given segments, side by side."""
-        if not len(rows):
+        The others share the rest of the draws by weight, rounded down, and what is missing goes to the largest rests.
+        """
+        common = ~self.rare
+        rest = self.first_steps - rare_counts.sum(axis=1)
+        shares = rest[:, None] * (self.weights[common] / self.weights[common].sum())
+        rounded = np.floor(shares)
+        missing = rest - rounded.sum(axis=1)
+        rank = np.argsort(np.argsort(rounded - shares, axis=1, kind="stable"), axis=1)
+        counts = np.empty(self.starts[:, 0].shape)
+        counts[:, self.rare] = rare_counts
+        counts[:, common] = rounded + (rank < missing[:, None])
+        return counts
+
+    def _expected_starts(self, rounds: int) -> Array:
+        """[segments - 1, datasets]: where segments but the first should start: at the end of the one before it.
+
+        The counts of rare datasets are what they would be if the segments before it had been run again, too: once a
+        draw is found, it counts for all later segments. Some of these draws will prove too early. So after two rounds
+        the counts are followed from the first segment on, and a segment that started too high adds what it drew.
+        """
+        expected = self.ends[:-1, -1].copy()
+        starts, ends = self.starts[:-1, 0, self.rare], self.ends[:-1, -1, self.rare]
+        if rounds < 2:
+            counts = np.maximum.accumulate(ends)
+        else:
+            counts = np.empty_like(ends)
+            count = starts[0]
+            for k, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                known = np.where(count > start, np.maximum(count, end), end)
+                count = np.where(count < start, count + (end - start), known)
+                counts[k] = count
+        expected[:, self.rare] = counts
+        expected[:, self.weights.argmax()] -= (counts - ends).sum(axis=1)
+        return expected
+
+    def _part(self, piece: int) -> slice:
+        return slice(self.bounds[piece], self.bounds[piece + 1])
+
+    def _run(self, rows: Array, piece: int) -> None:
+        """One piece of the given segments, side by side."""
+        part = self._part(piece)
+        if not len(rows) or part.start == part.stop:
+            self.ends[rows, piece] = self.starts[rows, piece]
             return
-        part = self._part(which)
         steps = self.first_steps[rows] + part.start
-        drawn = self.starts[rows, which]
+        drawn = self.starts[rows, piece]
         draws, ranks = _draw_side_by_side(self.weights, steps, part.stop - part.start, drawn, self.limits)
-        self.draws[rows, part], self.ranks[rows, part], self.ends[rows, which] = draws.T, ranks.T, drawn
+        self.draws[rows, part], self.ranks[rows, part], self.ends[rows, piece] = draws.T, ranks.T, drawn
 
-    def _run_plainly(self, piece: int) -> None:
-        row, which = divmod(piece, 2)
-        part = self._part(which)
+    def _run_plainly(self, number: int) -> None:
+        """A piece by its number among all, in order."""
+        row, piece = divmod(number, _PIECES)
+        part = self._part(piece)
         first = int(self.first_steps[row])
-        self.draws[row, part], self.ranks[row, part], self.ends[row, which] = _draw_plainly(
-            self.weights, first + part.start, first + part.stop, self.starts[row, which], self.limits
+        self.draws[row, part], self.ranks[row, part], self.ends[row, piece] = _draw_plainly(
+            self.weights, first + part.start, first + part.stop, self.starts[row, piece], self.limits
         )
-
-
-def _guess_counts(weights: Array, steps: Array) -> Array:
-    """[steps, datasets]: likely draws before each step: shares rounded down, the rest to the largest rests."""
-    shares = steps[:, None] * weights[None, :]
-    counts = np.floor(shares)
-    missing = steps - counts.sum(axis=1)
-    rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1)
-    guess: Array = counts + (rank < missing[:, None])
-    return guess
 
 
 def _draw_side_by_side(
