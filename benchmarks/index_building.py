@@ -153,7 +153,10 @@ def main() -> None:
         compare_indices(arguments, loops, Path(name))
         print(f"\n{arguments.samples:,} blended samples")
         for n in (2, 10, 100):
-            compare_blend(n, arguments, loops)
+            compare_blend(f"{n} datasets", np.random.RandomState(n).dirichlet(np.ones(n)), arguments, loops)
+        compare_blend("100, uneven", np.random.RandomState(100).dirichlet(np.full(100, 0.1)), arguments, loops)
+        halves = 2.0 ** -np.arange(1, 41)
+        compare_blend("40, each half as much", halves / halves.sum(), arguments, loops)
 
 
 class Dataset:
@@ -244,9 +247,8 @@ def write_lengths(prefix: str, documents: int) -> int:
     return int(ends[-1])
 
 
-def compare_blend(n: int, arguments: argparse.Namespace, loops: ctypes.CDLL | None) -> None:
-    weights = np.random.RandomState(n).dirichlet(np.ones(n))
-    size = arguments.samples
+def compare_blend(what: str, weights: np.ndarray, arguments: argparse.Namespace, loops: ctypes.CDLL | None) -> None:
+    n, size = len(weights), arguments.samples
     dataset, sample = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
 
     def ours() -> Any:
@@ -258,9 +260,7 @@ def compare_blend(n: int, arguments: argparse.Namespace, loops: ctypes.CDLL | No
         loops.blend(pointer(weights), n, ctypes.c_int64(size), pointer(dataset), pointer(sample), pointer(drawn))
         return dataset, sample
 
-    report(
-        f"blend of {n} datasets", rounds({"numpy": ours, "C++": theirs} if loops else {"numpy": ours}, arguments.rounds)
-    )
+    report(f"blend of {what}", rounds({"numpy": ours, "C++": theirs} if loops else {"numpy": ours}, arguments.rounds))
     if loops is not None:
         assert all((a == b).all() for a, b in zip(ours(), theirs(), strict=True)), "the two disagree"
 
@@ -278,7 +278,7 @@ def rounds(variants: dict[str, Callable[[], Any]], count: int) -> dict[str, floa
 
 def report(what: str, best: dict[str, float]) -> None:
     ratio = f"ratio {best['numpy'] / best['C++']:.2f}" if "C++" in best else "(no g++: no ratio)"
-    print(f"{what:24s} {ratio}   " + "   ".join(f"{name} {seconds:.3f} s" for name, seconds in best.items()))
+    print(f"{what:30s} {ratio}   " + "   ".join(f"{name} {seconds:.3f} s" for name, seconds in best.items()))
 
 
 def compiled_loops(folder: Path) -> ctypes.CDLL | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -267,6 +269,23 @@ def test_cache_directory(counting: str, tmp_path: Path, chosen: bool) -> None:
     directory = tmp_path / "mine" if chosen else tmp_path / "cache" / "GPTDataset_indices"
     assert len(list(directory.glob("*-GPTDataset-train-*.npy"))) == 3
     assert next(directory.glob("*-description.txt")).read_text() == train.unique_description
+
+
+def test_description_of_a_blend_is_plain_json(counting: str) -> None:
+    """Its text is what the cache is found by, so it must stay what json.dumps makes of all of it."""
+    blend = build(blend=([counting, counting], [1.0, 2.0]), split="1")[0]
+    description = json.loads(blend.unique_description)
+    assert blend.unique_description == json.dumps(description, indent=4)
+    assert description["datasets"] == [json.loads(dataset.unique_description) for dataset in blend.datasets]
+    assert list(description) == ["class", "datasets", "split", "weights", "size"]
+
+
+def test_an_index_is_digested_once_for_all_splits(counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: list[Any] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: digests.append(1) or digest(*arguments))
+    built = build(sizes=(4, 2, 2), blend=([counting], None), split="50,25,25")
+    assert all(part is not None for part in built) and len(digests) == 1
 
 
 # ---- masks and positions against the definition, token by token ----

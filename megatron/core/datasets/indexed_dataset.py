@@ -74,6 +74,7 @@ class IndexedDataset:
                 f"{get_idx_path(path_prefix)}: the dataset has no sequences; check the corpus it was made from"
             )
         self._itemsize = self.index.dtype.itemsize
+        self._idx_digest: str | None = None
         self._bin: _BinFile | ObjectFile
         if in_objects:  # whose storage keeps checksums of its own
             self._bin = ObjectFile(get_bin_path(path_prefix), self.index.bin_bytes)
@@ -151,9 +152,10 @@ class IndexedDataset:
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the layout of this dataset: the size of .bin and a digest of .idx."""
-        with open(self._idx_path, "rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return {"bin_bytes": self.index.bin_bytes, "idx_blake2b": digest.hexdigest()}
+        if self._idx_digest is None:  # each split of the dataset asks
+            with open(self._idx_path, "rb") as file:
+                self._idx_digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return {"bin_bytes": self.index.bin_bytes, "idx_blake2b": self._idx_digest}
 
     def pieces(self, tokens_at_once: int) -> Iterator[tuple[int, Array]]:
         """All tokens of .bin in order, in pieces of at most this many: (number of the first one, tokens)."""
