@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from torch import nn
 
@@ -9,6 +11,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.sharding_units import sharding_units
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
+from megatron.training.initialize import Launch, _prepare_environment
 from tests.unit.run_flags import run_config
 
 UPSTREAM = "--use-megatron-fsdp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -41,6 +44,25 @@ def test_less_than_gradients_is_divided_without_fsdp2() -> None:
     assert nothing.ddp.overlap_grad_reduce
     assert has_note(nothing, "--use-megatron-fsdp becomes plain data parallelism")
     assert has_note(nothing, "--overlap-param-gather has no effect: nothing is divided")
+
+
+@pytest.mark.flags("--use-megatron-fsdp", "--ckpt-format")
+def test_checkpoints_are_those_of_every_layout() -> None:
+    config = run_config("--use-megatron-fsdp --ckpt-format fsdp_dtensor", world_size=2)
+    assert config.checkpoint.ckpt_format == "torch_dist"
+    assert has_note(config, "--ckpt-format fsdp_dtensor is not written", "saved as torch_dist")
+    with pytest.raises(ConfigError, match="--ckpt-format fsdp_dtensor needs --use-megatron-fsdp; use torch_dist"):
+        run_config("--use-torch-fsdp2 --ckpt-format fsdp_dtensor", world_size=2)
+
+
+def test_collectives_get_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallelism wants one hardware queue for all, FSDP2 several."""
+    for flags, expected in (("--use-distributed-optimizer", "1"), ("--use-megatron-fsdp", None)):
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        config = run_config(f"--tensor-model-parallel-size 2 {flags}", world_size=4)
+        _prepare_environment(config, Launch(rank=0, local_rank=0, world_size=4))
+        assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected, flags
 
 
 @pytest.mark.flags("--use-megatron-fsdp")

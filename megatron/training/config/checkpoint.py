@@ -25,10 +25,11 @@ class CheckpointConfig:
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        planned_choices=("torch", "torch_dcp", "fsdp_dtensor"),
+        planned_choices=("torch", "torch_dcp"),
         coming=CHECKPOINT_FORMATS,
     )
-    """Format to save in. torch_dist: one directory for all ranks that any layout can load."""
+    """Format to save in. torch_dist: one directory for all ranks that any layout can load; it also takes the place of
+    fsdp_dtensor, which belongs to --use-megatron-fsdp."""
     save_tokenizer_assets: bool = flag(
         True, off_names=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets")
     )

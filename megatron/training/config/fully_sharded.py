@@ -32,6 +32,9 @@ def derive_sharding(s: Settings) -> None:
     if not asked_for_sharding(s):
         return
     asked, strategy = sharding_flag(s), s.data_parallel_sharding_strategy
+    if s.use_megatron_fsdp and s.ckpt_format == "fsdp_dtensor":
+        s.note("--ckpt-format fsdp_dtensor is not written; checkpoints are saved as torch_dist, which any layout loads")
+        s.derive(ckpt_format="torch_dist")
     s.derive(use_torch_fsdp2=strategy in _DIVIDED)
     if not s.use_torch_fsdp2:
         _without_divided_parameters(s, asked)
