@@ -43,7 +43,7 @@ import pytest
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_TIMEOUT_SECONDS = 60.0
+DEFAULT_TIMEOUT_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 """How long the other workers may still report, after the first failure."""
 

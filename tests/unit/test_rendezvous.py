@@ -80,7 +80,7 @@ def test_F12_a_stranger_at_the_port_does_not_hang_us() -> None:
         began_at = time.monotonic()
         with pytest.raises(TemporaryError, match=f"MASTER_PORT={port}"):
             open_store(Launch(rank=1, world_size=2, master_addr="127.0.0.1", master_port=port), 1.0)
-        assert time.monotonic() - began_at < 10
+        assert time.monotonic() - began_at < 60
 
 
 def test_F13_nobody_at_the_address() -> None:

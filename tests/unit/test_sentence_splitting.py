@@ -81,10 +81,10 @@ SPLITTER = make_splitter()
 
 
 def test_time_is_linear() -> None:
-    started_at = time.monotonic()
+    started_at = time.process_time()
     SPLITTER("a" * 3_000_000)
     SPLITTER("a." * 100_000)
-    assert time.monotonic() - started_at < 5
+    assert time.process_time() - started_at < 5
 
 
 def test_goes_to_other_processes() -> None:
