@@ -39,6 +39,7 @@ def iterations(out: Path) -> list[int]:
     return [row["iteration"] for row in rows if "lm loss" in row]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.flags("--tensorboard-dir", "--metrics-dir", "--save", "--load")
 def test_quickstart_trains_and_then_resumes(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
