@@ -1,0 +1,206 @@
+"""Memory of a training run by formula: parameters with their optimizer state, and activations.
+
+The figures are those that users know from the reference system, in bytes of 16-bit training with float32 main weights
+and gradients. What a process really holds is measured by benchmarks/memory.py.
+
+    weights       a matrix is divided by tp, an expert's by ep etp, norms and routers are not; layers by pp. The most
+                  loaded stage has the embedding, and the output layer where it is the only one. Biases and learned
+                  positions do not count. 18 bytes each (weight 2, gradient 4, main weight 4, moments 8); with the
+                  distributed optimizer 6 + 12 / replicas, of which there are dp cp, of experts fewer.
+    activations   with sequence parallelism s b h (18 + 4 f / h) / tp a layer, else s b h (10 + 24 / tp): attention
+                  scores are not kept (Korthikanti et al., 2022, table 2, which the second form gives for f = 4 h);
+                  the layers of min(pp, microbatches) microbatches under way; the ends.
+
+s: tokens of a sequence on one process, b: microbatch, h: hidden size, f: width of the MLP, v: padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.transformer.layer_patterns import has_experts
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_MEGABYTE = 1024 * 1024
+_BILLION = 10**9
+_TOKEN_NUMBER_BYTES = 8
+_ALLOCATOR_SHARE = 1.05  # of the form without sequence parallelism, which counts tensors one by one
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Elements of the whole model."""
+
+    layer_matrices: int
+    """Of attention, dense MLPs and shared experts."""
+    expert_matrices: int
+    active_expert_matrices: int
+    """Of the experts that work on one token."""
+    replicated: int
+    """Norms and routers, which tensor parallelism does not divide."""
+    embedding: int
+    """One table, padded."""
+    output_layer: int
+    """0 where it shares the embedding."""
+
+    @property
+    def transformer_block(self) -> int:
+        return self.layer_matrices + self.expert_matrices + self.replicated
+
+    @property
+    def total(self) -> int:
+        return self.transformer_block + self.embedding + self.output_layer
+
+    @property
+    def idle(self) -> int:
+        """What does not work on a given token."""
+        return self.expert_matrices - self.active_expert_matrices
+
+
+@dataclass(frozen=True)
+class TheoreticalMemory:
+    """Bytes on the most loaded process, and the counts that lead to them."""
+
+    parameters: ParameterCounts
+    most_loaded_shard: float
+    """Parameters."""
+    other_shards: float
+    weight_and_optimizer: float
+    layer_activations: float
+    """Of one layer and one microbatch."""
+    activations: float
+    microbatches_in_flight: float | None
+    """Of all stages' layers; None without pipeline stages."""
+
+    @property
+    def total(self) -> float:
+        return self.weight_and_optimizer + self.activations
+
+
+def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied: bool) -> ParameterCounts:
+    """Parameters of a GPT model with `padded_vocab_size` rows of embedding; untied: with an output layer of its own."""
+    assert model.kv_channels is not None and model.num_query_groups is not None and model.ffn_hidden_size is not None
+    hidden, layers = model.hidden_size, model.num_layers
+    query, key_and_value = model.num_attention_heads * model.kv_channels, 2 * model.num_query_groups * model.kv_channels
+    gates = query if model.attention_output_gate else 0
+    attention = hidden * (query + gates + key_and_value) + query * hidden
+    width_of_one = (3 if model.gated_linear_unit else 2) * hidden  # matrices of an MLP with one inner channel
+    moe_layers = sum(has_experts(model, index + 1) for index in range(layers))
+    experts = model.num_moe_experts or 0
+    shared = moe_layers * (model.moe_shared_expert_intermediate_size or 0)
+    norm = (2 if model.normalization == "LayerNorm" else 1) * hidden
+    embedding = padded_vocab_size * hidden
+    return ParameterCounts(
+        layer_matrices=layers * attention + width_of_one * ((layers - moe_layers) * model.ffn_hidden_size + shared),
+        expert_matrices=moe_layers * experts * width_of_one * model.moe_ffn_hidden_size,
+        active_expert_matrices=moe_layers * model.moe_router_topk * width_of_one * model.moe_ffn_hidden_size,
+        replicated=(2 * layers + 1) * norm + moe_layers * hidden * experts,
+        embedding=embedding,
+        output_layer=embedding if untied else 0,
+    )
+
+
+def theoretical_memory(
+    model: TransformerConfig,
+    *,
+    padded_vocab_size: int,
+    untied: bool,
+    seq_length: int,
+    micro_batch_size: int,
+    num_microbatches: int,
+    data_parallel_size: int,
+    distributed_optimizer: bool,
+) -> TheoreticalMemory:
+    """What the most loaded process of this layout holds; see the head of this file for what counts.
+
+    num_microbatches: of a step, of one model replica.
+    """
+    stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
+    counts = count_parameters(model, padded_vocab_size=padded_vocab_size, untied=untied)
+    dense = (counts.layer_matrices / ranks + counts.replicated) / stages
+    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
+    experts = counts.expert_matrices / expert_ranks / stages
+    ends = (counts.embedding + (counts.output_layer if stages == 1 else 0)) / ranks
+    replicas = data_parallel_size * model.context_parallel_size
+    expert_replicas = replicas * ranks / expert_ranks
+    tokens = seq_length // model.context_parallel_size * micro_batch_size
+    layer = _layer_activations(model, tokens)
+    return TheoreticalMemory(
+        parameters=counts,
+        most_loaded_shard=dense + experts + ends,
+        other_shards=dense + experts,
+        weight_and_optimizer=(dense + ends) * _parameter_bytes(replicas, distributed_optimizer)
+        + experts * _parameter_bytes(expert_replicas, distributed_optimizer),
+        layer_activations=layer,
+        activations=_activations(model, layer, tokens, padded_vocab_size, num_microbatches),
+        microbatches_in_flight=None if stages == 1 else stages * _layers_in_flight(model, num_microbatches),
+    )
+
+
+def _parameter_bytes(replicas: float, distributed_optimizer: bool) -> float:
+    """Of one parameter with its gradient and optimizer state."""
+    return 6 + 12 / replicas if distributed_optimizer else 18
+
+
+def _layer_activations(model: TransformerConfig, tokens: int) -> float:
+    """Bytes one layer keeps of one microbatch for its backward pass."""
+    assert model.ffn_hidden_size is not None
+    hidden, ranks = model.hidden_size, model.tensor_model_parallel_size
+    if model.sequence_parallel:
+        return tokens * (18 * hidden + 4 * model.ffn_hidden_size) / ranks
+    return tokens * hidden * (10 + 24 / ranks)
+
+
+def _layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
+    """Microbatches of the first stage's layers that are kept at once, in units of all layers of the model."""
+    stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
+    if chunks:
+        return 1 + (stages - 1) / (stages * chunks)
+    return min(1.0, num_microbatches / stages)
+
+
+def _activations(
+    model: TransformerConfig, layer: float, tokens: int, padded_vocab_size: int, num_microbatches: int
+) -> float:
+    """Bytes of the first stage, or of everything where it is the only one."""
+    hidden, stages, ranks = model.hidden_size, model.pipeline_model_parallel_size, model.tensor_model_parallel_size
+    divided = ranks if model.sequence_parallel else 1
+    embedding = stages * tokens * (_TOKEN_NUMBER_BYTES + hidden) / divided
+    kept = layer * model.num_layers + embedding
+    kept *= _layers_in_flight(model, num_microbatches)
+    if stages == 1:
+        if model.sequence_parallel:
+            kept += 4 * tokens * (hidden + padded_vocab_size) / ranks
+        else:
+            kept += 2 * tokens * (hidden + padded_vocab_size / ranks)
+    return kept if model.sequence_parallel else kept * _ALLOCATOR_SHARE
+
+
+def report(memory: TheoreticalMemory, *, sequence_parallel: bool, stages: int) -> str:
+    """The lines that tools/report_theoretical_memory.py prints; MB are 1024 x 1024 bytes."""
+    counts = memory.parameters
+    form = "with SP" if sequence_parallel else "precise, without SP"
+    lines = [
+        f"Number of parameters in transformer block in billions: {counts.transformer_block / _BILLION:.2f}",
+        "Number of active parameters in transformer block in billions: "
+        f"{(counts.transformer_block - counts.idle) / _BILLION:.2f}",
+        "Number of parameters in embedding layers in billions: "
+        f"{(counts.embedding + counts.output_layer) / _BILLION:.2f}",
+        f"Total number of parameters in billions: {counts.total / _BILLION:.2f}",
+        f"Total number of active parameters in billions: {(counts.total - counts.idle) / _BILLION:.2f}",
+        f"Number of parameters in most loaded shard in billions: {memory.most_loaded_shard / _BILLION:.4f}",
+    ]
+    if stages > 1:
+        lines.append(f"Number of parameters in other shards in billions: {memory.other_shards / _BILLION:.4f}")
+    per_layer = memory.layer_activations / _MEGABYTE
+    lines.append(f"Activation memory footprint per transformer layer ({form}): {per_layer:.1f} MB")
+    if memory.microbatches_in_flight is not None:
+        lines.append(f"Number of in-flight microbatches: {memory.microbatches_in_flight:.0f}")
+    lines.append(
+        f"Theoretical memory footprints: weight and optimizer={memory.weight_and_optimizer / _MEGABYTE:.2f} MB, "
+        f"activation={memory.activations / _MEGABYTE:.2f} MB, total={memory.total / _MEGABYTE:.2f} MB"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+#!/usr/bin/env python
+"""Memory of a training run by formula, before anything is started.
+
+    WORLD_SIZE=64 python tools/report_theoretical_memory.py <the flags of pretrain_gpt.py>
+
+Prints the parameters of the model and of a process, and the bytes of weights with optimizer state and of activations on
+the most loaded process. WORLD_SIZE is the number of processes of the job. megatron/training/theoretical_memory.py says
+what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.errors import command_line  # noqa: E402
+from megatron.training.config.container import RunConfig  # noqa: E402
+from megatron.training.flags import read_run_config  # noqa: E402
+from megatron.training.gpt import padded_vocab_size_of, tokenizer_of  # noqa: E402
+from megatron.training.launch import with_world_size  # noqa: E402
+from megatron.training.theoretical_memory import TheoreticalMemory, report, theoretical_memory  # noqa: E402
+
+
+def memory_of(config: RunConfig) -> TheoreticalMemory:
+    """What the formulas say of a run. Raises ConfigError or DataError for an unusable tokenizer."""
+    batch, replicas = config.training, config.data_parallel_size
+    assert batch.global_batch_size is not None and batch.micro_batch_size is not None, "derived by read_run_config"
+    assert config.data.seq_length is not None, "checked by read_run_config"
+    return theoretical_memory(
+        config.model,
+        padded_vocab_size=padded_vocab_size_of(config, tokenizer_of(config)),
+        untied=config.gpt.untie_embeddings_and_output_weights,
+        seq_length=config.data.seq_length,
+        micro_batch_size=batch.micro_batch_size,
+        num_microbatches=batch.global_batch_size // (batch.micro_batch_size * replicas),
+        data_parallel_size=replicas,
+        distributed_optimizer=config.ddp.use_distributed_optimizer,
+    )
+
+
+def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
+    """The settings of a job with these flags; WORLD_SIZE of the environment is its number of processes."""
+    return read_run_config(list(flags), with_world_size(environment))
+
+
+@command_line
+def main() -> int:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        return 0
+    config = read([item for item in sys.argv[1:] if item != "--traceback"], os.environ)
+    stages = config.model.pipeline_model_parallel_size
+    print(report(memory_of(config), sequence_parallel=config.model.sequence_parallel, stages=stages))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
