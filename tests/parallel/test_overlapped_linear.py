@@ -1,4 +1,4 @@
-"""Linear layers under sequence parallelism: what runs beside what, what is kept, and what --tp-comm-overlap adds."""
+"""Tensor-parallel linear layers: what runs beside what, what is kept, and what --tp-comm-overlap adds."""
 
 from __future__ import annotations
 
@@ -186,6 +186,45 @@ def test_a_late_weight_gradient_gathers_late_and_a_float32_result_is_not_rounded
         assert counts == [1, 0, 1] and kept == 12 * 3 * 8 and is_equal
         assert inside.dtype == torch.float32
         torch.testing.assert_close(inside, outside, rtol=1e-6, atol=1e-6)
+
+
+def column_alone() -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Without sequence parallelism: what backward does, in order; its gradients, and those of the whole product."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = ProcessGroupCollection.build(RankGrid(size, tp=size), rank).tp
+    config = run_config(f"--tensor-model-parallel-size {size} --num-attention-heads 4", world_size=size).model
+    layer = ColumnParallelLinear(8, 16, config=config, init_method=normal(0.5), gather_output=True, tp_group=group)
+    initialise_parameters(layer, seed=1)
+    tokens = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    output, _ = layer(tokens)
+    log: list[str] = []
+    sum_up, product = overlapped_linear.all_reduce, overlapped_linear.weight_gradient
+
+    def recorded_sum(*args: Any, async_op: bool = False) -> Any:
+        log.append("sum*" if async_op else "sum")
+        return Logged(sum_up(*args, async_op=async_op), "sum", log)
+
+    def recorded_product(*args: Any) -> Any:
+        log.append("dW")
+        return product(*args)
+
+    overlapped_linear.all_reduce, overlapped_linear.weight_gradient = recorded_sum, recorded_product
+    output.square().sum().backward()
+    overlapped_linear.all_reduce, overlapped_linear.weight_gradient = sum_up, product
+    shards = [torch.empty_like(layer.weight) for _ in range(size)]
+    dist.all_gather(shards, layer.weight.detach())
+    weight, x = torch.cat(shards).requires_grad_(), tokens.detach().requires_grad_()
+    (x @ weight.t()).square().sum().backward()
+    assert weight.grad is not None and x.grad is not None and tokens.grad is not None and layer.weight.grad is not None
+    found = {"input": tokens.grad, "weight": layer.weight.grad}
+    return log, found, {"input": x.grad, "weight": weight.grad.chunk(size)[rank]}
+
+
+def test_the_input_gradient_is_summed_beside_the_weight_gradient() -> None:
+    for log, found, expected in run_distributed(column_alone, 2):
+        assert log == ["sum*", "dW", "sum done"]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_refusals_and_notes() -> None:

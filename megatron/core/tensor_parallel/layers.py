@@ -142,7 +142,7 @@ class RowParallelLinear(nn.Module):
             else reduce_from_tensor_model_parallel_region
         )
         self.linear = choose_linear(config)
-        self.overlap = CommunicationOverlap.of(config, self.tp_group)
+        self.overlap = CommunicationOverlap.of(config, self.tp_group) if config.sequence_parallel else None
         dtype = parameter_dtype(config)
         self.weight = declare_parameter(
             (output_size, input_size), init=init_method, dtype=dtype, splits=tensor_parallel_split(1, self.tp_group)

@@ -1,5 +1,5 @@
-"""Linear layers under sequence parallelism: a column layer keeps its rank's tokens and gathers the others' again in
-backward, and communication runs while products are computed.
+"""Linear layers whose communication runs while products are computed. Under sequence parallelism a column layer keeps
+its rank's tokens and gathers the others' again in backward; without, it sums its input gradient over the ranks.
 
     column, forward    gather chunk 1 | gather chunk 2   | gather chunk 3   |
                                       | product, chunk 1 | product, chunk 2 | product, chunk 3
@@ -14,6 +14,7 @@ backward, and communication runs while products are computed.
 | column backward          | gather of X (kept divided), product dX = dY W                 | bulk_dgrad         |
 | column backward          | reduce-scatter of dX, product dW = dY^T X                     | bulk_wgrad         |
 | column backward, chunked | reduce-scatter of a chunk of dX, product of the next          | overlap_rs_dgrad   |
+| column backward, no SP   | all-reduce of dX, product dW = dY^T X                         | always             |
 
 The two bulk rows need no chunks and always hold (Korthikanti et al., 2022, section 4.2.2); the others, and switching
 these off, belong to --tp-comm-overlap.
@@ -33,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.collectives import Handle, all_gather_into_tensor, reduce_scatter_tensor
+from megatron.core.collectives import Handle, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.linear_ops import multiply_to_float32, weight_gradient
@@ -52,18 +53,21 @@ class CommunicationOverlap:
     bulk_dgrad: bool = True
     bulk_wgrad: bool = True
     rs_dgrad: bool = False
+    divided: bool = True
+    """Each rank has its own tokens (sequence parallelism); else all have all, and nothing is gathered or scattered."""
     into_main_grad: bool = True
     to_float32: bool = False
     """A column layer's result stays in float32, as its products are summed."""
 
     @classmethod
     def of(cls, config: ModelParallelConfig, group: Group) -> CommunicationOverlap | None:
-        """None without sequence parallelism, and where layers are compiled: the communication is outside the linear
-        operation then, and a column layer keeps the gathered input."""
-        if not config.sequence_parallel or group.size() == 1 or getattr(config, "compile", False):
+        """None for a group of one, and where layers are compiled: the communication is outside the linear operation
+        then, and a column layer keeps the gathered input."""
+        if group.size() == 1 or getattr(config, "compile", False):
             return None
         if not config.tp_comm_overlap:
-            return cls(ag=False, rs=False, into_main_grad=config.gradient_accumulation_fusion)
+            into_main_grad, divided = config.gradient_accumulation_fusion, config.sequence_parallel
+            return cls(ag=False, rs=False, divided=divided, into_main_grad=into_main_grad)
         return cls(
             ag=config.tp_comm_overlap_ag,
             rs=config.tp_comm_overlap_rs,
@@ -77,7 +81,8 @@ class CommunicationOverlap:
 def gather_and_multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, overlap: CommunicationOverlap
 ) -> Tensor:
-    """A column-parallel layer: all ranks' tokens times our rows of the weight. [s/tp, b, h] -> [s, b, out / tp]."""
+    """A column-parallel layer: all ranks' tokens times our rows of the weight. [s/tp, b, h] -> [s, b, out / tp]; where
+    tokens are not divided [s, b, h] -> [s, b, out / tp]."""
     result: Tensor = _GatherAndMultiply.apply(x, weight, bias, group, overlap)
     return result
 
@@ -96,6 +101,8 @@ class _GatherAndMultiply(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.group, ctx.overlap = weight, group, overlap
         multiply = multiply_to_float32 if overlap.to_float32 else F.linear
+        if not overlap.divided:
+            return multiply(x, weight, bias)
         chunks = _chunks(x.shape[0]) if overlap.ag else 1
         if chunks == 1:
             return multiply(_gather(x, group)[0], weight, bias)
@@ -110,6 +117,13 @@ class _GatherAndMultiply(torch.autograd.Function):
         (x,), weight, group, overlap = ctx.saved_tensors, ctx.weight, ctx.group, ctx.overlap
         grad_bias = grad.sum(dim=(0, 1)).to(x.dtype) if ctx.needs_input_grad[2] else None
         grad = grad.to(x.dtype).contiguous()
+        if not overlap.divided:
+            grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+            summing = None if grad_x is None else all_reduce(grad_x, group, async_op=True)
+            rows = x.flatten(0, -2)
+            grad_weight = _weight_gradient(weight, grad, rows, overlap) if ctx.needs_input_grad[1] else None
+            _wait([summing])
+            return grad_x, grad_weight, grad_bias, None, None
         # A weight gradient that waits in a queue gathers when its turn comes: until then only our tokens are kept.
         is_later = overlap.into_main_grad and is_deferred(weight)
         x_full, gathering = None, None
