@@ -2,8 +2,9 @@
 
     a   GPT-2 style: learned positions, LayerNorm, gelu, biases, tied embeddings; with evaluation
     b   Llama style: RoPE, RMSNorm, SwiGLU, grouped queries, no biases, untied
+    c   Mixtral style: as b with four experts, two for each token, and a balancing loss
 
-and the first ten iterations of both on two processes: data, tensor, sequence and pipeline parallel.
+and the first ten iterations on two processes: data, tensor, sequence, pipeline and expert parallel.
 
 From the given initial weights and data: loss within 2e-5, gradient norm within 1e-4 (relative), learning rate equal.
 The .bin file holds only the tokens that these runs read; the others are zero, so that it is small when compressed.
@@ -35,7 +36,18 @@ FLAGS = (
     "--tokenizer-model", "--tokenizer-type", "--seq-length", "--num-layers", "--hidden-size", "--num-attention-heads",
 )  # fmt: skip
 
-TWO_PROCESSES = ("a_tp2", "b_tp2", "b_tp2_sp", "b_dp2", "b_dp2_distopt", "a_pp2", "b_pp2", "b_pp2_vpp1")
+TWO_PROCESSES = (
+    "a_tp2",
+    "b_tp2",
+    "b_tp2_sp",
+    "b_dp2",
+    "b_dp2_distopt",
+    "a_pp2",
+    "b_pp2",
+    "b_pp2_vpp1",
+    "c_ep2",
+    "c_tp2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +132,16 @@ def test_gpt2_style(reference: Path, tmp_path: Path) -> None:
 def test_llama_style(reference: Path, tmp_path: Path) -> None:
     train(1, command_line("b", reference, tmp_path))
     assert_same_curve("b", tmp_path, 50)
+
+
+@pytest.mark.flags("--num-experts", "--moe-router-topk", "--moe-aux-loss-coeff", "--moe-router-load-balancing-type")
+def test_mixtral_style(reference: Path, tmp_path: Path) -> None:
+    train(1, command_line("c", reference, tmp_path))
+    assert_same_curve("c", tmp_path, 50)
+    expected = rows(DATA / "train_c" / "metrics_rank0.jsonl")
+    for ours, theirs in zip(rows(tmp_path / "metrics" / "metrics.jsonl"), expected, strict=True):
+        mean = sum(theirs["moe"]["load_balancing_loss"]) / 4
+        assert ours["load_balancing_loss"] == pytest.approx(mean, rel=LOSS_TOLERANCE), ours["iteration"]
 
 
 @pytest.mark.flags("--exit-interval", "--tensor-model-parallel-size")

@@ -11,6 +11,7 @@ refused.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,12 @@ _HARMLESS_CLASSES = frozenset(
      "numpy._core.multiarray._reconstruct", "pathlib.PosixPath", "types.SimpleNamespace")
 )  # fmt: skip
 """What upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state."""
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\."
+    r"(local_experts\.(?P<number>\d+)\.(?P<part>linear_fc[12]\.(weight|bias))"
+    r"|(?P<grouped_part>linear_fc[12]\.(weight|bias))(?P<grouped_number>\d+))"
+)
+"""One expert's tensor: under a name of its own, or numbered, as upstream's grouped layers have them."""
 _UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+")
 
 
@@ -87,7 +94,26 @@ def read_legacy_weights(path: Path) -> LegacyWeights:
         raise CheckpointError(f"{path} holds no weights; expected {{'model': {{name: tensor}}}}")
     ignored = [name for name, value in weights.items() if "_extra_state" in name or not isinstance(value, Tensor)]
     kept = {name.removeprefix("module."): value for name, value in weights.items() if name not in ignored}
-    return LegacyWeights(kept, ignored)
+    return LegacyWeights(_with_stacked_experts(kept, path), ignored)
+
+
+def _with_stacked_experts(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The same with one tensor [experts, ...] in place of each expert's own."""
+    others, by_name = {}, defaultdict[str, dict[int, Tensor]](dict)
+    for name, tensor in weights.items():
+        found = _EXPERT.fullmatch(name)
+        if found is None:
+            others[name] = tensor
+            continue
+        number, part = found["number"] or found["grouped_number"], found["part"] or found["grouped_part"]
+        by_name[f"{found['experts']}.{part}"][int(number)] = tensor
+    for name, experts in by_name.items():
+        missing = sorted(set(range(max(experts) + 1)) - set(experts))
+        if missing or len({tensor.shape for tensor in experts.values()}) > 1:
+            what = f"expert {missing[0]} is missing" if missing else "the experts differ in shape"
+            raise CheckpointError(f"{path} cannot be used: {name}: {what}")
+        others[name] = torch.stack([experts[number] for number in range(len(experts))])
+    return others
 
 
 def fill_from_full(
