@@ -35,6 +35,12 @@ def auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLo
     return [scale for scale in found if isinstance(scale, AuxiliaryLossScale)]
 
 
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass, to make activations anew that were not kept: what it counts has
+    been counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:

@@ -13,7 +13,7 @@ _SHAPE_FLAGS = (
     "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",
     "--kv-channels", "--swiglu", "--normalization", "--disable-bias-linear", "--add-bias-linear", "--add-qkv-bias",
     "--qk-layernorm", "--qk-norm-scope", "--norm-placement", "--geglu", "--quick-geglu", "--position-embedding-type",
-    "--max-position-embeddings", "--num-moe-experts", "--moe-layer-freq", "--moe-ffn-hidden-size",
+    "--max-position-embeddings", "--num-experts", "--moe-layer-freq", "--moe-ffn-hidden-size",
     "--moe-shared-expert-intermediate-size",
     "--untie-embeddings-and-output-weights", "--vocab-size", "--make-vocab-size-divisible-by", "--tokenizer-type",
     "--tokenizer-model",

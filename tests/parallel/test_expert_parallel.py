@@ -37,7 +37,7 @@ SMALL = [
 LARGE = [
     "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
     f"dp2,ep2,{ALLTOALL},dist-opt,overlap-all", f"tp2,dp2,ep4,etp1,{ALLTOALL}", "tp2,sp,dp2,ep2",
-    f"tp4,sp,ep2,etp2,{ALLTOALL}", "pp2,vpp2,dp2,ep2,overlap",
+    f"tp4,sp,ep2,etp2,{ALLTOALL}", f"pp2,vpp2,dp2,ep2,overlap,{ONE}",
     f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL},dist-opt,overlap-all", f"tp2,sp,cp2,dp2,ep4,{ALLTOALL},dist-opt",
     f"dp2,ep2,{ALLTOALL},--calculate-per-token-loss", "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,ep2",
 ]  # fmt: skip

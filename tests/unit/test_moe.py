@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -384,6 +385,22 @@ def test_bias_follows_the_load() -> None:
     assert torch.equal(router.expert_bias, before)
 
 
+def test_what_is_computed_again_is_counted_once() -> None:
+    flags = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.3"
+    grads, losses, biases = [], [], []
+    for recomputes in (False, True):
+        layer, x = layer_of(flags), tokens().requires_grad_()
+        output = checkpoint(lambda x, f=layer: f(x)[0], x, use_reentrant=False) if recomputes else layer(x)[0]
+        grads.append(gradients(layer, output.square().sum(), x))
+        losses.append(layer.router.take_losses()["load_balancing_loss"])
+        assert layer.router._chosen.sum() == S * B * K
+        layer.router.update_expert_bias()
+        biases.append(layer.router.expert_bias.detach())
+    torch.testing.assert_close(grads[1], grads[0])
+    assert losses[0] == losses[1]
+    assert torch.equal(biases[0], biases[1])
+
+
 def test_initial_weights_of_an_expert_do_not_depend_on_how_many_are_here() -> None:
     """And have the size that --init-method-xavier-uniform gives a matrix alone."""
     model = build_model(f"{MOE} --init-method-xavier-uniform")
@@ -414,3 +431,21 @@ def test_text_can_be_generated_token_by_token() -> None:
 def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_config(f"{MOE} {flags}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--moe-router-topk 3", "--moe-router-topk 3 has no effect without --num-experts"),
+        (
+            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax has no effect without --moe-router-score-function softmax",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1 has no effect without --moe-router-load-balancing-type aux_loss",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_noted(flags: str, note: str) -> None:
+    assert note in read_config(flags).notes

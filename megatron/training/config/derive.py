@@ -240,6 +240,21 @@ def _is_gated(s: Settings) -> bool:
     return bool(s.swiglu or s.geglu or s.quick_geglu)
 
 
+def _idle_choices_of_experts(s: Settings) -> list[tuple[str, bool, str]]:
+    """Options of a router without what they belong to, as in `_without_effect`."""
+    if s.num_experts is None:
+        return [(dest, True, "--num-experts") for dest in s.flags if dest.startswith("moe_")]
+    losses = any(kind.endswith("aux_loss") for kind in s.moe_router_load_balancing_type)
+    softmax = s.moe_router_score_function == "softmax"
+    return [
+        ("moe_aux_loss_coeff", not losses, "--moe-router-load-balancing-type aux_loss"),
+        ("moe_router_pre_softmax", not softmax, "--moe-router-score-function softmax"),
+        ("moe_router_bias_update_rate", not s.moe_router_enable_expert_bias, "--moe-router-enable-expert-bias"),
+        ("moe_router_num_groups", s.moe_router_group_topk is None, "--moe-router-group-topk"),
+        ("moe_token_drop_policy", s.moe_expert_capacity_factor is None, "--moe-expert-capacity-factor"),
+    ]
+
+
 def _without_effect(s: Settings) -> None:
     """Flags that the other settings leave nothing to do."""
     has_rotary = s.position_embedding_type in ("rope", "yarn")
@@ -308,6 +323,7 @@ def _without_effect(s: Settings) -> None:
         *((dest, s.flight_recorder_dump_path is None, "--flight-recorder-dump-path") for dest in _FLIGHT_RECORDER),
         ("distributed_timeout_seconds_after_init", s.world_size == 1, "several processes"),
         *((dest, not s.qk_clip, "--qk-clip") for dest in ("qk_clip_alpha", "qk_clip_threshold")),
+        *_idle_choices_of_experts(s),
         ("qk_norm_scope", not s.qk_layernorm, "--qk-layernorm"),
         *((dest, not s.use_mup, "--use-mup") for dest in s.flags if dest.startswith("mup_")),
         *((dest, not _is_gated(s), "--swiglu, --geglu or --quick-geglu") for dest in _GATED),

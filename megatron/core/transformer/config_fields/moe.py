@@ -15,7 +15,7 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantil
 class MoEFields:
     """Mixture of experts."""
 
-    num_moe_experts: int | None = derived()
+    num_moe_experts: int | None = flag(None, names=("--num-experts",), hidden=True)
     """Experts of a layer, over all processes (--num-experts); None: every layer has a dense MLP."""
     moe_layer_freq: int | list[int] = derived(1)
     """Layers with experts: every n-th beginning with the first, or one 0 or 1 for each layer."""

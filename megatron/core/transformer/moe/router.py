@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.auxiliary_loss import AuxiliaryLossScale, with_auxiliary_loss
+from megatron.core.auxiliary_loss import AuxiliaryLossScale, is_recomputing, with_auxiliary_loss
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
+from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.load_balancing import balance_loss, choices, z_loss
@@ -36,6 +37,13 @@ LOSS_NAMES = {
     "z_loss": "z_loss",
 }
 """Kind of auxiliary loss -> its name in the log."""
+
+
+def coefficients_of_losses(config: MoEFields) -> dict[str, float]:
+    """Kind of auxiliary loss, as in LOSS_NAMES -> its weight."""
+    balancing = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False)
+    found = {kind: coefficient for kind, coefficient in balancing if kind in LOSS_NAMES}
+    return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
 class TopKRouter(MegatronModule):
@@ -77,7 +85,7 @@ class TopKRouter(MegatronModule):
         routing = self._route(logits)
         if learns:
             routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
-            if self.expert_bias is not None:
+            if self.expert_bias is not None and not is_recomputing():
                 counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)
                 self._chosen = counts if self._chosen is None else self._chosen + counts
         if self.config.moe_expert_capacity_factor is not None:
@@ -125,7 +133,8 @@ class TopKRouter(MegatronModule):
         """The weights, on which the auxiliary losses hang."""
         tokens = logits.shape[0] * self.groups.tp_cp.size()
         for name, share in self._loss_shares(logits, sequences, tokens):
-            self.losses[name] = self.losses.get(name, 0.0) + share.detach()
+            if not is_recomputing():
+                self.losses[name] = self.losses.get(name, 0.0) + share.detach()
             # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
             counted = share * tokens if self.config.calculate_per_token_loss else share
             weights = with_auxiliary_loss(weights, counted, self.auxiliary_loss_scale)
@@ -133,18 +142,17 @@ class TopKRouter(MegatronModule):
 
     def _loss_shares(self, logits: Tensor, sequences: int, tokens: int) -> Iterator[tuple[str, Tensor]]:
         """Name and value, for this process's tokens, of each auxiliary loss whose weight is not zero."""
-        config = self.config
-        kinds = [kind for kind in config.moe_router_load_balancing_type if kind in LOSS_NAMES]
-        coefficients = dict(zip(kinds, config.moe_aux_loss_coeff, strict=False))
+        coefficients = coefficients_of_losses(self.config)
+        z_coefficient = coefficients.pop("z_loss", 0.0)
         if any(coefficients.values()):
-            affinities = affinities_of(logits, config.moe_router_score_function)
+            affinities = affinities_of(logits, self.config.moe_router_score_function)
             chosen = choices(affinities, self.topk)
             for kind, coefficient in coefficients.items():
                 if coefficient:
                     share = self._balance(kind, affinities, chosen, sequences, tokens)
                     yield LOSS_NAMES[kind], coefficient * share
-        if config.moe_z_loss_coeff:
-            yield LOSS_NAMES["z_loss"], config.moe_z_loss_coeff * z_loss(logits, tokens)
+        if z_coefficient:
+            yield LOSS_NAMES["z_loss"], z_coefficient * z_loss(logits, tokens)
 
     def _balance(self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int) -> Tensor:
         if kind == "seq_aux_loss":
