@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.grouped_linear import GroupedProducts, Products, grouped_linear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import combine, permute, sort_slots
+from megatron.core.transformer.moe.router import LOSS_NAMES, coefficients_of_losses
 from megatron.core.transformer.moe.routing import best, sinkhorn, within_capacity
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatron.core.transformer.operations import operations_of_experts
@@ -192,7 +193,8 @@ def test_forward_and_gradients_are_those_of_the_definition(flags: str) -> None:
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    logged = sum(layer.router.take_losses().values(), torch.zeros(()))
+    weights = {LOSS_NAMES[kind]: weight for kind, weight in coefficients_of_losses(layer.config).items()}
+    logged = sum((weights[name] * loss for name, loss in layer.router.take_losses().items()), torch.zeros(()))
     torch.testing.assert_close(logged, auxiliary.detach(), rtol=1e-5, atol=1e-6)
 
 

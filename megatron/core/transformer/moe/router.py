@@ -132,16 +132,16 @@ class TopKRouter(MegatronModule):
     def _with_losses(self, logits: Tensor, sequences: int, weights: Tensor) -> Tensor:
         """The weights, on which the auxiliary losses hang."""
         tokens = logits.shape[0] * self.groups.tp_cp.size()
-        for name, share in self._loss_shares(logits, sequences, tokens):
+        for name, coefficient, share in self._loss_shares(logits, sequences, tokens):
             if not is_recomputing():
                 self.losses[name] = self.losses.get(name, 0.0) + share.detach()
             # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
-            counted = share * tokens if self.config.calculate_per_token_loss else share
+            counted = coefficient * share * (tokens if self.config.calculate_per_token_loss else 1)
             weights = with_auxiliary_loss(weights, counted, self.auxiliary_loss_scale)
         return weights
 
-    def _loss_shares(self, logits: Tensor, sequences: int, tokens: int) -> Iterator[tuple[str, Tensor]]:
-        """Name and value, for this process's tokens, of each auxiliary loss whose weight is not zero."""
+    def _loss_shares(self, logits: Tensor, sequences: int, tokens: int) -> Iterator[tuple[str, float, Tensor]]:
+        """Name, weight and value, for this process's tokens, of each auxiliary loss whose weight is not zero."""
         coefficients = coefficients_of_losses(self.config)
         z_coefficient = coefficients.pop("z_loss", 0.0)
         if any(coefficients.values()):
@@ -149,10 +149,9 @@ class TopKRouter(MegatronModule):
             chosen = choices(affinities, self.topk)
             for kind, coefficient in coefficients.items():
                 if coefficient:
-                    share = self._balance(kind, affinities, chosen, sequences, tokens)
-                    yield LOSS_NAMES[kind], coefficient * share
+                    yield LOSS_NAMES[kind], coefficient, self._balance(kind, affinities, chosen, sequences, tokens)
         if z_coefficient:
-            yield LOSS_NAMES["z_loss"], z_coefficient * z_loss(logits, tokens)
+            yield LOSS_NAMES["z_loss"], z_coefficient, z_loss(logits, tokens)
 
     def _balance(self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int) -> Tensor:
         if kind == "seq_aux_loss":
