@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -140,17 +141,21 @@ def test_worker_leaves_when_its_parent_dies_in_the_middle_of_an_item() -> None:
 
 
 def test_pool_is_stopped_by_a_signal_that_arrives_while_it_starts_a_worker() -> None:
-    """What a handler raises in the middle of a fork would be forgotten."""
+    """What a handler raises in the middle of a fork would be forgotten; the other thread may get the signal, too."""
     forks = []
+    end = threading.Event()
+    threading.Thread(target=end.wait, daemon=True).start()
 
     def stop_at_the_first_fork() -> None:
         if not forks:
             forks.append(os.getpid())
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # a handler that is to run now has run
 
     os.register_at_fork(before=stop_at_the_first_fork)  # stays, without effect
     with WorkerPool[int, int](slow_square, 2) as pool, pytest.raises(KeyboardInterrupt):
         list(pool.map_ordered(range(4)))
+    end.set()
     assert forks == [os.getpid()]
     assert not [process for process in multiprocessing.active_children() if process.name.startswith("preprocess-")]
 

@@ -197,12 +197,27 @@ class _Worker:
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
     """Ctrl-C and SIGTERM come after the block. What a handler raises during a fork, Python may report and forget (in a
-    function that runs after each fork, such as logging's), or it leaves a process behind that nobody knows of."""
+    function that runs after each fork, such as logging's), or it leaves a process behind that nobody knows of.
+
+    Handlers only take note, since a signal that this thread holds back may reach another one. The new process, which
+    has one thread, inherits that signals are held back until it is ready for them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in _ENDING}
+    for number in _ENDING:
+        signal.signal(number, lambda number, frame: arrived.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for missed in dict.fromkeys(arrived):
+            signal.raise_signal(missed)
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any], close: list[Connection]) -> None:
