@@ -123,13 +123,14 @@ def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:
     assert rounded != exact
 
 
-@pytest.mark.flags("--compile")
+@pytest.mark.flags("--compile", "--use-transformer-engine-op-fuser")
 def test_compile_compiles_every_layer() -> None:
     def compiled(run: Run) -> list[bool]:
         layers = [module for module in run.model[0].modules() if isinstance(module, TransformerLayer)]
         return [layer._compiled_call_impl is not None for layer in layers]
 
     assert compiled(prepare("--compile")) == [True, True]
+    assert compiled(prepare("--use-transformer-engine-op-fuser")) == [True, True]
     assert compiled(prepare()) == [False, False]
 
 

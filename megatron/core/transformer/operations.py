@@ -33,13 +33,15 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     into_main_grad = choose_linear(config) is not F.linear
     experts = {} if config.num_moe_experts is None else operations_of_experts(config, device)
     gate = "gated " if config.gated_linear_unit else ""
+    fused_rope = fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place")
+    rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
         "linear": "torch matmul, weight gradient " + ("added into main_grad" if into_main_grad else "by autograd"),
         "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
         + fused_or_plain(uses_fused_activation(config), "fused, keeps only its input"),
-        "rotary positions": fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place"),
+        **rotary,
         **experts,
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
         "cross entropy": "vocabulary-parallel, "

@@ -62,6 +62,8 @@ class ConsoleHook(Hook):
             self.bar = ProgressBar(run.progress.iteration, run.progress.target_iterations)
         used = "" if active == parameters else f", {active:,} of them active for each token,"
         share = "" if own == parameters else f" ({own:,} on this rank)"
+        for operation, how in operations_of(run).items():
+            self._print(f"{operation}: {how}")
         self._print(
             f"training {parameters:,} parameters{used}{share} on {run.groups.world.size()} x {run.device.type}, "
             f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; MFU counts "
@@ -103,6 +105,22 @@ class ConsoleHook(Hook):
         print(text, flush=True)
         if self.bar is not None:
             self.bar.redraw()
+
+
+def operations_of(run: Run) -> dict[str, str]:
+    """Which implementation each operation got; nothing for a model or a layer of the user's own."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.operations import describe_operations
+
+    models = [chunk.module for chunk in run.model]
+    if run.config.gpt.spec not in (None, ["local"]) or any(type(model) is not GPTModel for model in models):
+        return {}
+    described = describe_operations(run.config.model, run.device)
+    if run.groups.cp.size() > 1:
+        parts = (part for model in models for part in model.modules() if isinstance(part, DotProductAttention))
+        described["attention"] = "; ".join(dict.fromkeys(part.backend.name for part in parts))
+    return described
 
 
 def parameter_count(run: Run) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, coefficients_of_losses
-from megatron.core.transformer.operations import operations_of_experts
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.run import Hook, Run, StepResult
 
@@ -21,12 +20,6 @@ class ExpertsHook(Hook):
     def __init__(self, meter: MeterHook, *, per_layer: bool) -> None:
         self.meter = meter
         self.per_layer = per_layer
-
-    def on_train_start(self, run: Run) -> None:
-        """Say how the experts compute."""
-        if run.is_first_rank:
-            chosen = operations_of_experts(run.config.model, run.device)
-            print("; ".join(f"{operation}: {how}" for operation, how in chosen.items()), flush=True)
 
     def on_gradients(self, run: Run) -> None:
         """The step's tokens are counted: let the biases follow."""
