@@ -15,13 +15,12 @@ import pytest
 from megatron.training.parity import Trace, join, largest_differences
 from megatron.training.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
-from tests.parallel.test_layouts import TWO, share
+from tests.parallel.test_layouts import LARGE, SMALL, share
 
 BAND = {"loss": 5e-4, "gradient norm": 1e-2, "gradient": 5e-2}
 LAYOUTS = ["tp2,sp", "pp2", "dp2,dist-opt", "dp2,fsdp2"]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
-    LAYOUTS += ["1", "tp4", "cp2", f"dp3,{TWO}", "tp2,sp,--tp-comm-overlap", "pp2,--pipeline-schedule=zb-v",
-                "tp2,sp,dp2,fsdp2", "tp2,sp,pp2,vpp2,dp2,dist-opt,--micro-batch-size=1"]  # fmt: skip
+    LAYOUTS = list(dict.fromkeys([*LAYOUTS, "1", *sum(SMALL.values(), []), *LARGE]))
 
 
 @functools.cache
