@@ -95,7 +95,7 @@ def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.
         y = _grouped_mm(x, matrices.transpose(1, 2), offs=ends)
         back = _grouped_mm(y, matrices, offs=ends)
         gradient = _grouped_mm(y.t(), x, offs=ends)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # not for this device, these widths or this number format; NotImplementedError is one
         return False
     return back.shape == x.shape and gradient.shape == matrices.shape and bool((y == inputs).all())
 
@@ -103,13 +103,14 @@ def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, products: Products, into_main_grad: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+        ctx.save_for_backward(x, ends)
+        ctx.weight = weight  # itself, with its main_grad: hooks for saved tensors would hand back another tensor
         ctx.products, ctx.into_main_grad = products, into_main_grad
         return products.rows(x, weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, ends = ctx.saved_tensors
+        (x, ends), weight = ctx.saved_tensors, ctx.weight
         grad = grad.contiguous()
         grad_x = ctx.products.rows(grad, weight, ends) if ctx.needs_input_grad[0] else None
         grad_weight = None
