@@ -296,3 +296,12 @@ def test_curves_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
         ConfigError, match="--tensorboard-dir .*/file/x cannot be written .*; give a writable directory"
     ):
         train_tiny("--tensorboard-dir", tmp_path / "file" / "x", "--train-iters", "1")
+
+
+def test_the_log_begins_with_what_each_operation_got(capsys: pytest.CaptureFixture[str]) -> None:
+    finish(prepare())
+    lines = capsys.readouterr().out.splitlines()
+    started = next(index for index, line in enumerate(lines) if line.startswith("training "))
+    assert "layers: eager" in lines[:started]
+    assert any(line.startswith("attention: ") for line in lines[:started])
+    assert not any(line.startswith("rotary positions") for line in lines), "this model learns its positions"
