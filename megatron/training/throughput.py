@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
-from megatron.core.transformer.layer_patterns import has_experts
+from megatron.training.theoretical_memory import count_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -33,18 +33,10 @@ def training_flops_per_token(model: TransformerConfig, *, seq_length: int, padde
 
 def products_of_model(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
     """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
-    hidden = model.hidden_size
-    query = model.num_attention_heads * model.kv_channels
-    key_and_value = 2 * model.num_query_groups * model.kv_channels
-    gates = query if model.attention_output_gate else 0
-    projections = hidden * (query + gates + key_and_value) + query * hidden
-    moe_layers = sum(has_experts(model, index + 1) for index in range(model.num_layers))
-    expert_width = model.moe_router_topk * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0)
-    mlp_widths = (model.num_layers - moe_layers) * model.ffn_hidden_size + moe_layers * expert_width
-    mlps = (3 if model.gated_linear_unit else 2) * hidden * mlp_widths
-    scores_and_values = 2 * query
-    per_token = model.num_layers * projections + mlps + hidden * padded_vocab_size
-    return per_token, model.num_layers * scores_and_values
+    assert model.kv_channels is not None
+    counts = count_parameters(model, padded_vocab_size=padded_vocab_size, untied=False)
+    per_token = counts.layer_matrices + counts.active_expert_matrices + counts.embedding  # which is the output layer
+    return per_token, model.num_layers * 2 * model.num_attention_heads * model.kv_channels
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:

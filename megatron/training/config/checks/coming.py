@@ -16,11 +16,7 @@ def experts_with(s: Settings) -> Iterator[str]:
         (s.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
         (s.optimizer in ("muon", "soap"), s.say("optimizer"), "--optimizer adam"),
         (s.num_distributed_optimizer_instances > 1, s.say("num_distributed_optimizer_instances"), "1"),
-        (
-            s.recompute_granularity == "full" and "global_aux_loss" in s.moe_router_load_balancing_type,
-            f"{s.say('moe_router_load_balancing_type')} and recomputation",
-            "--moe-router-load-balancing-type aux_loss",
-        ),
+        (s.recompute_granularity == "full", "--recompute-granularity full", "--recompute-granularity selective"),
         (s.compile, "--compile", "layers that are not compiled"),
         (s.use_mup, "--use-mup", "learning rates and initial weights of your own"),
         (

@@ -26,11 +26,6 @@ def recomputation_is_complete(s: Settings) -> Iterator[str]:
                 "--recompute-granularity selective cannot be combined with --compile, which plans that itself; "
                 "use --recompute-granularity full, or leave one out"
             )
-    if kind == "full" and s.num_experts:
-        yield (
-            f"--recompute-granularity full cannot be combined with {s.say('num_experts')}, whose routers would count "
-            "tokens and losses twice; use --recompute-granularity selective, or leave it out"
-        )
     if s.recompute_activations and kind == "full":
         yield "--recompute-activations means --recompute-granularity selective, which contradicts full; keep one"
 
