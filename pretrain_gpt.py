@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.config.container import RunConfig
-from megatron.training.flags import read_run_config
-from megatron.training.launch import leave, run_job, with_world_size
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.launch import leave, run_job, with_world_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ def model_provider(
     pg_collection: ProcessGroupCollection | None = None,
 ) -> GPTModel:
     """One pipeline chunk of the GPT model that the settings describe."""
-    from megatron.training.gpt import build_gpt_model
+    from megatron.training.recipes.gpt import build_gpt_model
 
     return build_gpt_model(
         config,
@@ -53,7 +53,7 @@ def train_valid_test_datasets_provider(
     config: RunConfig, tokenizer: Tokenizer, num_samples: tuple[int, int | None, int]
 ) -> Sequence[Any]:
     """Training, validation and test data with at least `num_samples` samples each; None where there is none."""
-    from megatron.training.gpt_data import build_gpt_datasets
+    from megatron.training.recipes.gpt_data import build_gpt_datasets
 
     return build_gpt_datasets(config, tokenizer, num_samples)
 
@@ -95,7 +95,7 @@ def forward_step(
 def train(config: RunConfig) -> Run:
     """The whole run that the settings describe."""
     from megatron.core.enums import ModelType
-    from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
     from megatron.training.training import pretrain
 
     tokenizer = tokenizer_of(config)

@@ -34,7 +34,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.data import CheckedDataset, collate
+from megatron.training.data.loading import CheckedDataset, collate
 
 VOCABULARY = 50_000
 EOD = 0

@@ -43,14 +43,14 @@ import pretrain_gpt
 from benchmarks.conditions import print_conditions
 from megatron.core.transformer.recompute import recompute_units, recomputes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.local_job import run_locally
-from megatron.training.parity import local_run
-from megatron.training.parity_layouts import Layout, parse_layout
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.local_job import run_locally
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.run import Run
 from megatron.training.setup import Task
 from megatron.training.step import train_step
+from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity_layouts import Layout, parse_layout
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, MICROBATCHES = 4, 128, 64, 512, 8
 LAYOUTS = ["1", "tp2", "tp2,sp", "tp4,sp", "tp2,sp,--tp-comm-overlap", "cp2", "pp2", "pp4", "tp2,sp,pp2", "dp2",

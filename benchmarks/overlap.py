@@ -41,7 +41,7 @@ from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_me
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.local_job import run_locally
+from megatron.training.launch.local_job import run_locally
 
 PROCESSES, LAYERS, HIDDEN, SEQUENCE, BATCH, VOCABULARY = 2, 8, 192, 128, 12, 512
 MODES = ("plain", "overlapped")

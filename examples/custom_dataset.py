@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
-from megatron.training.flags import read_run_config  # noqa: E402
-from megatron.training.launch import leave, run_job, with_world_size  # noqa: E402
+from megatron.training.flags.read import read_run_config  # noqa: E402
+from megatron.training.launch.launch import leave, run_job, with_world_size  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ def extra_flags(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     config = read_run_config(sys.argv[1:], with_world_size(os.environ), extra_flags)
     from megatron.core.enums import ModelType
-    from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
     from megatron.training.training import pretrain
 
     pretrain(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt  # noqa: E402
-from megatron.training.launch import leave, run_job  # noqa: E402
+from megatron.training.launch.launch import leave, run_job  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

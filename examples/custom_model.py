@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pretrain_gpt  # noqa: E402
 from megatron.core.errors import ConfigError  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
-from megatron.training.flags import read_run_config  # noqa: E402
-from megatron.training.launch import leave, run_job, with_world_size  # noqa: E402
+from megatron.training.flags.read import read_run_config  # noqa: E402
+from megatron.training.launch.launch import leave, run_job, with_world_size  # noqa: E402
 
 
 def model_provider(config: RunConfig, vocab_size: int, pre_process: bool = True, post_process: bool = True) -> Any:
@@ -63,7 +63,7 @@ def main() -> int:
     """Read the flags, then train."""
     config = read_run_config(sys.argv[1:], with_world_size(os.environ), add_flags)
     from megatron.core.enums import ModelType
-    from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
     from megatron.training.training import pretrain
 
     tokenizer = tokenizer_of(config)

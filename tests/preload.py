@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from megatron.training.flag_parser import flags_by_spelling, formers_by_name
+from megatron.training.flags.parser import flags_by_spelling, formers_by_name
 
 MODULES = """
     torch.distributed.fsdp torch.distributed.checkpoint numpy.random pretrain_gpt
@@ -16,10 +16,10 @@ MODULES = """
     megatron.core.models.gpt.gpt_layer_specs
     megatron.core.models.gpt.gpt_model
     megatron.core.tokenizers.null
-    megatron.core.transformer.attention_backends.select
-    megatron.training.gpt
-    megatron.training.gpt_data
-    megatron.training.parity
+    megatron.core.transformer.core_attention.select_backend
+    megatron.training.recipes.gpt
+    megatron.training.recipes.gpt_data
+    megatron.training.verify.parity
     megatron.training.training
 """
 

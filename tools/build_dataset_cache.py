@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, StorageError, command_line  # noqa: E402
-from megatron.training.flags import read_run_config  # noqa: E402
-from megatron.training.launch import with_world_size  # noqa: E402
+from megatron.training.flags.read import read_run_config  # noqa: E402
+from megatron.training.launch.launch import with_world_size  # noqa: E402
 
 
 def describe(name: str, dataset: Any) -> str:
@@ -44,9 +44,9 @@ def main() -> int:
         raise ConfigError("--mock-data has no files and keeps no indices; give the job's --data-path")
 
     from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
-    from megatron.training.data import SPLITS
-    from megatron.training.gpt import tokenizer_of
-    from megatron.training.gpt_data import build_gpt_datasets
+    from megatron.training.data.loading import SPLITS
+    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.gpt_data import build_gpt_datasets
     from megatron.training.setup import needed_samples
 
     data = dataclasses.replace(config.data, dataloader_fast_cache_load=False, dataloader_defer_npy_index_mmap=False)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.training.flags import read_run_config  # noqa: E402
-from megatron.training.parity_layouts import Layout, guilty_parts, parse_layout, same_padding  # noqa: E402
+from megatron.training.flags.read import read_run_config  # noqa: E402
+from megatron.training.verify.parity_layouts import Layout, guilty_parts, parse_layout, same_padding  # noqa: E402
 
 if TYPE_CHECKING:
-    from megatron.training.parity import Share, Trace
+    from megatron.training.verify.parity import Share, Trace
 
 _USAGE = "give the flags of pretrain_gpt.py, then --layouts and one or more layouts such as tp2 tp2,sp,pp2"
 _LISTED = 8
@@ -56,9 +56,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[str], list[Layout], int]:
 def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> Share:
     """One rank's part of the run, in a process of its own."""
     import pretrain_gpt
-    from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-    from megatron.training.parity import run_share
+    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
     from megatron.training.setup import Task
+    from megatron.training.verify.parity import run_share
 
     config = read_run_config(argv, {"WORLD_SIZE": str(world_size)})
     tokenizer = tokenizer_of(config)
@@ -84,15 +84,15 @@ class Comparison:
 
     def trace(self, layout: Layout) -> Trace:
         """Losses, gradients and weights under a layout. Raises MegatronError where it cannot run."""
-        from megatron.training.local_job import run_locally
-        from megatron.training.parity import join
+        from megatron.training.launch.local_job import run_locally
+        from megatron.training.verify.parity import join
 
         arguments: tuple[Any, ...] = (self.command_line(layout), layout.world_size, self.iterations)
         return join(run_locally(train_share, layout.world_size, arguments))
 
     def differences(self, layout: Layout) -> list[str]:
         """Sentences, the earliest difference first; prints a line about the layout."""
-        from megatron.training.parity import compare, largest_differences
+        from megatron.training.verify.parity import compare, largest_differences
 
         found = self.trace(layout)
         differences = compare(self.reference, found)

@@ -61,7 +61,7 @@ def continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iter
     """Each prompt with what the model adds to it."""
     from megatron.core.inference.generate import generate
     from megatron.core.inference.sampling import Sampling
-    from megatron.training.trained_model import load_trained_model
+    from megatron.training.checkpoint.trained_model import load_trained_model
 
     sampling = Sampling(
         greedy=arguments.greedy,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.datasets.merging import merge, order_surprise, prefixes_in  # noqa: E402
 from megatron.core.datasets.preprocessing.output import output_lock  # noqa: E402
 from megatron.core.errors import command_line  # noqa: E402
-from megatron.training.flag_parser import FlagParser  # noqa: E402
+from megatron.training.flags.parser import FlagParser  # noqa: E402
 
 
 def make_parser() -> FlagParser:

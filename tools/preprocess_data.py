@@ -26,7 +26,7 @@ from megatron.core.datasets.preprocessing.worker_search import find_fastest  # n
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
 from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402
-from megatron.training.tokenizer_flags import TokenizerFlags  # noqa: E402
+from megatron.training.flags.tokenizer_flags import TokenizerFlags  # noqa: E402
 
 SEARCH_DOCUMENTS = 100_000
 WITHOUT_EFFECT = (

@@ -4,7 +4,7 @@
     WORLD_SIZE=64 python tools/report_theoretical_memory.py <the flags of pretrain_gpt.py>
 
 Prints the parameters of the model and of a process, and the bytes of weights with optimizer state and of activations on
-the most loaded process. WORLD_SIZE is the number of processes of the job. megatron/training/theoretical_memory.py says
+the most loaded process. WORLD_SIZE is the number of processes of the job. megatron/planner/memory.py says
 what counts.
 """
 
@@ -18,11 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import command_line  # noqa: E402
+from megatron.planner.memory import TheoreticalMemory, report, theoretical_memory  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
-from megatron.training.flags import read_run_config  # noqa: E402
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of  # noqa: E402
-from megatron.training.launch import with_world_size  # noqa: E402
-from megatron.training.theoretical_memory import TheoreticalMemory, report, theoretical_memory  # noqa: E402
+from megatron.training.flags.read import read_run_config  # noqa: E402
+from megatron.training.launch.launch import with_world_size  # noqa: E402
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of  # noqa: E402
 
 
 def memory_of(config: RunConfig) -> TheoreticalMemory:

@@ -1,7 +1,7 @@
 """How a config field says what its command-line flag looks like.
 
 A config is a keyword-only dataclass. A field's type, default and docstring (the string literal below it) are
-enough for most flags; `flag(...)` adds what they cannot say. `megatron/training/flags.py` turns this into `--flags`.
+enough for most flags; `flag(...)` adds what they cannot say. `megatron/training/flags` turns this into `--flags`.
 This module and every config module import neither torch nor numpy, so that `--help` answers at once.
 """
 

@@ -11,8 +11,8 @@ from typing import Any
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.container import RunConfig, group_classes
-from megatron.training.flag_parser import ExtraFlags
-from megatron.training.flags import read_run_config
+from megatron.training.flags.parser import ExtraFlags
+from megatron.training.flags.read import read_run_config
 
 # Upstream's name of a setting -> the field that holds it here.
 _UPSTREAM_NAMES = {

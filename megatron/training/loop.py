@@ -12,7 +12,7 @@ from megatron.training.step import mean_losses, pass_over, train_step
 
 if TYPE_CHECKING:
     from megatron.core.timers import Timer
-    from megatron.training.data import Batch
+    from megatron.training.data.loading import Batch
 
 
 def train(run: Run) -> None:

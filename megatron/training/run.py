@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from megatron.core.timers import Timers
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.training.config.container import RunConfig
-    from megatron.training.data import TrainingData
-    from megatron.training.planned_batches import StepPlans
+    from megatron.training.data.loading import TrainingData
+    from megatron.training.data.planned_batches import StepPlans
 
 
 @dataclass

@@ -30,11 +30,11 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
-from megatron.training.attention_logits import AttentionLogits, AttentionLogitsHook
-from megatron.training.checkpointing import load_checkpoint, prepare_save
+from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
-from megatron.training.data import SPLITS, LoaderSettings, TrainingData, sample_counts
-from megatron.training.gpt import padded_vocab_size_of
+from megatron.training.data.loading import SPLITS, LoaderSettings, TrainingData, sample_counts
+from megatron.training.data.planned_batches import step_plans
+from megatron.training.hooks.attention_logits import AttentionLogits, AttentionLogitsHook
 from megatron.training.hooks.balance import BalanceHook
 from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.collective_timeout import CollectiveTimeoutHook
@@ -59,10 +59,10 @@ from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.hooks.timing import TimingHook
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.hooks.wandb import WandbHook
-from megatron.training.initialize import Process
-from megatron.training.param_group_map import write_param_group_map
-from megatron.training.planned_batches import step_plans
+from megatron.training.launch.initialize import Process
+from megatron.training.recipes.gpt import padded_vocab_size_of
 from megatron.training.run import Hook, Progress, Run
+from megatron.training.verify.param_group_map import write_param_group_map
 
 PROGRAM_STARTED_AT = time.monotonic()
 

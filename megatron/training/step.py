@@ -13,7 +13,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.run import Run, StepResult
 
 if TYPE_CHECKING:
-    from megatron.training.data import Batch
+    from megatron.training.data.loading import Batch
 
 
 def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:

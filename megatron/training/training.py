@@ -11,11 +11,17 @@ from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
-from megatron.training.data import lost_loader
-from megatron.training.flag_parser import ExtraFlags
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.initialize import initialize, lost_peer, nondeterministic, settings_from_command_line, shut_down
+from megatron.training.data.loading import lost_loader
+from megatron.training.flags.parser import ExtraFlags
+from megatron.training.launch.initialize import (
+    initialize,
+    lost_peer,
+    nondeterministic,
+    settings_from_command_line,
+    shut_down,
+)
 from megatron.training.loop import train
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.run import Run
 from megatron.training.setup import Task, describe_machine, setup
 

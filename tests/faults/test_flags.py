@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.list_expressions import LONGEST, layer_pattern
-from megatron.training.flag_declarations import Flag, declared_flags
-from megatron.training.flag_parser import unknown_flag
-from megatron.training.flags import examine, read_run_config
+from megatron.training.flags.declarations import Flag, declared_flags
+from megatron.training.flags.parser import unknown_flag
+from megatron.training.flags.read import examine, read_run_config
 from tests.golden.flag_cases import rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -445,7 +445,7 @@ def test_help_is_grouped() -> None:
 
 def test_reading_flags_does_not_import_torch() -> None:
     code = (
-        "import sys; from megatron.training.flags import read_run_config; read_run_config(sys.argv[1:], {});"
+        "import sys; from megatron.training.flags.read import read_run_config; read_run_config(sys.argv[1:], {});"
         "print('torch' in sys.modules)"
     )
     result = subprocess.run(

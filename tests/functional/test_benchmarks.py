@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import generality, memory, overlap
 from benchmarks.train_step import Sizes
-from megatron.training.local_job import run_locally
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.launch.local_job import run_locally
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import server
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.errors import ConfigError
-from megatron.training.flags import Examination, examine, read_run_config
+from megatron.training.flags.read import Examination, examine, read_run_config
 
 # Upstream's name of a value -> ours, where they differ.
 OUR_NAMES = {

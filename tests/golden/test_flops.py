@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.throughput import training_flops_per_token
+from megatron.planner.throughput import training_flops_per_token
 
 CASES = json.loads((Path(__file__).parent / "data" / "flops_memory.json").read_text())
 NAMES = ("gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import build_gpt_model
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import build_gpt_model
 
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "

@@ -23,7 +23,7 @@ class Groups:
 
 def scheduler_from_argv(command_line: str) -> tuple[OptimizerParamScheduler, int]:
     """The scheduler a run with these flags has, and its global batch size."""
-    from megatron.training.flags import read_run_config
+    from megatron.training.flags.read import read_run_config
     from megatron.training.setup import batch_size_calculator, build_scheduler
 
     config = read_run_config(shlex.split(command_line), {})

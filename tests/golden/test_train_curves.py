@@ -53,7 +53,11 @@ TWO_PROCESSES = (
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory laid out as the reference command lines name it (GOLDEN)."""
-    directory = tmp_path_factory.mktemp("golden")
+    return lay_out(tmp_path_factory.mktemp("golden"))
+
+
+def lay_out(directory: Path) -> Path:
+    """Put the tokenizer and the dataset of the reference runs where their command lines expect them."""
     shutil.copytree(DATA / "tok" / "hf_bpe1k", directory / "tok" / "hf_bpe1k")
     dataset = directory / "preprocess" / "hf_full_eod"
     dataset.mkdir(parents=True)

@@ -11,14 +11,14 @@ import pretrain_gpt
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.initialize import Process, rank_grid
-from megatron.training.launch import Launch
-from megatron.training.parity import Share, run_share
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.initialize import Process, rank_grid
+from megatron.training.launch.launch import Launch
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.run import Run
 from megatron.training.setup import Task, setup
+from megatron.training.verify.parity import Share, run_share
+from megatron.training.verify.parity_layouts import parse_layout
 
 ITERATIONS = 3
 COMMON = """

@@ -9,10 +9,10 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.setup import Task
+from megatron.training.verify.parity_layouts import parse_layout
 
 COMMON = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16

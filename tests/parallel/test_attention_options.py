@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.core.collectives import all_gather_object
 from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
 from megatron.core.packed_seq_params import Documents
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.training.parity import Share, Trace, compare, join, run_share
-from megatron.training.parity_layouts import parse_layout
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.training.verify.parity import Share, Trace, compare, join, run_share
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import own_rank, training

@@ -12,8 +12,8 @@ import os
 
 import pytest
 
-from megatron.training.parity import Trace, join, largest_differences
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.verify.parity import Trace, join, largest_differences
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.test_layouts import LARGE, SMALL, share
 

@@ -26,10 +26,10 @@ from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.flags import read_run_config
-from megatron.training.initialize import rank_grid
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.initialize import rank_grid
 from tests.parallel.harness import run_distributed
 
 VOCABULARY, LENGTH, BATCH, STEPS, MICROBATCHES = 32, 16, 2, 4, 2

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.checkpointing import save_checkpoint
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.initialize import Process, rank_grid, set_seeds
-from megatron.training.launch import Launch
+from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.initialize import Process, rank_grid, set_seeds
+from megatron.training.launch.launch import Launch
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.setup import Task, setup
 from megatron.training.step import train_step
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved

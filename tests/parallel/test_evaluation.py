@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from megatron.training.loop import train
-from megatron.training.parity import local_run
 from megatron.training.run import Evaluation, Hook, Run
+from megatron.training.verify.parity import local_run
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 

@@ -16,13 +16,13 @@ import torch
 
 from megatron.core.placement import placement_of
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.hooks.experts import ExpertsHook, routers
 from megatron.training.hooks.meter import MeterHook
-from megatron.training.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
-from megatron.training.parity_layouts import parse_layout
 from megatron.training.step import train_step
-from megatron.training.trained_model import load_trained_model
+from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, own_rank, training
 

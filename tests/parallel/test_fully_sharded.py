@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.errors import ConfigError
 from megatron.core.placement import placement_of
-from megatron.training.parity import local_run
 from megatron.training.step import train_step
+from megatron.training.verify.parity import local_run
 from tests.parallel.checkpoint_contents import saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import COMMON, STYLES, own_rank, training

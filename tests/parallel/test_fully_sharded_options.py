@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.loop import train
-from megatron.training.parity import Share, join, largest_differences, local_run, run_share
 from megatron.training.step import train_step
+from megatron.training.verify.parity import Share, join, largest_differences, local_run, run_share
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import padded_vocab_size_of
+from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
-from megatron.training.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.recipes.gpt import padded_vocab_size_of
 from megatron.training.setup import Task
+from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import COMMON, STYLES, own_rank

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpointing import save_checkpoint
+from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.loop import train
-from megatron.training.parity import local_run
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training

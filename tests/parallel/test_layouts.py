@@ -15,8 +15,8 @@ import os
 
 import pytest
 
-from megatron.training.parity import Share, Trace, compare, join, largest_differences, run_share
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, run_share
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 

@@ -8,10 +8,10 @@ import pytest
 
 from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
 from megatron.training.hooks.meter import flat_buffers
-from megatron.training.parity import local_run
-from megatron.training.parity_layouts import parse_layout
 from megatron.training.run import Hook, Run
 from megatron.training.step import train_step
+from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 

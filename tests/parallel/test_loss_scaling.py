@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training.parity import local_run
-from megatron.training.parity_layouts import parse_layout
 from megatron.training.step import train_step
+from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 

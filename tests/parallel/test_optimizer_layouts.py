@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.parity import Share, Tolerances, Trace, compare, join, run_share
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.verify.parity import Share, Tolerances, Trace, compare, join, run_share
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.loop import evaluate
-from megatron.training.parity import Tolerances, Trace, compare, join
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.verify.parity import Tolerances, Trace, compare, join
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import distributed, run_distributed
 from tests.parallel.pipeline_runs import prepared_run, share
 

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.measured import read_trace
 from megatron.core.pipeline_parallel.schedules import Action, tables
 from megatron.core.pipeline_parallel.simulate import needs
 from megatron.training.loop import train
-from megatron.training.parity import local_run
+from megatron.training.verify.parity import local_run
 from tests.functional.test_draw_schedule import draw
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.training.parity import Share, run_share
+from megatron.training.verify.parity import Share, run_share
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.loop import train
-from megatron.training.parity import local_run
-from megatron.training.parity_layouts import parse_layout
+from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 

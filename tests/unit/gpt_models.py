@@ -10,8 +10,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.config.container import RunConfig
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import build_gpt_model
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import build_gpt_model
 
 VOCAB_SIZE = 64
 SEQUENCE_LENGTH = 16

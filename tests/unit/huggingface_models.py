@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.gpt import build_gpt_model
+from megatron.training.recipes.gpt import build_gpt_model
 from tests.unit.gpt_models import read_config
 
 VOCABULARY, LENGTH = 96, 24

@@ -16,7 +16,7 @@ SMALLEST_RUN = (
 
 def run_config(flags: str = "", base: str = SMALLEST_RUN, world_size: int = 1) -> RunConfig:
     """What a command line means in a job of so many processes; later flags win."""
-    from megatron.training.flags import read_run_config
+    from megatron.training.flags.read import read_run_config
 
     environ = {"WORLD_SIZE": str(world_size)} if world_size > 1 else {}
     return read_run_config([*base.split(), *flags.split()], environ)

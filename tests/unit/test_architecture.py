@@ -55,12 +55,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")
 
 ENVIRONMENT_READERS = {
-    "megatron/training/initialize.py": "the launcher's variables",
+    "megatron/training/launch/initialize.py": "the launcher's variables",
     "megatron/core/device.py": "MEGATRON_DEVICE and LOCAL_RANK",
     "megatron/core/errors.py": "MEGATRON_TRACEBACK",
 }
 FACADES = {"megatron.core.parallel_state", "megatron.training.global_vars", "megatron.training.arguments"}
-FACADE_USERS = {"megatron/core/__init__.py", "megatron/training/__init__.py", "megatron/training/initialize.py"}
+FACADE_USERS = {"megatron/core/__init__.py", "megatron/training/__init__.py", "megatron/training/launch/initialize.py"}
 
 WITHOUT_TORCH_AND_NUMPY = [
     "megatron.core",
@@ -75,8 +75,8 @@ WITHOUT_TORCH_AND_NUMPY = [
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.config_fields.*",
     "megatron.training.config.*",
-    "megatron.training.flag_table",
-    "megatron.training.flags",
+    "megatron.training.flags.table",
+    "megatron.training.flags.read",
 ]
 WITHOUT_TORCH = [
     "megatron.core.datasets.blend",

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.attention_backends import cpu
-from megatron.core.transformer.attention_backends.base import AttentionOptions
-from megatron.core.transformer.attention_backends.local import LocalAttention
-from megatron.core.transformer.attention_backends.sdpa import SDPAttention
+from megatron.core.transformer.core_attention import cpu
+from megatron.core.transformer.core_attention.base import AttentionOptions
+from megatron.core.transformer.core_attention.local import LocalAttention
+from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.operations import describe_operations
 from tests.unit.gpt_models import (
     SEQUENCE_LENGTH,

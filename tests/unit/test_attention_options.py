@@ -13,18 +13,18 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.packed_seq_params import Documents
-from megatron.core.transformer.attention_backends import query_blocks, sdpa
-from megatron.core.transformer.attention_backends.base import AttentionOptions, causal_mask
-from megatron.core.transformer.attention_backends.cpu import CPUAttention
-from megatron.core.transformer.attention_backends.documents import ByDocument
-from megatron.core.transformer.attention_backends.local import LocalAttention
-from megatron.core.transformer.attention_backends.query_blocks import QueryBlocksAttention
-from megatron.core.transformer.attention_backends.sdpa import SDPAttention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention import query_blocks, sdpa
+from megatron.core.transformer.core_attention.base import AttentionOptions, causal_mask
+from megatron.core.transformer.core_attention.cpu import CPUAttention
+from megatron.core.transformer.core_attention.documents import ByDocument
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention.local import LocalAttention
+from megatron.core.transformer.core_attention.query_blocks import QueryBlocksAttention
+from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer, window_of_layer
 from megatron.core.transformer.operations import describe_operations
 from megatron.training.config.container import RunConfig
-from megatron.training.flag_report import print_settings
+from megatron.training.flags.report import print_settings
 from tests.unit.gpt_models import (
     SEQUENCE_LENGTH,
     assert_same_function,

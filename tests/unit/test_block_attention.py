@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.block_attention import BlockKernel, CPUFlashKernel, Merged, PlainKernel
+from megatron.core.transformer.core_attention.block_attention import BlockKernel, CPUFlashKernel, Merged, PlainKernel
 
 SCALE = 0.3
 BATCH, HEADS, QUERIES, WIDTH = 2, 4, 6, 8

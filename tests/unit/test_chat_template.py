@@ -56,8 +56,8 @@ def test_as_transformers(kept_in: str, add_generation_prompt: bool, tmp_path: Pa
 @pytest.mark.flags("--chat-template")
 @pytest.mark.parametrize("kind", ["text", "file"])
 def test_template_of_the_flag(kind: str, tmp_path: Path) -> None:
-    from megatron.training.flags import read_run_config
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.flags.read import read_run_config
+    from megatron.training.recipes.gpt import tokenizer_of
     from tests.unit.run_flags import SMALLEST_RUN
 
     text = "{% for m in messages %}[{{ m.content }}]{% endfor %}"

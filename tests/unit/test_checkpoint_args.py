@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
-from megatron.training.flags import read_run_config
+from megatron.training.flags.read import read_run_config
 from tests.unit.tiny_training import FLAGS, differing, train_tiny
 
 MODEL = (

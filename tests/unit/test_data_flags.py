@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.packed_seq_params import pack_batch
-from megatron.training.gpt_data import build_gpt_datasets
+from megatron.training.recipes.gpt_data import build_gpt_datasets
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 RUN = SMALLEST_RUN.replace("--mock-data ", "")

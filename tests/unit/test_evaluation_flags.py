@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.training.flags import read_run_config
+from megatron.training.flags.read import read_run_config
 from megatron.training.run import Hook, Run
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import FLAGS, finish, prepare, train_tiny

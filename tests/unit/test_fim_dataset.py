@@ -12,7 +12,7 @@ import torch
 from megatron.core.datasets.fim_dataset import GPTFIMDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigError
-from megatron.training.gpt_data import build_gpt_datasets
+from megatron.training.recipes.gpt_data import build_gpt_datasets
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 PREFIX, MIDDLE, SUFFIX, FILL, END, SPLIT = 200, 201, 202, 203, 204, 205

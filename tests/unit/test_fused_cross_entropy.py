@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import fused_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-from megatron.training.flags import examine
+from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, losses_and_grads, token_batch
 from tests.unit.run_flags import SMALLEST_RUN
 

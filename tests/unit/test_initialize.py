@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
-from megatron.training import initialize as subject
-from megatron.training.initialize import comparable_flags, initialize, lost_peer, rank_grid, shut_down
+from megatron.training.launch import initialize as subject
+from megatron.training.launch.initialize import comparable_flags, initialize, lost_peer, rank_grid, shut_down
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.training import launch
-from megatron.training.launch import Launch, first_host, read_launch, run_job, with_world_size
+from megatron.training.launch import launch
+from megatron.training.launch.launch import Launch, first_host, read_launch, run_job, with_world_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29400"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[003-006,009]"}
@@ -121,7 +121,7 @@ def test_rank_0_says_errors_first(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 LEAVING = """
 import atexit, sys
-from megatron.training.launch import leave
+from megatron.training.launch.launch import leave
 
 class Late:
     def __del__(self):

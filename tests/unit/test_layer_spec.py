@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.flags import examine
+from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, first_mlp
 from tests.unit.run_flags import SMALLEST_RUN
 from tests.unit.test_tensor_parallel_layers import OneOf

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.flags import examine
+from megatron.training.flags.read import examine
 from tests.unit.huggingface_models import (
     LLAMA,
     LLAMA_FLAGS,

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.errors import CheckpointError
 from megatron.core.tensor_parallel.parameters import parameter_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.flags import examine
+from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, first_layer, losses_and_grads, read_config, token_batch
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 from tests.unit.test_tensor_parallel_layers import OneOf
@@ -201,7 +201,7 @@ def test_the_whole_embedded_sequence_is_freed() -> None:
 
 @pytest.mark.flags("--disable-bf16-reduced-precision-matmul")
 def test_bf16_sums_in_float32() -> None:
-    from megatron.training.initialize import initialize, shut_down
+    from megatron.training.launch.initialize import initialize, shut_down
 
     switch = torch.backends.cuda.matmul
     before = switch.allow_bf16_reduced_precision_reduction

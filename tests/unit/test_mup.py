@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.flags import examine
+from megatron.training.flags.read import examine
 from tests.unit.gpt_models import assert_same_function, build_model, first_attention, first_mlp
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 from tests.unit.tiny_training import train_tiny, values

@@ -18,7 +18,7 @@ from megatron.core.datasets import object_storage
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage import ObjectFile
 from megatron.core.errors import ConfigError, DataError, StorageError
-from megatron.training.gpt_data import build_gpt_datasets
+from megatron.training.recipes.gpt_data import build_gpt_datasets
 from tests.faults.small_datasets import Tokenizer, write_dataset
 from tests.unit.run_flags import run_config
 

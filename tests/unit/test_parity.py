@@ -9,8 +9,8 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
-from megatron.training.parity import Held, Share, Trace, compare, join
-from megatron.training.parity_layouts import guilty_parts, parse_layout, parts_of, same_padding
+from megatron.training.verify.parity import Held, Share, Trace, compare, join
+from megatron.training.verify.parity_layouts import guilty_parts, parse_layout, parts_of, same_padding
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)
 

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
 from megatron.training.config.container import RunConfig
-from megatron.training.flags import read_run_config
+from megatron.training.flags.read import read_run_config
 
 SIZES = """--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1
     --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 31"""

@@ -14,8 +14,8 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
 from megatron.core.packed_seq_params import pack_batch
 from megatron.core.process_groups_config import SingleRankGroup
-from megatron.training.data import LoaderSettings
-from megatron.training.planned_batches import Layout, StepPlans
+from megatron.training.data.loading import LoaderSettings
+from megatron.training.data.planned_batches import Layout, StepPlans
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 SEQUENCE = 16

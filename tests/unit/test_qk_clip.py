@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.transformer.attention_backends.base import AttentionOptions
-from megatron.core.transformer.attention_backends.local import LocalAttention
-from megatron.core.transformer.attention_backends.max_logits import MaxLogits
+from megatron.core.transformer.core_attention.base import AttentionOptions
+from megatron.core.transformer.core_attention.local import LocalAttention
+from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.training.run import Run
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare

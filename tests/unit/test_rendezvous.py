@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import HashStore
 
 from megatron.core.errors import ConfigError, MegatronError, TemporaryError
-from megatron.training.launch import Launch
-from megatron.training.rendezvous import Muster, open_store
+from megatron.training.launch.launch import Launch
+from megatron.training.launch.rendezvous import Muster, open_store
 
 
 def _muster(ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0) -> list[MegatronError | None]:

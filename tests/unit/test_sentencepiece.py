@@ -48,7 +48,7 @@ def test_directory_that_holds_the_model(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("text", ["hello  world", " hello world  ", "hello world"])
 def test_extra_spaces(text: str, tmp_path: Path) -> None:
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.recipes.gpt import tokenizer_of
 
     model = trained(tmp_path / "tiny.model")
     base = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
@@ -62,7 +62,7 @@ def test_extra_spaces(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.flags("--tokenizer-special-tokens", "--tokenizer-sentencepiece-legacy")
 def test_special_tokens_in_legacy_mode(tmp_path: Path) -> None:
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.recipes.gpt import tokenizer_of
 
     model = trained(tmp_path / "tiny.model")
     base = f"--tokenizer-type Llama2Tokenizer --tokenizer-model {model}"

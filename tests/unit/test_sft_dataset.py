@@ -19,8 +19,8 @@ from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.packed_seq_params import pack_batch
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.training.gpt import build_gpt_model
-from megatron.training.gpt_data import build_gpt_datasets
+from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.gpt_data import build_gpt_datasets
 from tests.unit.gpt_models import read_config
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 

@@ -11,7 +11,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.sharding_units import sharding_units
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
-from megatron.training.initialize import Launch, _prepare_environment
+from megatron.training.launch.initialize import Launch, _prepare_environment
 from tests.unit.run_flags import run_config
 
 UPSTREAM = "--use-megatron-fsdp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

@@ -41,7 +41,7 @@ def test_without_a_size_the_whole_file() -> None:
 
 @pytest.mark.flags("--tiktoken-pattern")
 def test_patterns_cut_differently() -> None:
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.recipes.gpt import tokenizer_of
 
     flags = (
         f"--tokenizer-type TikTokenizer --tokenizer-model {MODEL} --tiktoken-num-special-tokens 20 --vocab-size 1019"
@@ -69,7 +69,7 @@ def test_special_tokens_come_first() -> None:
 @pytest.mark.flags("--tokenizer-special-tokens", "--vocab-extra-ids", "--tiktoken-special-tokens")
 @pytest.mark.parametrize("spelling", ["--tokenizer-special-tokens", "--tiktoken-special-tokens"])
 def test_own_special_tokens(spelling: str) -> None:
-    from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
+    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 
     names = ["<s>", "</s>", "<im_start>", "<unk>", "<mask>", "<pad>", "<cls>", "<sep>"]
     config = run_config(

@@ -46,7 +46,7 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.flags("--trust-remote-code")
 def test_L15_code_is_run_only_when_asked_for(with_code: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.recipes.gpt import tokenizer_of
 
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {with_code} --vocab-size 1000"
     plain = tokenizer_of(run_config(flags))
@@ -108,8 +108,8 @@ def metadata(folder: Path, content: object) -> Path:
 @pytest.mark.flags("--tokenizer-metadata")
 @pytest.mark.parametrize("is_directory", [False, True])
 def test_metadata_names_library_and_template(is_directory: bool, tmp_path: Path) -> None:
-    from megatron.training.flags import read_run_config
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.flags.read import read_run_config
+    from megatron.training.recipes.gpt import tokenizer_of
 
     path = metadata(tmp_path, {"library": "sentencepiece", "chat_template": "{{ messages[0].content }}!"})
     model = str(DATA / "tok" / "sp_bpe800.model")

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.core.errors import DataError, TemporaryError
-from megatron.training.data import (
+from megatron.training.data.loading import (
     PADDING,
     CyclicSampler,
     LoaderSettings,

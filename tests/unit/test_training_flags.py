@@ -53,7 +53,7 @@ SAMPLE_BASED = (
 
 @pytest.mark.flags("--train-samples")
 def test_train_samples_are_the_steps_that_fit() -> None:
-    from megatron.training.flags import read_run_config
+    from megatron.training.flags.read import read_run_config
 
     config = read_run_config(f"{SAMPLE_BASED} --global-batch-size 4 --train-samples 22".split(), {})
     assert run_setup.target_iterations(config, run_setup.batch_size_calculator(config)) == 5
@@ -62,7 +62,7 @@ def test_train_samples_are_the_steps_that_fit() -> None:
 @pytest.mark.flags("--train-samples", "--rampup-batch-size")
 def test_train_samples_with_a_growing_batch() -> None:
     """2 2 2 then 4 4 ... up to 22 samples: 3 steps of 2 until 6 samples, 4 steps of 4."""
-    from megatron.training.flags import read_run_config
+    from megatron.training.flags.read import read_run_config
 
     flags = f"{SAMPLE_BASED} --global-batch-size 4 --rampup-batch-size 2 2 6 --train-samples 22"
     config = read_run_config(flags.split(), {})

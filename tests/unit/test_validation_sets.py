@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.training.data import sample_counts
-from megatron.training.flags import read_run_config
+from megatron.training.data.loading import sample_counts
+from megatron.training.flags.read import read_run_config
 from megatron.training.run import Run
 from megatron.training.setup import setup
 from tests.unit import tiny_training

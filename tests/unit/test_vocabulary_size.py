@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of, vocab_size_of
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of, vocab_size_of
 from tests.preprocess_runs import DATA
 from tests.unit.run_flags import run_config
 

@@ -33,7 +33,7 @@ def vocab_file(tmp_path: Path) -> Path:
 @pytest.mark.flags("--tokenizer-type", "--vocab-file", "--tokenizer-hf-no-include-special-tokens")
 @pytest.mark.parametrize("lower_case", [True, False])
 def test_as_transformers(lower_case: bool, vocab_file: Path) -> None:
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.recipes.gpt import tokenizer_of
 
     transformers = pytest.importorskip("transformers")
     expected = transformers.BertTokenizer(vocab=str(vocab_file), do_lower_case=lower_case)
@@ -65,7 +65,7 @@ def test_case_matters(vocab_file: Path) -> None:
 
 @pytest.mark.flags("--tokenizer-special-tokens", "--vocab-extra-ids")
 def test_more_special_tokens(vocab_file: Path) -> None:
-    from megatron.training.gpt import tokenizer_of
+    from megatron.training.recipes.gpt import tokenizer_of
 
     tokenizer = tokenizer_of(
         run_config(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import pretrain_gpt
-from megatron.training.flags import read_run_config
-from megatron.training.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.initialize import initialize, shut_down
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.initialize import initialize, shut_down
 from megatron.training.loop import train
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
 from megatron.training.run import Run
 from megatron.training.setup import Task, setup
 

@@ -1,5 +1,5 @@
-"""Context parallelism: ranks that share each sequence. `sharding.py` cuts it; for attention, keys are gathered
-(`gathered_keys.py`), passed round (`ring.py`) or tokens exchanged for heads (`head_exchange.py`); `select.py` chooses.
+"""Context parallelism: ranks that share each sequence. `sharding.py` cuts it, `planning.py` shares out conversations;
+attention across the pieces is in `transformer/core_attention`.
 
 Names of upstream, imported when they are asked for; inside megatron/ import the defining module.
 """

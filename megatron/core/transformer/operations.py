@@ -10,7 +10,7 @@ from megatron.core.device import current_device
 from megatron.core.tensor_parallel.linear_ops import choose_linear
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.attention import uses_fused_rope
-from megatron.core.transformer.attention_backends.select import build_attention_backend
+from megatron.core.transformer.core_attention.select_backend import build_attention_backend
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_linear import choose_products
 from megatron.core.transformer.norms import uses_fused_norm

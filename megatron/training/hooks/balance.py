@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.training.data.planned_batches import StepPlan
 from megatron.training.hooks.meter import MeterHook
-from megatron.training.planned_batches import StepPlan
 from megatron.training.run import Hook, Run, StepResult
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.directory import remove_checkpoint
 from megatron.core.errors import StorageError, report_error
-from megatron.training.checkpointing import save_checkpoint
+from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.run import Hook, Run, StepResult
 

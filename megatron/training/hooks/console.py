@@ -110,7 +110,7 @@ class ConsoleHook(Hook):
 def operations_of(run: Run) -> dict[str, str]:
     """Which implementation each operation got; nothing for a model or a layer of the user's own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.operations import describe_operations
 
     models = [chunk.module for chunk in run.model]

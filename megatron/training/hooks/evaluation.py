@@ -12,7 +12,7 @@ from megatron.training.loop import evaluate
 from megatron.training.run import Evaluation, Hook, Run, StepResult
 
 if TYPE_CHECKING:
-    from megatron.training.data import Batch
+    from megatron.training.data.loading import Batch
 
 
 class EvaluationHook(Hook):

@@ -12,8 +12,8 @@ import torch
 from megatron.core import device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.optimizer.grad_statistics import count_zeros
+from megatron.planner.throughput import peak_flops, training_flops_per_token
 from megatron.training.run import Hook, Run, StepResult
-from megatron.training.throughput import peak_flops, training_flops_per_token
 
 
 @dataclass(frozen=True)

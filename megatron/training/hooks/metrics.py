@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.training.hooks.meter import MeterHook
-from megatron.training.metrics import MetricsFile
+from megatron.training.hooks.metrics_file import MetricsFile
 from megatron.training.run import Evaluation, Hook, Run, StepResult
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.errors import StorageError
+from megatron.planner.throughput import training_flops_per_token
 from megatron.training.run import Hook, Run
-from megatron.training.throughput import training_flops_per_token
 
 FILE_NAME = "progress.txt"
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"

@@ -1,0 +1,66 @@
+"""Attention written out: scores, mask, softmax, dropout, weighted sum. The reference for every other backend.
+
+Query-key layer scaling (for float16): scores are divided by the layer number before they are stored and multiplied by
+it again inside the float32 softmax, so that deep layers' scores stay below the largest float16. A bound on the scores
+(soft-capping) and sinks are applied there too, in elementary operations.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fusions.softmax import scaled_masked_softmax, scaled_masked_softmax_reference
+from megatron.core.transformer.core_attention.base import AttentionOptions, whole_mask
+
+
+class LocalAttention:
+    """softmax(scale * Q K^T) V in plain operations; memory grows with s * t."""
+
+    def __init__(self, options: AttentionOptions) -> None:
+        self.options = options
+        layer_scaling = float(options.layer_number) if options.query_key_layer_scaling else 1.0
+        self.score_scale = options.scale / layer_scaling
+        self.softmax_scale = layer_scaling
+        # Float32 from the product on, unless layer scaling is there to make the narrow format do.
+        self.has_float32_scores = options.softmax_in_fp32 and not options.query_key_layer_scaling
+        self.softmax = scaled_masked_softmax if options.masked_softmax_fusion else scaled_masked_softmax_reference
+        self.name = "local reference, " + ("fused" if options.masked_softmax_fusion else "plain") + " softmax"
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        training: bool,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend."""
+        heads_per_group = query.shape[2] // key.shape[2]
+        if heads_per_group > 1:
+            key = key.repeat_interleave(heads_per_group, dim=2)  # [t, b, g, d] -> [t, b, n, d]
+            value = value.repeat_interleave(heads_per_group, dim=2)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
+        scores = self._scores(q, k)  # [b, n, s, t]
+        mask = whole_mask(attention_mask, query, key, self.options.window)
+        if sinks is None and self.options.softcap is None:
+            probabilities = self.softmax(scores, mask, self.softmax_scale, self.options.softmax_in_fp32)
+        else:
+            probabilities = scaled_masked_softmax_reference(
+                scores, mask, self.softmax_scale, self.options.softmax_in_fp32, self.options.softcap, sinks
+            )
+        probabilities = F.dropout(probabilities.to(v.dtype), p=self.options.dropout, training=training)
+        context = torch.matmul(probabilities, v)  # [b, n, s, d]
+        return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """score_scale * Q K^T, [b, n, s, d] x [b, n, t, d] -> [b, n, s, t], scaled before it is rounded."""
+        if self.has_float32_scores:
+            q, k = q.float(), k.float()
+        batch = q.shape[:2]
+        q, k = q.flatten(0, 1), k.flatten(0, 1)  # [b, n, s, d] -> [b * n, s, d]
+        nothing = q.new_empty((1, 1, 1))
+        scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=self.score_scale)
+        return scores.unflatten(0, batch)

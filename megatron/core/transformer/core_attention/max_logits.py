@@ -1,0 +1,51 @@
+"""The largest attention score of each head, measured beside any backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.core_attention.base import AttentionBackend, AttentionOptions, whole_mask
+
+_BLOCK = 128
+"""Queries whose scores are in memory at a time."""
+
+
+class MaxLogits:
+    """A backend that notes scale * max(q k) of each head over everything it sees in training, before any bound on
+    scores. Costs one more product of queries and keys, a block at a time."""
+
+    def __init__(self, backend: AttentionBackend, options: AttentionOptions) -> None:
+        self.backend, self.options = backend, options
+        self.name = f"{backend.name}, largest scores measured"
+        self.largest: Tensor | None = None
+        """float32 [n]; None before the first call."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        training: bool,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend."""
+        if training:
+            found = self._measure(query.detach(), key.detach(), attention_mask)
+            self.largest = found if self.largest is None else torch.maximum(self.largest, found)
+        return self.backend(query, key, value, attention_mask, training, sinks)
+
+    @torch.no_grad()
+    def _measure(self, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """query [s, b, n, d], key [t, b, g, d] -> [n]."""
+        mask = whole_mask(attention_mask, query, key, self.options.window)
+        key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 3, 0)  # [b, n, d, t]
+        largest = query.new_full((query.shape[2],), -torch.inf, dtype=torch.float32)
+        for first in range(0, query.shape[0], _BLOCK):
+            rows = slice(first, first + _BLOCK)
+            scores = (query[rows].permute(1, 2, 0, 3) @ key).float() * self.options.scale  # [b, n, block, t]
+            if mask is not None:
+                scores = scores.masked_fill(mask[..., rows if mask.shape[-2] > 1 else slice(None), :], -torch.inf)
+            largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
+        return largest

@@ -1,0 +1,281 @@
+"""What a run saves, and how it continues: weights, optimizer, schedule, random numbers, and how far it is.
+
+    iter_0000010/
+      tensors         <parameter>, optimizer.state.exp_avg.<parameter>, ..., rng_state.<rank>.<generator>
+      state.json      progress, learning-rate schedule, number of updates, loss scale
+      rng.json        Python's and numpy's generators
+      config.json     all settings of the run
+      tokenizer/      the tokenizer's files
+
+A resumed run repeats the uninterrupted one bit for bit, because every one of these comes back. Where a checkpoint
+lies and how it becomes visible is megatron.core.dist_checkpointing's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.collectives import all_gather_object
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.directory import FoundCheckpoint, prepare_save_directory
+from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file, read_legacy_weights
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    model_state,
+    optimizer_state,
+    whole_optimizer_state,
+)
+from megatron.core.dist_checkpointing.validation import ModelMismatchError
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import CheckpointError
+from megatron.core.mesh import RankGrid
+from megatron.core.placement import Placement, placement_of
+from megatron.core.process_groups_config import Group
+from megatron.training.checkpoint import rng_state
+from megatron.training.checkpoint.differences import shape_differences, trajectory_differences
+from megatron.training.checkpoint.tokenizer_assets import tokenizer_files
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.recipes.gpt import vocab_size_of
+from megatron.training.run import Run
+
+STATE, RNG, CONFIG = "state", "rng", "config"
+_VOCABULARY_WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+# ---- saving
+
+
+def save_checkpoint(run: Run) -> Path:
+    """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
+
+    Raises StorageError on every rank when the disk is full or fails; earlier checkpoints stay as they are.
+    """
+    settings, world = run.config.checkpoint, run.groups.world
+    assert settings.save is not None
+    tensors = sharded_model_state(run)
+    state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
+    if not settings.no_save_optim:
+        tensors |= _sharded_optimizer_state(run)
+        state["optimizer"] = run.optimizer.state_dict()
+        state["scheduler"] = run.scheduler.state_dict()
+    documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
+    if not settings.no_save_rng:
+        tensors |= rng_state.sharded_rng_state(world.rank())
+        documents[RNG] = rng_state.rng_document(world, layout_of(run.groups.grid))
+    attachments = tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
+    return serialization.save(
+        tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world
+    )
+
+
+def prepare_save(settings: CheckpointConfig, world: Group) -> None:
+    """Before training: can checkpoints be saved? Also finishes or removes what a crash left in --save.
+
+    Raises ConfigError on every rank when --save is a file, cannot be made or cannot be written to.
+    """
+    if settings.save is not None:
+        root = Path(settings.save)
+        for done in on_first_rank(world, lambda: prepare_save_directory(root)):
+            _say(world, f"{root}: {done}")
+
+
+# ---- loading
+
+
+def load_checkpoint(run: Run) -> None:
+    """Continue from --load, or take the weights of --pretrained-checkpoint; a fresh start is said, never assumed.
+
+    Every rank calls this, after the model and the optimizer exist. Raises CheckpointError on every rank when there is
+    no checkpoint where one must be, when none is undamaged, or when it is of another model.
+    """
+    settings, world = run.config.checkpoint, run.groups.world
+    if settings.load is not None:
+        root = Path(settings.load)
+        on_first_rank(world, lambda: _refuse_legacy(root))
+        found = serialization.find(root, settings.ckpt_step, world)
+        if found is not None:
+            _restore(run, found, weights_only=settings.finetune)
+            return
+        _explain_missing(settings, root, world, run.config.model.perform_initialization)
+    if settings.pretrained_checkpoint is not None:
+        step = settings.ckpt_step if settings.load is None else None
+        _load_pretrained(run, Path(settings.pretrained_checkpoint), step)
+
+
+def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws_weights: bool) -> None:
+    """--load holds nothing: a sentence where that may be, CheckpointError where not."""
+    what = "holds no checkpoint" if root.is_dir() else "does not exist"
+    if settings.pretrained_checkpoint is not None:
+        _say(world, f"--load {root} {what} yet: starting from --pretrained-checkpoint")
+        return
+    if not draws_weights:
+        raise CheckpointError(f"--load {root} {what}, and --no-initialization leaves the weights undefined without one")
+    if settings.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {root} {what}, and --exit-on-missing-checkpoint was given")
+    if settings.save is None or Path(settings.save).resolve() != root.resolve():
+        raise CheckpointError(
+            f"--load {root} {what}; give a directory that holds one, or give the same directory as --save to start anew"
+        )
+    _say(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
+
+
+def _refuse_legacy(root: Path) -> None:
+    """Upstream's `torch` format in --load: refused with the remedy, since its optimizer state cannot be continued."""
+    if find_legacy_file(root) is not None and not any(root.glob(f"iter_*/{MANIFEST_NAME}")):
+        raise CheckpointError(
+            f"--load {root} holds a checkpoint in upstream's torch format; "
+            f"start from its weights with --pretrained-checkpoint {root}"
+        )
+
+
+def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
+    settings, world = run.config.checkpoint, run.groups.world
+    if found.skipped:
+        _warn(world, f"loading {found.path} instead of the latest checkpoint: {'; '.join(found.skipped)}")
+    state = serialization.read_document(found.path, STATE)
+    with_optimizer = not (weights_only or settings.no_load_optim)
+    with_rng = not (weights_only or settings.no_load_rng)
+    if with_optimizer and state["optimizer"] is None:
+        raise CheckpointError(f"{found.path} was saved with --no-save-optim; pass --no-load-optim or --finetune")
+    if with_optimizer:
+        run.optimizer.check_state(state["optimizer"])
+    random_numbers = _rng_document(found, run) if with_rng else None
+
+    tensors = sharded_model_state(run, main=not with_optimizer)
+    if with_optimizer:
+        tensors |= _sharded_optimizer_state(run)
+    if random_numbers is not None:
+        tensors |= rng_state.sharded_rng_state(world.rank())
+    saved_config = serialization.read_document(found.path, CONFIG)
+    try:
+        serialization.load(tensors, found, world)
+    except ModelMismatchError as error:
+        raise CheckpointError(f"{found.path}: {error}{shape_differences(saved_config, run.config)}") from None
+
+    if with_optimizer:
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.optimizer.after_load()
+        run.scheduler.load_state_dict(state["scheduler"])
+    else:
+        run.optimizer.reload_model_params()
+    if random_numbers is not None:
+        rng_state.restore(random_numbers, tensors, world.rank())
+    if weights_only:
+        _say(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
+        return
+    run.progress.load_state_dict(state["progress"])
+    _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples"
+                f"{trajectory_differences(saved_config, run.config)}")  # fmt: skip
+
+
+def layout_of(grid: RankGrid) -> dict[str, int]:
+    """Size of every axis, in the order in which ranks are numbered: where a rank stands."""
+    return grid.dense_sizes | grid.expert_sizes
+
+
+def _rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
+    """The saved random-number state; None, with a sentence, where this job cannot continue it."""
+    world = run.groups.world
+    if f"{RNG}.json" not in found.manifest.files:
+        raise CheckpointError(f"{found.path} was saved with --no-save-rng; pass --no-load-rng or --finetune")
+    document: dict[str, Any] = serialization.read_document(found.path, RNG)
+    reason = rng_state.why_not_restorable(document, world, layout_of(run.groups.grid))
+    if reason is not None:
+        _warn(world, f"random numbers start from --seed instead of continuing: {reason}")
+        return None
+    return document
+
+
+def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
+    """Weights only, from a checkpoint of ours or in upstream's `torch` format."""
+    world = run.groups.world
+    legacy = on_first_rank(world, lambda: find_legacy_file(root, iteration))
+    if legacy is None:
+        found = serialization.find(root, iteration, world)
+        if found is None:
+            what = "holds no checkpoint" if root.is_dir() else "does not exist"
+            raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
+        _restore(run, found, weights_only=True)
+        return
+
+    # Stages hold different layers: what one does not know, another may.
+    elsewhere = set().union(*all_gather_object(set(sharded_model_state(run)), run.groups.pp))
+
+    def fill() -> int:
+        weights = read_legacy_weights(legacy)
+        try:
+            with torch.no_grad():
+                fill_from_full(_weights_in_full_precision(run), weights.tensors, elsewhere)
+        except ModelMismatchError as error:
+            raise CheckpointError(f"{legacy}: {error}") from None
+        return len(weights.ignored)
+
+    ignored = on_every_rank(world, fill)[0]
+    run.optimizer.after_load()
+    _say(world, f"loaded the weights of {legacy}")
+    if ignored:
+        _say(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
+
+
+# ---- the run as a checkpoint sees it
+
+
+def sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
+    """The parameters of this process's pipeline chunks, or its slices of them.
+
+    main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
+    better for them; otherwise copies in the network's number format.
+    """
+    starts: dict[str, int] = {}
+    held: list[tuple[torch.Tensor, Placement]] = []
+    for chunk, parameter, placement in _placed_parameters(run):
+        data, start = chunk.held_part(parameter, main=main)
+        held.append((data, placement))
+        if start is not None:
+            starts[placement.name] = start
+    return model_state(held, starts)
+
+
+def _sharded_optimizer_state(run: Run) -> ShardedStateDict:
+    placements = {placement.name: placement for _, _, placement in _placed_parameters(run)}
+    slices = run.optimizer.named_slices()
+    starts = {name: found.start for name, found in slices.items() if not found.is_whole}
+    state = optimizer_state(run.optimizer.named_state(), placements, starts)
+    return state | whole_optimizer_state(run.optimizer.whole_state())
+
+
+def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
+    """The parameters, and the main parameters behind them under the same names."""
+    main = (tensor for tensor in _sharded_optimizer_state(run).values() if tensor.fallback_key is not None)
+    return [*sharded_model_state(run).values(), *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main)]
+
+
+def _placed_parameters(run: Run) -> Iterator[tuple[DistributedDataParallel, torch.nn.Parameter, Placement]]:
+    """Parameters, each with its chunk and placement; those with a row for each token know which rows are padding."""
+    vocabulary = vocab_size_of(run.config, run.tokenizer)
+    for chunk in run.model:
+        chunk.finish_param_sync()
+        for name, parameter in chunk.module.named_parameters():
+            placement = placement_of(parameter, name)
+            if placement.name in _VOCABULARY_WEIGHTS and placement.valid_rows is None:
+                placement = dataclasses.replace(placement, valid_rows=vocabulary)
+            yield chunk, parameter, placement
+
+
+def _say(world: Group, sentence: str) -> None:
+    if world.rank() == 0:
+        print(f"checkpoint: {sentence}", flush=True)
+
+
+def _warn(world: Group, sentence: str) -> None:
+    if world.rank() == 0:
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,85 @@
+"""A checkpoint as something to use: its settings, its tokenizer and its model with the trained weights, on one
+process."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.device import current_device
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.mapping import model_state
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.checkpoint.save_and_load import CONFIG
+from megatron.training.checkpoint.tokenizer_assets import use_saved_files
+from megatron.training.config.container import RunConfig
+from megatron.training.recipes.gpt import build_gpt_model, padded_vocab_size_of, tokenizer_of, vocab_size_of
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tokenizers.base import Tokenizer
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model is in evaluation mode."""
+
+    path: Path
+    config: RunConfig
+    tokenizer: Tokenizer
+    model: GPTModel
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Positions that the model has; None where it has no table of them."""
+        learned = self.config.model.position_embedding_type == "learned_absolute"
+        return self.config.gpt.max_position_embeddings if learned else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens without padding."""
+        return vocab_size_of(self.config, self.tokenizer)
+
+
+def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool = False) -> TrainedModel:
+    """The model of a checkpoint directory (or of one `iter_...` directory): the latest, or the given iteration.
+
+    It computes in float32, whatever it was trained in: rounding then never decides between two tokens, so a key-value
+    cache changes nothing. bf16: half the memory, without that promise. The tokenizer's files are taken from the
+    checkpoint where it has them. Raises CheckpointError when there is no undamaged checkpoint of ours, ConfigError or
+    DataError when its tokenizer's files are gone.
+    """
+    groups = ProcessGroupCollection.single()
+    found = serialization.find(root, iteration, groups.world)
+    if found is None:
+        what = "holds no checkpoint" if root.is_dir() else "does not exist"
+        raise CheckpointError(f"--load {root} {what}")
+    config = _read_config(found.path, bf16)
+    tokenizer = tokenizer_of(config)
+    device = current_device()
+    with torch.device(device):
+        model = build_gpt_model(config, padded_vocab_size_of(config, tokenizer), pg_collection=groups)
+    parameters = ((parameter, placement_of(parameter, name)) for name, parameter in model.named_parameters())
+    serialization.load(model_state(parameters), found, groups.world)
+    return TrainedModel(found.path, config, tokenizer, model.eval())
+
+
+def _read_config(path: Path, bf16: bool) -> RunConfig:
+    """The checkpoint's settings, for one process in this number format, with the tokenizer files it carries."""
+    content = serialization.read_document(path, CONFIG)
+    try:
+        config = RunConfig.from_dict(content)
+        model = dataclasses.replace(
+            config.model, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
+            expert_model_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=False,
+            init_model_with_meta_device=False, bf16=bf16, fp16=False, params_dtype=None,
+        )  # fmt: skip
+    except (ConfigError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / CONFIG}.json holds settings that this release cannot use: {error}") from error
+    return dataclasses.replace(config, model=model, tokenizer=use_saved_files(config.tokenizer, path))

@@ -1,0 +1,1 @@
+"""Batches for training: samplers and loaders, and batches planned for dynamic context parallelism."""

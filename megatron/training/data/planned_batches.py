@@ -1,0 +1,244 @@
+"""--hybrid-context-parallel: the conversations of a step, each on as many ranks as it needs.
+
+    samples of a step  ->  lengths of their conversations  ->  ContextPlan  ->  this rank's microbatches
+
+The samples are those of the run without the flag, and a step takes as many. All ranks read the same lengths and make
+the same plan; then each reads the conversations of its own microbatches, and nothing is sent. A rank that has none
+computes one token without loss, so that it takes part in whatever all ranks do in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+from torch.utils.data import Dataset
+
+from megatron.core.context_parallel.planning import ContextPlan, SampleCost, plan_step, static_balance
+from megatron.core.datasets.packing import PackedDocuments
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.planner.throughput import products_of_model
+from megatron.training.config.container import RunConfig
+from megatron.training.data.loading import Batch, LoaderSettings, loaded, used_up
+
+if TYPE_CHECKING:
+    from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
+
+_NOTHING = -1
+"""In place of a sample's number: one token without loss."""
+
+
+class Place(NamedTuple):
+    """Where a conversation stands in the data, and how many ranks share its microbatch."""
+
+    sample: int
+    document: int
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a plan depends on besides the lengths."""
+
+    rank: int
+    """This process among the ranks of data and context parallelism."""
+    num_ranks: int
+    cp_size: int
+    """--context-parallel-size: of the layout without plans."""
+    max_tokens_per_rank: int
+    seq_length: int
+    cost: SampleCost
+    sequence_parallel_ranks: int = 1
+    """Those that divide a context-parallel rank's tokens among them."""
+
+    @classmethod
+    def of(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
+        """That of a run."""
+        most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
+        assert most is not None and seq_length is not None, "checked by read_run_config"
+        cost = SampleCost(*products_of_model(config.model, padded_vocab_size=padded_vocab_size))
+        sharers = groups.tp.size() if config.model.sequence_parallel else 1
+        return cls(groups.dp_cp.rank(), groups.dp_cp.size(), groups.cp.size(), most, seq_length, cost, sharers)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of one step."""
+
+    num_samples: int
+    places: tuple[tuple[int, int], ...]
+    """(sample, number of the conversation in it) of the planned conversations."""
+    context: ContextPlan
+    layout: Layout
+    sequences: tuple[tuple[tuple[int, ...], ...], ...]
+    """For every data-parallel rank its microbatches without a plan: lengths of conversations and padding."""
+
+    @cached_property
+    def microbatches(self) -> list[list[Place]]:
+        """This rank's, in order."""
+        own = [
+            [Place(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
+            for microbatch in self.context.microbatches(self.layout.rank)
+        ]
+        return own or [[Place(_NOTHING, 0, 1)]]
+
+    @property
+    def static_balance(self) -> float:
+        """`ContextPlan.balance` of the same step without a plan."""
+        return static_balance(self.sequences, self.layout.cp_size, self.layout.cost)
+
+
+class StepPlans:
+    """The plans of a run's steps, by the samples consumed before each."""
+
+    def __init__(
+        self, dataset: Any, settings: LoaderSettings, batch_size: NumMicrobatchesCalculator, layout: Layout
+    ) -> None:
+        """dataset: PackedDocuments. Raises ConfigError for another one."""
+        parts = getattr(dataset, "datasets", [dataset])
+        strange = next((part for part in [*parts, dataset] if not isinstance(part, PackedDocuments)), None)
+        if strange is not None:
+            raise ConfigError(
+                f"--hybrid-context-parallel needs datasets that tell the lengths of their documents; "
+                f"{type(strange).__name__} lacks document_lengths, document or locate (see docs/parallelism.md)"
+            )
+        self.dataset, self.settings, self.batch_size, self.layout = dataset, settings, batch_size, layout
+        self._plans: dict[int, StepPlan] = {}
+        self._coming: Iterator[StepPlan] = iter(())
+        self._next = -1
+
+    def at(self, consumed_samples: int) -> StepPlan | None:
+        """The plan of the step before which so many samples were consumed; None where the data have no such step."""
+        if consumed_samples not in self._plans:
+            if consumed_samples != self._next:
+                self._coming = self._steps(consumed_samples)
+            plan = next(self._coming, None)
+            if plan is None:
+                self._next = -1
+                return None
+            self._plans[consumed_samples] = plan
+            self._next = consumed_samples + plan.num_samples
+        return self._plans[consumed_samples]
+
+    def num_microbatches(self, consumed_samples: int) -> int:
+        """How many this rank has in that step; earlier steps are forgotten. One where the data are used up: whoever
+        takes it learns that."""
+        for earlier in [consumed for consumed in self._plans if consumed < consumed_samples]:
+            del self._plans[earlier]
+        plan = self.at(consumed_samples)
+        return 1 if plan is None else len(plan.microbatches)
+
+    def batches(self, consumed_samples: int) -> Generator[Batch, None, None]:
+        """This rank's microbatches on the device, from that step on; see TrainingData.open."""
+        documents, places = SingleDocuments(self.dataset), self.microbatches(consumed_samples)
+        stack = OneSequence(self.layout.sequence_parallel_ranks)
+        yield from loaded(documents, "train", places, self.settings, stack)
+        raise used_up("train", len(self.dataset), consumed_samples)
+
+    def microbatches(self, consumed_samples: int) -> Iterator[list[Place]]:
+        """This rank's, of one step after the other, to the end of the data."""
+        while (plan := self.at(consumed_samples)) is not None:
+            yield from plan.microbatches
+            consumed_samples += plan.num_samples
+
+    def _steps(self, consumed_samples: int) -> Generator[StepPlan, None, None]:
+        ranks = [dataclasses.replace(self.settings, dp_rank=rank) for rank in range(self.settings.dp_size)]
+        samplers = [iter(rank.sampler(len(self.dataset), consumed_samples, repeats=False)) for rank in ranks]
+        while True:
+            count = self.batch_size.num_microbatches(consumed_samples)
+            samples = [list(itertools.islice(sampler, count)) for sampler in samplers]
+            if len(samples[0]) < count:
+                return
+            plan = self._plan(samples)
+            yield plan
+            consumed_samples += plan.num_samples
+
+    def _plan(self, samples: Sequence[Sequence[Sequence[int]]]) -> StepPlan:
+        """samples[r][m]: what microbatch m of data-parallel rank r has without a plan."""
+        places: list[tuple[int, int]] = []
+        lengths: list[int] = []
+        sequences: list[tuple[tuple[int, ...], ...]] = []
+        for microbatches in samples:
+            rows = []
+            for microbatch in microbatches:
+                row: list[int] = []
+                for sample in microbatch:
+                    own = self.dataset.document_lengths(sample)
+                    places += [(sample, document) for document in range(len(own))]
+                    lengths += own
+                    row += [*own, self.layout.seq_length - sum(own)]
+                rows.append(tuple(row))
+            sequences.append(tuple(rows))
+        layout = self.layout
+        context = plan_step(lengths, layout.num_ranks, layout.max_tokens_per_rank, layout.cost)
+        num_samples = sum(len(microbatch) for microbatches in samples for microbatch in microbatches)
+        return StepPlan(num_samples, tuple(places), context, layout, tuple(sequences))
+
+
+def step_plans(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    dataset: Any,
+    settings: LoaderSettings,
+    batch_size: NumMicrobatchesCalculator,
+) -> StepPlans | None:
+    """The plans of a run; None without --hybrid-context-parallel or without training data."""
+    if not config.model.hybrid_context_parallel or dataset is None:
+        return None
+    assert settings.vocabulary_limit is not None
+    return StepPlans(dataset, settings, batch_size, Layout.of(config, groups, settings.vocabulary_limit))
+
+
+class SingleDocuments(Dataset[Any]):
+    """The conversations of packed samples, by their Place."""
+
+    def __init__(self, dataset: PackedDocuments) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, place: Place) -> dict[str, Any]:
+        if place.sample == _NOTHING:
+            zero = torch.zeros(1, dtype=torch.int64)
+            document = {"tokens": zero, "labels": zero, "position_ids": zero, "loss_mask": torch.zeros(1)}
+        else:
+            document = self.dataset.document(place.sample, place.document)
+        return document | {"local_cp_size": place.num_ranks}
+
+    def locate(self, place: Any) -> str:
+        """Where the conversation comes from, for messages."""
+        return f"conversation {place.document} of those from {self.dataset.locate(place.sample)} on"
+
+
+@dataclass(frozen=True)
+class OneSequence:
+    """Makes a microbatch of conversations: one packed sequence that its ranks can cut.
+
+    sequence_parallel_ranks: those that share a context-parallel rank's tokens.
+    """
+
+    sequence_parallel_ranks: int = 1
+
+    def __call__(self, documents: Sequence[Any]) -> Batch:
+        """tokens, labels, position_ids int64 [1, t], loss_mask float32 [1, t]; cu_seqlens int32 [1, documents + 1],
+        max_seqlen int32 [1]; local_cp_size int64 []."""
+        lengths = torch.tensor([0, *(len(document["tokens"]) for document in documents)])
+        num_ranks = documents[0]["local_cp_size"]
+        # A rank holds two pieces of a sequence that several share.
+        unit = num_ranks * math.lcm(2 if num_ranks > 1 else 1, self.sequence_parallel_ranks)
+        padding = -int(lengths.sum()) % unit
+        batch = {
+            name: pad(torch.cat([document[name] for document in documents]), (0, padding)).unsqueeze(0)
+            for name in ("tokens", "labels", "position_ids", "loss_mask")
+        }
+        return batch | {
+            "cu_seqlens": lengths.cumsum(0).int().unsqueeze(0),
+            "max_seqlen": lengths.max().int().unsqueeze(0),
+            "local_cp_size": torch.tensor(num_ranks),
+        }

@@ -1,0 +1,1 @@
+"""From a command line to a RunConfig: declarations, parser, derived values, checks, report. No torch."""

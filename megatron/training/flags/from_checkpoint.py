@@ -1,0 +1,114 @@
+"""--use-checkpoint-args: the model flags that a checkpoint was trained with, so that they need not be written again.
+
+They stand before the flags of the YAML file and of the command line, which win. Read without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.directory import iteration_directory, latest_iteration
+from megatron.core.errors import CheckpointError
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.moe import MoEFields
+from megatron.core.transformer.config_fields.positions import PositionFields
+from megatron.training.checkpoint.tokenizer_assets import use_saved_files
+from megatron.training.config.model import GPTModelFlags
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.flags.declarations import Flag, declared_flags
+from megatron.training.flags.parser import Given, Ledger, Problem
+
+_DOCUMENT = "config.json"
+_HOW_NOT_WHAT = (
+    "attention_backend",
+    "cp_comm_type",
+    "transformer_impl",
+    "cross_entropy_fusion_impl",
+    "spec",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "moe_per_layer_logging",
+)
+"""Flags of these classes that say how the model is computed, as those that end with _fusion do."""
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+
+
+def add_checkpoint_arguments(ledger: Ledger) -> None:
+    """Where --use-checkpoint-args is given, enter what the checkpoint says and nobody has said otherwise."""
+    given = {dest: entry.value for dest, entry in ledger.given.items()}
+    if not given.get("use_checkpoint_args"):
+        return
+    root = given.get("load") or given.get("pretrained_checkpoint")
+    if root is None:
+        ledger.problems.append(Problem("rule", "--use-checkpoint-args needs --load or --pretrained-checkpoint"))
+        return
+    try:
+        path = _checkpoint(Path(root), given.get("ckpt_step"))
+        if path is None and given.get("save") == root:
+            ledger.notes.append(
+                f"--use-checkpoint-args: {root} holds no checkpoint yet; the flags alone say what to do"
+            )
+            return
+        if path is None:
+            raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint of ours; write the flags out")
+        _enter(ledger, path, given)
+    except CheckpointError as error:
+        ledger.problems.append(Problem("rule", str(error)))
+
+
+def _checkpoint(root: Path, step: int | None) -> Path | None:
+    if (root / _DOCUMENT).exists():
+        return root
+    iteration = latest_iteration(root) if step is None else step
+    path = None if iteration is None else iteration_directory(root, iteration)
+    return path if path is not None and (path / _DOCUMENT).exists() else None
+
+
+def _enter(ledger: Ledger, path: Path, given: dict[str, Any]) -> None:
+    try:
+        stored = json.loads((path / _DOCUMENT).read_bytes())
+        values = {**stored["model"], **stored["gpt"], "seq_length": stored["data"]["seq_length"]}
+        tokenizer = _tokenizer(stored["tokenizer"], path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path / _DOCUMENT} holds no settings that can be used ({error})") from error
+    wanted = set(_architecture())
+    if given.get("use_mp_args_from_checkpoint_args"):
+        wanted |= set(_SIZES)
+    if given.get("use_tokenizer_model_from_checkpoint_args", True) and "tokenizer_type" not in given:
+        wanted |= set(tokenizer)
+        values |= tokenizer
+    for flag in declared_flags():
+        value = values.get(flag.dest)
+        if flag.dest in wanted and flag.dest not in ledger.given and value is not None and value != flag.default:
+            ledger.given[flag.dest] = _given(flag, value)
+
+
+def _given(flag: Flag, value: Any) -> Given:
+    # JSON has no pairs.
+    value = tuple(value) if flag.dest == "window_size" and isinstance(value, list) else value
+    return Given(flag, value, flag.spelling_for(value), "checkpoint")
+
+
+def _architecture() -> Iterator[str]:
+    for fields in (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTModelFlags):
+        names = (field.name for field in dataclasses.fields(fields))
+        yield from (name for name in names if name not in _HOW_NOT_WHAT and not name.endswith("_fusion"))
+    yield "seq_length"
+
+
+def _tokenizer(stored: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The tokenizer's settings, with the files that the checkpoint carries."""
+    known = {field.name for field in dataclasses.fields(TokenizerConfig)}
+    settings = TokenizerConfig(**{name: value for name, value in stored.items() if name in known})
+    return vars(use_saved_files(settings, path))

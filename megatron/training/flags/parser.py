@@ -1,0 +1,355 @@
+"""Reads a command line: which flag has which value, and everything that is wrong with it at once.
+
+argparse dispatches; around it stand three things it cannot do: report every problem instead of the first one, refuse
+numbers that Python would quietly take ("1_000", "nan", digits of other scripts), and say what a misspelt flag should
+have been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from megatron.core.errors import ConfigError
+from megatron.training.config.program import ProgramFlags
+from megatron.training.flags.declarations import Flag, Status, declared_flags, expected, flags_of, parse_value
+from megatron.training.flags.table import FormerFlag, former_flags, table_flags
+
+ExtraFlags = Callable[[argparse.ArgumentParser], Any]
+"""A user's function that adds flags of its own, as upstream's `extra_args_provider`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why the settings cannot be used."""
+
+    kind: Literal["spelling", "planned", "not supported", "rule"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting that the user wrote."""
+
+    flag: Flag
+    value: Any
+    written: str
+    """As the user spelled it, with the place when it stands in a file."""
+    source: str
+
+
+@dataclass
+class Ledger:
+    """What was given, by `dest`, and what was wrong with it. A later entry replaces an earlier one."""
+
+    given: dict[str, Given] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    """Spellings of the flags whose value could not be read."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values of the flags that the user's own script added."""
+
+    def misspelt(self, text: str, *flags: Flag) -> None:
+        self.problems.append(Problem("spelling", text))
+        self.broken.update(name for flag in flags for name in flag.spellings)
+
+    def give(self, flag: Flag, spelling: str, texts: Sequence[str], source: str, place: str = "") -> None:
+        """Read the texts after one flag and record the value."""
+        try:
+            value: Any = [parse_value(flag, text) for text in texts]
+        except ValueError as error:
+            self.misspelt(f"{place}{error}", flag)
+            return
+        if flag.is_switch:
+            value = spelling not in flag.off_names
+        elif flag.nargs is None:
+            value = value[0]
+        written = " ".join([spelling, *texts])
+        self.given[flag.dest] = Given(flag, value, f"{written} ({place.rstrip(': ')})" if place else written, source)
+
+    def check_status(self, derived: Mapping[str, Any]) -> None:
+        """Refuse what is planned or not supported, except where it asks for what happens anyway.
+
+        derived: the values after derivation; what that has turned back into the default has no effect.
+        """
+        for entry in self.given.values():
+            problem = refusal(entry)
+            if problem is not None and derived[entry.flag.dest] != entry.flag.default:
+                self.problems.append(problem)
+
+
+def refusal(entry: Given) -> Problem | None:
+    """Why a setting is refused for its status; None where it is accepted."""
+    flag, value = entry.flag, entry.value
+    values = value if isinstance(value, list) else [value]
+    kind: Status = flag.status
+    if value == flag.default or value in flag.neutral:
+        return None
+    if any(item in flag.unsupported_choices for item in values):
+        kind = "not supported"
+    elif any(item in flag.planned_choices for item in values):
+        kind = "planned"
+    if kind == "works":
+        return None
+    offered = [c for c in flag.choices or () if c not in flag.planned_choices + flag.unsupported_choices]
+    instead = f"use {' or '.join(map(str, offered))}" if flag.status == "works" and offered else _instead(flag)
+    if kind == "planned":
+        what = flag.explanation or "a later version"
+        return Problem(kind, f"{entry.written} is planned, not available yet: it comes with {what}; {instead}")
+    why = f": {flag.explanation}" if flag.status == "not supported" else ""
+    return Problem(kind, f"{entry.written} is not supported{why}; {instead}")
+
+
+def _instead(flag: Flag) -> str:
+    if flag.alternative:
+        return flag.alternative
+    if flag.is_switch or flag.default in (None, []):
+        return "leave it out"
+    return f"leave it out or give {flag.spelling_for(flag.default)}"
+
+
+@functools.cache
+def program_flags() -> tuple[Flag, ...]:
+    """--config, --print-config, ..."""
+    return tuple(flags_of(ProgramFlags, "program"))
+
+
+@functools.cache
+def flags_by_spelling() -> dict[str, Flag]:
+    """Every spelling this program knows, but for those of other releases."""
+    known: dict[str, Flag] = {}
+    for flag in known_flags():
+        for spelling in flag.spellings:
+            if spelling in known:
+                raise AssertionError(f"{spelling} is declared twice: {known[spelling].dest} and {flag.dest}")
+            known[spelling] = flag
+    return known
+
+
+@functools.cache
+def formers_by_name() -> dict[str, FormerFlag]:
+    return {former.name: former for former in former_flags()}
+
+
+# What argparse takes for a value although it starts with a hyphen.
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argparse parser that raises ConfigError instead of leaving the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows the usual spelling of each flag, and how to switch it off, instead of every spelling."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=min(120, shutil.get_terminal_size().columns))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not isinstance(action, _Record):
+            return super()._format_action_invocation(action)
+        shown = [*action.flag.names[:1], *action.flag.off_names[:1]]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
+        return " | ".join(shown) + value
+
+
+class _Record(argparse.Action):
+    """Hands the values of one flag to the ledger."""
+
+    def __init__(self, flag: Flag, ledger: Ledger, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.flag = flag
+        self.ledger = ledger
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        texts = [values] if isinstance(values, str) else list(values or [])
+        self.ledger.give(self.flag, option_string or self.flag.name, texts, "command line")
+
+
+def known_flags() -> tuple[Flag, ...]:
+    """Every flag of today: the program's, the configs', the table's."""
+    return program_flags() + declared_flags() + table_flags()
+
+
+def build_parser(
+    ledger: Ledger, extra_flags: ExtraFlags | None = None, flags: Iterable[Flag] | None = None
+) -> FlagParser:
+    """The parser with all flags, or with these; only those that work are shown in the help."""
+    parser = FlagParser(
+        prog="pretrain_gpt.py",
+        usage="%(prog)s [--flag value ...]",
+        description="Pretrain a GPT model.",
+        epilog="Flags of Megatron-LM that are not listed are planned or not supported: docs/flags.md.",
+        formatter_class=HelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Show this text and stop.")
+    groups: dict[str, Any] = {}
+    for flag in known_flags() if flags is None else flags:
+        shown = flag.status == "works"
+        if shown and flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        add_flag(groups[flag.group] if shown else parser, flag, ledger, shown)
+    if extra_flags is not None:
+        extra_flags(parser)
+    return parser
+
+
+def add_flag(container: Any, flag: Flag, ledger: Ledger, shown: bool) -> None:
+    """Declare one flag to argparse."""
+    value_name = flag.metavar or {int: "N", float: "X"}.get(flag.kind, "TEXT")
+    if flag.choices is not None and not flag.metavar:
+        offered = [c for c in flag.choices if c not in flag.planned_choices + flag.unsupported_choices]
+        value_name = "{" + ",".join(map(str, offered)) + "}"
+    container.add_argument(
+        *flag.spellings,
+        action=functools.partial(_Record, flag, ledger),
+        dest=flag.dest,
+        nargs=0 if flag.is_switch else flag.nargs,
+        default=argparse.SUPPRESS,
+        metavar=None if flag.is_switch else value_name,
+        help=help_text(flag).replace("%", "%%") if shown else argparse.SUPPRESS,
+    )
+
+
+def help_text(flag: Flag) -> str:
+    """The docstring, the unit and the default."""
+    unit = f" In {flag.unit}." if flag.unit else ""
+    if flag.is_switch:
+        default = f" (on unless {flag.off_names[0]})" if flag.default else ""
+    else:
+        default = "" if flag.default is None else f" (default: {flag.default})"
+    return f"{flag.help}{unit}{default}"
+
+
+def read_command_line(argv: Sequence[str], ledger: Ledger, extra_flags: ExtraFlags | None = None) -> None:
+    """Record every flag of the command line, its problems, and the notes about spellings of other releases."""
+    arities: dict[str, int | str | None] = {
+        spelling: 0 if flag.is_switch else flag.nargs for spelling, flag in flags_by_spelling().items()
+    }
+    arities.update((name, former.nargs) for name, former in formers_by_name().items())
+    if extra_flags is not None:
+        own = build_parser(Ledger(), extra_flags)._actions
+        arities.update((spelling, action.nargs) for action in own for spelling in action.option_strings)
+    written: list[str] = []
+    translated: dict[str, list[str]] = {}
+    for spelling, texts in _occurrences(argv, arities, ledger):
+        former = formers_by_name().get(spelling)
+        if former is None:
+            written += _unmistakable(spelling, texts, arities)
+        else:
+            translated[spelling] = translate(former, texts, ledger)
+    # What stands for former flags comes first, in the order of their table, so that the more particular spelling wins.
+    former_tokens = [token for name in formers_by_name() for token in translated.get(name, [])]
+    tokens = former_tokens + written
+    # Declaring 900 flags to argparse takes longer than all the rest: only those that occur, unless a user adds some.
+    spellings = [token.partition("=")[0] for token in tokens]
+    occurring = {
+        flags_by_spelling()[name].dest: flags_by_spelling()[name] for name in spellings if name in flags_by_spelling()
+    }
+    parser = build_parser(ledger, extra_flags, occurring.values() if extra_flags is None else None)
+    ledger.extra = vars(parser.parse_args(tokens))
+
+
+def translate(former: FormerFlag, texts: list[str], ledger: Ledger, place: str = "") -> list[str]:
+    """The command line that a flag of another release stands for; notes it, or refuses it."""
+    written = " ".join([former.name, *texts])
+    if former.is_refused:
+        ledger.problems.append(Problem("not supported", f"{place}{written} is not supported: {former.text}"))
+        return []
+    ledger.notes.append(f"{place}{former.name} {former.text}")
+    return former.replacement([text.lower() if former.name == "--cpu-optimizer-type" else text for text in texts])
+
+
+def _occurrences(
+    argv: Sequence[str], arities: dict[str, int | str | None], ledger: Ledger
+) -> Iterator[tuple[str, list[str]]]:
+    """Each known flag of the command line with its texts, after checking their number."""
+    for spelling, texts in _split(argv):
+        if not spelling:
+            ledger.misspelt(
+                f"unexpected {' '.join(texts)!r} at the start of the command line; every value follows a --flag"
+            )
+        elif spelling not in arities:
+            ledger.misspelt(unknown_flag(spelling, arities))
+        else:
+            complaint = _wrong_number(spelling, texts, arities[spelling])
+            if complaint is None:
+                yield spelling, texts
+            else:
+                known = flags_by_spelling().get(spelling)
+                wanted = f"; give {expected(known)}" if known is not None and not known.is_switch else ""
+                ledger.misspelt(complaint + wanted, *([known] if known else []))
+
+
+def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """`--a 1 2 --b=3` -> ("--a", ["1", "2"]), ("--b", ["3"])."""
+    spelling: str = ""
+    texts: list[str] = []
+    for token in argv:
+        if token.startswith("--") or token == "-h":
+            if spelling or texts:
+                yield spelling, texts
+            spelling, equals, value = token.partition("=")
+            texts = [value] if equals else []
+        else:
+            texts.append(token)
+    if spelling or texts:
+        yield spelling, texts
+
+
+def _wrong_number(spelling: str, texts: list[str], nargs: int | str | None) -> str | None:
+    """What is wrong with the number of texts after a flag."""
+    wanted = 1 if nargs is None else nargs
+    for text in texts:
+        several = len(texts) > 1 or nargs in ("*", "+", "?")
+        if text == "--" or (several and text.startswith("-") and not _NEGATIVE.fullmatch(text)):
+            return f"{spelling} is followed by {text!r}, which looks like a flag and not like a value"
+    if nargs in ("*", "?"):
+        return None
+    if nargs == "+":
+        return None if texts else f"{spelling} needs at least one value after it"
+    if len(texts) == wanted:
+        return None
+    found = " ".join(texts)
+    if wanted == 0:
+        return f"{spelling} is a switch and takes no value, but {found!r} follows; remove the value"
+    if not texts:
+        return f"{spelling} needs {_count(wanted)} after it"
+    return f"{spelling} takes {_count(wanted)}, but {found!r} follows"
+
+
+def _count(number: int | str) -> str:
+    return "a value" if number == 1 else f"{number} values"
+
+
+def _unmistakable(spelling: str, texts: list[str], arities: dict[str, int | str | None]) -> list[str]:
+    """The tokens again, written so that argparse does not take a value such as -1e5 for a flag."""
+    if len(texts) == 1 and arities[spelling] is None:
+        return [f"{spelling}={texts[0]}"]
+    return [spelling, *texts]
+
+
+def unknown_flag(spelling: str, known: Iterable[str]) -> str:
+    """The sentence for a flag nobody knows, with what it may have been meant to be."""
+    spelling = spelling if len(spelling) <= 80 else f"{spelling[:77]}..."
+    hyphenated = "--" + spelling.lstrip("-").replace("_", "-")
+    candidates = list(known)
+    if hyphenated in candidates:
+        return f"unknown flag {spelling}; flags are written with hyphens: {hyphenated}"
+    longer = [name for name in candidates if name.startswith(hyphenated)] if len(hyphenated) > 4 else []
+    likely = longer if len(longer) == 1 else difflib.get_close_matches(hyphenated, candidates, n=3, cutoff=0.75)
+    if not likely:
+        return f"unknown flag {spelling}; --help lists the flags, docs/flags.md also the planned ones"
+    return f"unknown flag {spelling}; did you mean {' or '.join(likely)}?"

@@ -1,0 +1,128 @@
+"""--qk-clip and --log-max-attention-logit: what is done about the largest attention scores of a step.
+
+QK-clip (Kimi Team, 2025, Kimi K2, section 2.1, MuonClip): where the largest score S of a head was above the threshold,
+gamma = threshold / S, and after the update
+
+    query weights of the head      *= gamma^alpha
+    key weights of its group       *= gamma^(1 - alpha), with the smallest gamma of the group's heads
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_gather_into_tensor, all_gather_object, all_reduce
+from megatron.core.errors import ConfigError
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention.max_logits import MaxLogits
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.hooks.meter import MeterHook
+from megatron.training.run import Hook, Run, StepResult
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attention: SelfAttention
+    logits: MaxLogits
+
+
+class AttentionLogits:
+    """Called by the optimizer after each update and before the network gets its parameters; every rank takes part.
+
+    Raises ConfigError for a model whose attention is not ours.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        self.config, self.optimizer, self.groups = config, optimizer, groups
+        self.layers = [layer for chunk in model for layer in measured_layers(chunk)]
+        if not any(all_gather_object(len(self.layers), groups.pp)):
+            raise ConfigError(
+                "--qk-clip and --log-max-attention-logit know the scores of this system's attention, and the model has "
+                "none; leave them out"
+            )
+        self.largest = -math.inf
+        """Score of the last step over all layers and ranks."""
+
+    def __call__(self, found_inf: Tensor) -> None:
+        largest = torch.full((), -torch.inf, device=found_inf.device)
+        for layer in self.layers:
+            of_all_heads = self._take(layer)
+            largest = torch.maximum(largest, of_all_heads.max())
+            if self.config.qk_clip:
+                self._clip(layer, of_all_heads, found_inf)
+        all_reduce(largest, self.groups.pp, op="max")
+        self.largest = float(largest)
+
+    def _take(self, layer: _Layer) -> Tensor:
+        """The largest score of each head of the model in this step, [heads]; the next step begins anew."""
+        own = layer.logits.largest
+        assert own is not None, "the layer has not run in this step"
+        layer.logits.largest = None
+        all_reduce(own, self.groups.dp_cp, op="max")
+        of_all_heads = own.new_empty(self.groups.tp.size() * len(own))
+        all_gather_into_tensor(of_all_heads, own, self.groups.tp)
+        return of_all_heads
+
+    def _clip(self, layer: _Layer, of_all_heads: Tensor, found_inf: Tensor) -> None:
+        threshold = self.config.qk_clip_threshold
+        # Nothing is done where a score is no number, nor after an update that was skipped.
+        is_above = (of_all_heads > threshold) & of_all_heads.isfinite() & (found_inf == 0)
+        gamma = torch.where(is_above, threshold / of_all_heads, torch.ones_like(of_all_heads))
+        factors = row_factors(gamma, self.config)
+        linear = layer.attention.linear_qkv
+        for param in (linear.weight, linear.bias):
+            if param is not None:
+                placement = placement_of(param, "linear_qkv")
+                rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
+                self.optimizer.scale_rows(placement.name, rows.take(factors))
+
+
+class AttentionLogitsHook(Hook):
+    """Hands the largest score on to the reports."""
+
+    def __init__(self, meter: MeterHook) -> None:
+        self.meter = meter
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """What the update has found."""
+        assert isinstance(run.optimizer.after_update, AttentionLogits), "setup puts it there"
+        largest = run.optimizer.after_update.largest
+        self.meter.step.further["max-attention-logit"] = largest
+        self.meter.step.texts.append(f"max attention logit: {largest:.3f}")
+
+
+def measured_layers(module: nn.Module) -> list[_Layer]:
+    """Every self-attention whose backend measures."""
+    found = []
+    for part in module.modules():
+        if not isinstance(part, SelfAttention) or not isinstance(part.core_attention, DotProductAttention):
+            continue
+        if isinstance(part.core_attention.backend, MaxLogits):
+            found.append(_Layer(part, part.core_attention.backend))
+    return found
+
+
+def row_factors(gamma: Tensor, config: TransformerConfig) -> Tensor:
+    """gamma of every query head of the model -> the factor of every row of linear_qkv, in its order."""
+    groups, alpha = config.num_query_groups, config.qk_clip_alpha
+    by_group = gamma.view(groups, -1)
+    query, key = by_group**alpha, by_group.amin(1, keepdim=True) ** (1.0 - alpha)
+    gates = [torch.ones_like(query)] if config.attention_output_gate else []
+    heads = torch.cat([query, *gates, key, torch.ones_like(key)], dim=1)
+    return heads.flatten().repeat_interleave(config.kv_channels)

@@ -1,0 +1,1 @@
+"""Starting: the job's processes, their rendezvous, and this process's place among them."""

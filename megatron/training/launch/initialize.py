@@ -1,0 +1,216 @@
+"""The first things a process does: find its place, its device and its peers, and seed its random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import device as device_module
+from megatron.core.config_base import flag_spec
+from megatron.core.context_parallel.planning import ranks_of_sample
+from megatron.core.errors import ConfigError
+from megatron.core.host_memory import keep_freed_host_memory
+from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.config.container import RunConfig
+from megatron.training.config.distributed import DistributedInitConfig
+from megatron.training.flags.parser import ExtraFlags
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.launch import Launch, read_launch, with_world_size
+from megatron.training.launch.rendezvous import Muster, open_store
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process's place in the job, its device and its groups."""
+
+    launch: Launch
+    device: torch.device
+    groups: ProcessGroupCollection
+
+
+def initialize(config: RunConfig) -> Process:
+    """Join the job and seed. One process opens no port and needs no process group.
+
+    Raises ConfigError for an environment that cannot be used or ranks that were started differently, TopologyError for
+    a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
+    """
+    launch = read_launch(os.environ)
+    if config.logger.logging_level is not None:
+        logging.basicConfig()
+        logging.getLogger().setLevel(config.logger.logging_level)
+    _prepare_environment(config, launch)
+    device = device_module.current_device()
+    device_module.activate(device)
+    if config.model.deterministic_mode:
+        device_module.use_deterministic_algorithms()
+    if not device_module.is_cuda(device):
+        keep_freed_host_memory()
+    device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
+    grid = rank_grid(config, launch.world_size)
+    timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    if launch.world_size > 1:
+        backend = _backend(config, device)
+        store = open_store(launch, timeout.total_seconds())
+        Muster(store, launch.rank, launch.world_size, timeout.total_seconds()).check(comparable_flags(config))
+        dist.init_process_group(
+            backend=backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
+    groups.set_current()
+    set_seeds(config.rng.seed, groups)
+    return Process(launch, device, groups)
+
+
+def settings_from_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
+    """The settings of this process's command line; `defaults` (setting -> value) stand before it and give way."""
+    leading: list[str] = []
+    for setting, value in defaults.items():
+        if value is not False and value is not None:
+            leading += [f"--{setting.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return read_run_config([*leading, *sys.argv[1:]], with_world_size(os.environ), extra_flags)
+
+
+def shut_down() -> None:
+    """Leave the process groups in order."""
+    ProcessGroupCollection.clear_current()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """The sentence for a collective that failed because another rank is gone; None for other errors."""
+    communication = isinstance(error, dist.DistError) or "gloo" in str(error)
+    if not communication:
+        return None
+    reason = " ".join(str(error).split())[:200]
+    return (
+        f"another rank was lost or did not answer in time ({reason}); look at the other ranks' logs, then start again"
+    )
+
+
+def nondeterministic(error: RuntimeError) -> str | None:
+    """The sentence for an operation that --deterministic-mode does not allow; None for other errors."""
+    if "deterministic implementation" not in str(error):
+        return None
+    return f"--deterministic-mode: {' '.join(str(error).split())[:160]}; leave the option that needs it out"
+
+
+def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
+    """Seed Python, numpy and torch. Weights have generators of their own; this is for dropout and user code.
+
+    Pipeline stages draw different numbers. Data-parallel replicas draw the same ones, as upstream; tensor-parallel
+    ranks have a common stream and one of their own each.
+    """
+    seed += 100 * groups.pp.rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    model_parallel_cuda_manual_seed(seed, pg_collection=groups)
+
+
+def comparable_flags(config: RunConfig) -> dict[str, Any]:
+    """Flag -> value, for all flags of the run: what must be equal on all ranks."""
+    flags = {}
+    plain = config.to_dict()
+    for group in dataclasses.fields(config):
+        settings = getattr(config, group.name)
+        if dataclasses.is_dataclass(settings):
+            for setting in dataclasses.fields(settings):
+                if setting.name in plain[group.name]:
+                    flags[flag_name(setting)] = plain[group.name][setting.name]
+    return flags
+
+
+def flag_name(setting: dataclasses.Field[Any]) -> str:
+    """The spelling of a setting's flag that we print."""
+    names = flag_spec(setting).names
+    return names[0] if names else f"--{setting.name.replace('_', '-')}"
+
+
+def _backend(config: RunConfig, device: torch.device) -> str:
+    wanted = config.distributed.distributed_backend or device_module.backend_for(device)
+    if wanted == "nccl" and not device_module.is_cuda(device):
+        raise ConfigError("--distributed-backend nccl needs a CUDA device, and this process has none; use gloo")
+    return wanted
+
+
+def rank_grid(config: RunConfig, world_size: int) -> RankGrid:
+    """Who is who among `world_size` processes. Raises TopologyError for a layout that does not fit."""
+    model = config.model
+    divides = config.ddp.use_distributed_optimizer or config.ddp.use_torch_fsdp2
+    instances = config.ddp.num_distributed_optimizer_instances if divides else 1
+    return RankGrid(
+        world_size,
+        tp=model.tensor_model_parallel_size,
+        cp=model.context_parallel_size,
+        cp_levels=tuple(model.hierarchical_context_parallel_sizes or ()),
+        ep=model.expert_model_parallel_size,
+        etp=model.expert_tensor_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        folded=model.pipeline_schedule == "zb-v",
+        order=PIPELINE_BEFORE_DATA_ORDER if config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        optimizer_instances=instances,
+        hybrid_cp=_most_ranks_of_a_sequence(config),
+    )
+
+
+def _most_ranks_of_a_sequence(config: RunConfig) -> int:
+    """With --hybrid-context-parallel, the ranks that share the longest sequence; 0 without."""
+    most_tokens, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
+    if not config.model.hybrid_context_parallel or most_tokens is None or seq_length is None:
+        return 0
+    return ranks_of_sample(seq_length, most_tokens)
+
+
+def _prepare_environment(config: RunConfig, launch: Launch) -> None:
+    """Set what libraries read from the environment, the same under every launcher."""
+    os.environ["LOCAL_RANK"] = str(launch.local_rank)
+    shares_layers = config.model.tensor_model_parallel_size > 1 or config.model.context_parallel_size > 1
+    if shares_layers and not config.ddp.use_torch_fsdp2:
+        # One hardware queue: a collective starts before the matrix product that was launched after it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _configure_flight_recorder(config.distributed)
+    if config.model.deterministic_mode:
+        # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _configure_flight_recorder(settings: DistributedInitConfig) -> None:
+    """torch reads these when it makes the first group; older releases know the second of two names."""
+    path = settings.flight_recorder_dump_path
+    if path is None:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--flight-recorder-dump-path {path}: {error.strerror}; give a writable directory") from error
+    size = str(settings.flight_recorder_trace_buffer_size)
+    for name, value in {
+        "TORCH_FR_DUMP_TEMP_FILE": path,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": path,
+        "TORCH_FR_BUFFER_SIZE": size,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(settings.flight_recorder_dump_on_timeout)),
+        "TORCH_INCLUDE_STACK_TRACE": str(int(settings.flight_recorder_include_stack_trace)),
+        "TORCH_INCLUDE_ONLY_ACTIVE": str(int(settings.flight_recorder_include_only_active)),
+        "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": str(int(settings.flight_recorder_extra_dump_on_exec)),
+    }.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,167 @@
+"""How the processes of a job find each other, and notice before the first collective that they do not belong together.
+
+Everybody opens the same key-value store (served by rank 0, or by torchrun's agent), says who it is and with which flags
+it was started, and waits for all others. Who never comes is named after a time-out; who was started with other flags is
+named at once, on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from megatron.core.errors import ConfigError, TemporaryError
+from megatron.training.launch.launch import Launch
+
+_SHOWN_RANKS = 16
+_RETRY_SECONDS = 0.2
+
+
+def open_store(launch: Launch, timeout_seconds: float) -> Store:
+    """The job's key-value store at MASTER_ADDR:MASTER_PORT.
+
+    Raises TemporaryError naming host and port when nothing, or something else than a store, answers there within
+    `timeout_seconds`, or when the port is taken on rank 0.
+    """
+    addr, port = launch.master_addr, launch.master_port
+    assert addr is not None and port is not None, "one process has nobody to meet"
+    serves = launch.rank == 0 and not launch.agent_store
+    deadline = time.monotonic() + timeout_seconds
+    # Plain sockets first: their errors say what is wrong, without the stack traces that torch prints for its own.
+    if serves:
+        _check_port(addr, port)
+    else:
+        _wait_for_listener(launch, deadline)
+    outcome: queue.Queue[Store | Exception] = queue.Queue()
+
+    def connect() -> None:
+        try:
+            outcome.put(
+                TCPStore(
+                    addr,
+                    port,
+                    launch.world_size,
+                    is_master=serves,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except Exception as error:
+            outcome.put(error)
+
+    # In a thread: a stranger at that port can keep the constructor waiting for ever.
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        store = outcome.get(timeout=max(0.1, deadline - time.monotonic()))
+    except queue.Empty:
+        store = TimeoutError(f"no answer within {timeout_seconds:g} s")
+    if isinstance(store, Exception):
+        raise TemporaryError(
+            f"what listens at MASTER_ADDR={addr} MASTER_PORT={port} does not answer as rank 0 of this job "
+            f"({str(store).splitlines()[0][:200]}); another program may use the port: choose another MASTER_PORT"
+        ) from store
+    return PrefixStore(f"megatron/attempt{launch.attempt}", store)
+
+
+def _check_port(addr: str, port: int) -> None:
+    """Raise TemporaryError when rank 0 cannot listen on the port."""
+    try:
+        with socket.create_server(("", port)):
+            return
+    except OSError as error:
+        raise TemporaryError(
+            f"rank 0 cannot listen on MASTER_PORT={port} ({error.strerror}); choose a free port"
+        ) from error
+
+
+def _wait_for_listener(launch: Launch, deadline: float) -> None:
+    """Return when something listens at the meeting point; TemporaryError when nothing does until the deadline."""
+    addr, port = launch.master_addr, launch.master_port
+    began_at = time.monotonic()
+    while True:
+        try:
+            with socket.create_connection((addr, port), timeout=max(0.1, deadline - time.monotonic())):
+                return
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise TemporaryError(
+                    f"rank {launch.rank} cannot reach rank 0 at MASTER_ADDR={addr} MASTER_PORT={port} within "
+                    f"{time.monotonic() - began_at:.0f} s ({error.strerror or error}); "
+                    "check the address and that rank 0 runs"
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+class Muster:
+    """One round of "is everybody here, and are we alike?" over a store."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.timeout_seconds = timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
+
+    def check(self, flags: dict[str, Any]) -> None:
+        """Wait for all ranks and compare.
+
+        flags: flag -> value, JSON-able; must be equal on all ranks. Raises TemporaryError naming the ranks that did not
+        come in time; ConfigError, the same on all ranks, for a rank given twice, another world size or another flag.
+        """
+        if self.store.add(f"present/{self.rank}", 1) > 1:
+            self._abort(f"RANK={self.rank} was given to two processes; every process needs its own rank")
+        self._check_world_size()
+        self.store.set(f"flags/{self.rank}", json.dumps(flags, sort_keys=True))
+        self.store.add("present", 1)
+        self._wait_for_all("present", self._missing_ranks)
+        difference = self._difference_to_first()
+        if difference:
+            self._abort(difference)
+        self.store.add("alike", 1)
+        self._wait_for_all("alike", lambda: "some ranks started, but did not go on")
+
+    def _check_world_size(self) -> None:
+        """Compare with who came first, since ranks that disagree would wait for each other in vain."""
+        mine = f"rank {self.rank} was started with WORLD_SIZE={self.world_size}"
+        first = self.store.compare_set("first", "", mine).decode()
+        if first.rpartition("=")[2] != str(self.world_size):
+            self._abort(f"{mine}, but {first}; start all ranks alike")
+
+    def _wait_for_all(self, counter: str, problem: Callable[[], str]) -> None:
+        pause = 0.005
+        while self.store.add(counter, 0) < self.world_size:
+            if self.store.check(["abort"]):
+                raise ConfigError(self.store.get("abort").decode())
+            if time.monotonic() > self._deadline:
+                raise TemporaryError(
+                    f"{problem()} within {self.timeout_seconds:g} s; look at their logs, then start again"
+                )
+            time.sleep(pause)
+            pause = min(1.0, 1.5 * pause)
+        if self.store.check(["abort"]):
+            raise ConfigError(self.store.get("abort").decode())
+
+    def _missing_ranks(self) -> str:
+        missing = [rank for rank in range(self.world_size) if not self.store.check([f"flags/{rank}"])]
+        listing = ", ".join(map(str, missing[:_SHOWN_RANKS])) + (", …" if len(missing) > _SHOWN_RANKS else "")
+        return f"rank(s) {listing} of WORLD_SIZE={self.world_size} never joined"
+
+    def _difference_to_first(self) -> str | None:
+        mine, first = (json.loads(self.store.get(f"flags/{rank}")) for rank in (self.rank, 0))
+        for flag in sorted(mine.keys() | first.keys()):
+            if mine.get(flag) != first.get(flag):
+                return (
+                    f"rank {self.rank} was started with {flag} {mine.get(flag)}, rank 0 with {flag} {first.get(flag)}; "
+                    "start all ranks alike"
+                )
+        return None
+
+    def _abort(self, problem: str) -> None:
+        self.store.set("abort", problem)
+        raise ConfigError(problem)

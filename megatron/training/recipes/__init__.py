@@ -1,0 +1,1 @@
+"""What is particular to a kind of model: how it is built, its data, its forward step."""

@@ -1,0 +1,1 @@
+"""Checks of a run against another: parity of layouts."""

@@ -1,0 +1,94 @@
+"""Digests of what training computes, to show that a change moves no number: run before and after it, then compare.
+
+    python tests/numerics_digest.py > before.txt
+    git switch my-change && python tests/numerics_digest.py | diff before.txt -
+
+One line for each reference run (a, b, c), each layout of the small table and each style of experts: SHA-256 of the
+losses and gradient norms of ten iterations (50 for the reference runs), of the first iteration's gradients, and of the
+weights after the last, bit for bit. They belong to one processor and one version of torch; they are not expectations.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pretrain_gpt
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.setup import Task
+from megatron.training.verify.parity import Share, run_share
+from megatron.training.verify.parity_layouts import parse_layout
+from tests.golden import test_train_curves as curves
+from tests.parallel import test_layouts
+from tests.parallel.harness import run_distributed, server
+from tests.parallel.small_training import EXPERTS, OPTIONS, own_rank, training
+
+EXPERT_LAYOUTS = ("1", "ep2", "tp2,ep2,sp", "pp2,ep2,dp2,--micro-batch-size=1")
+
+
+def digest_of(share: Share) -> tuple[str, str, str]:
+    """Digests of one rank's losses and gradient norms, gradients, and weights."""
+    curve = hashlib.sha256(repr((share.losses, share.grad_norms)).encode())
+    grads, weights = hashlib.sha256(), hashlib.sha256()
+    for held in sorted(share.held, key=lambda held: held.placement.name):
+        for total, tensor in ((grads, held.grad), (weights, held.weight)):
+            total.update(held.placement.name.encode())
+            total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return curve.hexdigest()[:16], grads.hexdigest()[:16], weights.hexdigest()[:16]
+
+
+def layout_digest(flags: str, layout: str) -> tuple[str, str, str]:
+    """One rank's part of a small run."""
+    config, tokenizer, task = training(flags, layout)
+    return digest_of(run_share(config, tokenizer, task, rank=own_rank(config), iterations=test_layouts.ITERATIONS))
+
+
+def reference_digest(case: str, reference: Path, scratch: Path) -> tuple[str, str, str]:
+    """A reference run on one process."""
+    config = read_run_config(curves.command_line(case, reference, scratch), {"WORLD_SIZE": "1"})
+    tokenizer = tokenizer_of(config)
+    task = Task(
+        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
+        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
+        pretrain_gpt.forward_step,
+    )
+    return digest_of(run_share(config, tokenizer, task, rank=0, iterations=50))
+
+
+def show(name: str, digests: list[tuple[str, str, str]]) -> None:
+    """One line: the name and the digest of all ranks' digests."""
+    parts = (hashlib.sha256("".join(part).encode()).hexdigest()[:16] for part in zip(*digests, strict=True))
+    print(name, *parts, flush=True)
+
+
+def main() -> None:
+    server()
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    with tempfile.TemporaryDirectory() as directory:
+        reference = curves.lay_out(Path(directory) / "golden")
+        for case in "abc":
+            if wanted in f"golden {case}":
+                scratch = Path(directory) / case
+                scratch.mkdir()
+                show(f"golden {case}", run_distributed(reference_digest, 1, case, reference, scratch, timeout=600.0))
+    rows = [(style, layout) for style, layouts in test_layouts.SMALL.items() for layout in ["1", *layouts]]
+    rows += [(style, layout) for style in EXPERTS for layout in EXPERT_LAYOUTS]
+    rows += [("sandwich", "1"), ("sandwich", "tp2,sp,pp2"), ("parallel", "1"), ("parallel", "pp2")]
+    styles = test_layouts.STYLES | EXPERTS | OPTIONS
+    for style, layout in rows:
+        if wanted in f"{style} {layout}":
+            flags = f"{styles[style]} {test_layouts.MICRO_BATCH}"
+            world_size = parse_layout(layout).world_size
+            show(f"{style} {layout}", run_distributed(layout_digest, world_size, flags, layout, timeout=240.0))
+
+
+if __name__ == "__main__":
+    main()
