@@ -2,6 +2,7 @@
 
     python tests/numerics_digest.py > before.txt
     git switch my-change && python tests/numerics_digest.py | diff before.txt -
+    python tests/numerics_digest.py "gpt2 1" "llama tp2,sp"        some rows only
 
 One line for each reference run (a, b, c), each layout of the small table and each style of experts: SHA-256 of the
 losses and gradient norms of ten iterations (50 for the reference runs), of the first iteration's gradients, and of the
@@ -31,7 +32,13 @@ from tests.parallel import test_layouts
 from tests.parallel.harness import run_distributed, server
 from tests.parallel.small_training import EXPERTS, OPTIONS, own_rank, training
 
-EXPERT_LAYOUTS = ("1", "ep2", "tp2,ep2,sp", "pp2,ep2,dp2,--micro-batch-size=1")
+EXPERT_LAYOUTS = (
+    "1",
+    "dp2,ep2",
+    "tp2,ep2,etp1,sp",
+    "pp2,dp2,ep2,--moe-token-dispatcher-type=alltoall,--pipeline-schedule=zb-h1",
+    "dp4,ep2,dist-opt,overlap-all,--micro-batch-size=1",
+)
 
 
 def digest_of(share: Share) -> tuple[str, str, str]:
@@ -71,11 +78,15 @@ def show(name: str, digests: list[tuple[str, str, str]]) -> None:
 
 def main() -> None:
     server()
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    rows_asked_for = sys.argv[1:]
+
+    def wanted(name: str) -> bool:
+        return not rows_asked_for or name in rows_asked_for
+
     with tempfile.TemporaryDirectory() as directory:
         reference = curves.lay_out(Path(directory) / "golden")
         for case in "abc":
-            if wanted in f"golden {case}":
+            if wanted(f"golden {case}"):
                 scratch = Path(directory) / case
                 scratch.mkdir()
                 show(f"golden {case}", run_distributed(reference_digest, 1, case, reference, scratch, timeout=600.0))
@@ -84,7 +95,7 @@ def main() -> None:
     rows += [("sandwich", "1"), ("sandwich", "tp2,sp,pp2"), ("parallel", "1"), ("parallel", "pp2")]
     styles = test_layouts.STYLES | EXPERTS | OPTIONS
     for style, layout in rows:
-        if wanted in f"{style} {layout}":
+        if wanted(f"{style} {layout}"):
             flags = f"{styles[style]} {test_layouts.MICRO_BATCH}"
             world_size = parse_layout(layout).world_size
             show(f"{style} {layout}", run_distributed(layout_digest, world_size, flags, layout, timeout=240.0))
