@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.grouped_linear import GroupedProducts, Products, grouped_linear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import combine, permute, sort_slots
@@ -378,12 +379,13 @@ def test_bias_follows_the_load() -> None:
     with torch.no_grad():
         router.expert_bias.zero_()
     counts = sum(router(tokens() + shift).experts.flatten().bincount(minlength=E) for shift in (0.0, 0.5))
-    router.update_expert_bias()
+    groups = ProcessGroupCollection.current()
+    router.finish_step(groups)
     expected = 0.1 * torch.sign(counts.float().mean() - counts)
     torch.testing.assert_close(router.expert_bias, expected)
     before = router.expert_bias.clone()
     router.eval()(tokens())
-    router.update_expert_bias()  # nothing was counted: evaluation moves no bias
+    router.finish_step(groups)  # nothing was counted: evaluation moves no bias
     assert torch.equal(router.expert_bias, before)
 
 
@@ -396,7 +398,7 @@ def test_what_is_computed_again_is_counted_once() -> None:
         grads.append(gradients(layer, output.square().sum(), x))
         losses.append(layer.router.take_losses()["load_balancing_loss"])
         assert layer.router._chosen.sum() == S * B * K
-        layer.router.update_expert_bias()
+        layer.router.finish_step(ProcessGroupCollection.current())
         biases.append(layer.router.expert_bias.detach())
     torch.testing.assert_close(grads[1], grads[0])
     assert losses[0] == losses[1]

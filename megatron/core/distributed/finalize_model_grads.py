@@ -1,4 +1,5 @@
-"""The last words on gradients before the update: combine replicas, sum what is partial, divide by tokens."""
+"""The end of a step's gradients, before the update: combine replicas, sum what is partial, divide by tokens; then each
+module's own end of the step."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.replicated_grads import sum_replicated_grads
+from megatron.core.finish_step import finish_step
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
 from megatron.core.timers import Timers
@@ -23,7 +25,7 @@ def finalize_model_grads(
     pg_collection: ProcessGroupCollection | None = None,
     timers: Timers | None = None,
 ) -> None:
-    """Combine gradients over the data-parallel replicas, then sum partial ones over their axes.
+    """Combine gradients over the data-parallel replicas, sum partial ones over their axes, finish the modules' step.
 
     num_tokens: with calculate_per_token_loss, the tokens that counted on this process; 0 before the last stage. The
     gradients, which are sums then, are divided by the tokens of all processes.
@@ -31,6 +33,8 @@ def finalize_model_grads(
     A gradient is partial where each process saw a part of the tokens (norms under sequence parallelism) or holds a
     copy of the parameter (tied embeddings: first and last stage), or holds whole what others of its axis hold as well
     (keys and values of few query groups); its Placement says so. timers: what to time the parts with.
+
+    Modules that act once per step (`FinishesStep`: a router moves its expert biases) do so at the end.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     timers = timers or Timers(log_level=0)
@@ -49,6 +53,7 @@ def finalize_model_grads(
     sum_replicated_grads(_placed_grads(model_chunks), groups)
     if num_tokens is not None:
         _divide_by_tokens(model_chunks, num_tokens, groups)
+    finish_step((chunk.module for chunk in model_chunks), groups)
 
 
 def _divide_by_tokens(

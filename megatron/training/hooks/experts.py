@@ -1,4 +1,4 @@
-"""Mixture of experts: the biases of the routers after a step, and their losses in the log."""
+"""Mixture of experts: the routers' auxiliary losses in the log."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from megatron.training.run import Hook, Run, StepResult
 
 
 class ExpertsHook(Hook):
-    """Every rank takes part in both. per_layer: log the losses of each layer beside their mean."""
+    """Every rank takes part. per_layer: log the losses of each layer beside their mean."""
 
     def __init__(self, meter: MeterHook, *, per_layer: bool) -> None:
         self.meter = meter
         self.per_layer = per_layer
-
-    def on_gradients(self, run: Run) -> None:
-        """The step's tokens are counted: let the biases follow."""
-        for router in routers(run):
-            router.update_expert_bias()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Hand the losses on: means over microbatches and replicas, in the order of layers."""

@@ -50,7 +50,7 @@ class TopKRouter(MegatronModule):
     """[s, b, h] -> Routing of T = s * b tokens.
 
     Each process routes the tokens that it alone has. `expert_bias` [E] is a parameter without gradient, so that
-    checkpoints keep it; `update_expert_bias` moves it after a step. `losses` sums up the auxiliary losses, by name, of
+    checkpoints keep it; `finish_step` moves it after a step. `losses` sums up the auxiliary losses, by name, of
     this process's tokens since `take_losses` was called.
     """
 
@@ -179,16 +179,17 @@ class TopKRouter(MegatronModule):
     # ---- bias
 
     @torch.no_grad()
-    def update_expert_bias(self) -> None:
+    def finish_step(self, groups: ProcessGroupCollection) -> None:
         """Move each bias by the update rate: up for experts that fewer tokens chose in this step than on average, down
-        for the others (Wang et al., 2024, algorithm 1). Every process that holds this layer calls it."""
+        for the others (Wang et al., 2024, algorithm 1). Every process that holds this layer calls it; see
+        `megatron.core.finish_step`."""
         if self.expert_bias is None:
             return
         chosen = self._chosen
         if chosen is None:
             chosen = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_bias.device)
         self._chosen = None
-        all_reduce(chosen, self.groups.tp_dp_cp)
+        all_reduce(chosen, groups.tp_dp_cp)
         missing = chosen.sum() - chosen * self.num_experts  # whole numbers: ties are ties
         self.expert_bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
 
