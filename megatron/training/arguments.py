@@ -19,6 +19,7 @@ _UPSTREAM_NAMES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
     "ddp_bucket_size": "bucket_size",
+    "num_experts": "num_moe_experts",
 }
 
 

@@ -221,7 +221,7 @@ def build_model(config: RunConfig, process: Process, task: Task) -> list[Distrib
             module = task.build_model(
                 pre_process=content.has_embedding, post_process=content.has_loss, **_accepted(task.build_model, offered)
             )
-        if config.training.compile:
+        if config.model.compile:
             compile_layers(module)
         modules.append(module)
     tie_chunks(modules)

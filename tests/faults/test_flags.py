@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
-from megatron.training.config.list_expressions import LONGEST, layer_pattern
+from megatron.core.flag_texts import LONGEST, layer_pattern
 from megatron.training.flags.declarations import Flag, declared_flags
 from megatron.training.flags.parser import unknown_flag
 from megatron.training.flags.read import examine, read_run_config

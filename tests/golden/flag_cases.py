@@ -16,6 +16,7 @@ from megatron.training.flags.read import Examination, examine, read_run_config
 # Upstream's name of a value -> ours, where they differ.
 OUR_NAMES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "num_experts": "num_moe_experts",
 }
 # Values that mean something else here, and why they are not compared.
 NOT_COMPARED = {
@@ -70,7 +71,7 @@ def our_value(examination: Examination, name: str) -> str:
     name = OUR_NAMES.get(name, name)
     if config is not None and name in ("ffn_hidden_size", "kv_channels"):
         return str(getattr(config.model, name))
-    if name == "moe_ffn_hidden_size" and config is not None and settings.num_experts is not None:
+    if name == "moe_ffn_hidden_size" and config is not None and settings.num_moe_experts is not None:
         return str(settings.moe_ffn_hidden_size or config.model.ffn_hidden_size)
     return str(getattr(settings, name))
 

@@ -35,7 +35,7 @@ def work(world_size: int, flags: str, iterations: int) -> None:
     rank = dist.get_rank() if world_size > 1 else 0
     config = read_run_config([*SMALL.split(), *flags.split()], {"WORLD_SIZE": str(world_size)})
     groups = ProcessGroupCollection.build(rank_grid(config, world_size), rank)
-    set_seeds(config.rng.seed, groups)
+    set_seeds(config.model.seed, groups)
     tokenizer = tokenizer_of(config)
     task = Task(
         functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),

@@ -45,14 +45,16 @@ def test_use_flash_attn_selects_the_backend_unless_another_is_named() -> None:
 
 @pytest.mark.flags("--use-rotary-position-embeddings")
 def test_use_rotary_position_embeddings() -> None:
-    assert run_config("--use-rotary-position-embeddings").gpt.position_embedding_type == "rope"
+    assert run_config("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
 
 
 @pytest.mark.flags("--position-embedding")
 def test_no_position_embedding() -> None:
-    assert run_config("--no-position-embedding").gpt.position_embedding_type == "none"
-    assert run_config("--no-position-embedding --position-embedding-type rope").gpt.position_embedding_type == "rope"
-    assert run_config("--no-position-embedding --position-embedding").gpt.position_embedding_type == "learned_absolute"
+    assert run_config("--no-position-embedding").model.position_embedding_type == "none"
+    assert run_config("--no-position-embedding --position-embedding-type rope").model.position_embedding_type == "rope"
+    assert (
+        run_config("--no-position-embedding --position-embedding").model.position_embedding_type == "learned_absolute"
+    )
 
 
 @pytest.mark.flags("--transformer-impl")

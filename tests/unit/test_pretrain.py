@@ -45,7 +45,7 @@ def test_pretrain_reads_the_command_line_itself(monkeypatch: pytest.MonkeyPatch)
         args_defaults={"train_iters": 9, "seed": 77},
     )
     assert run.progress.iteration == 2, "the command line wins over args_defaults"
-    assert run.config.rng.seed == 77
+    assert run.config.model.seed == 77
     assert run.config.extra["my_flag"] == 5
 
 

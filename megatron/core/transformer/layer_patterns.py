@@ -25,9 +25,9 @@ class HasPatterns(Protocol):
     """What a TransformerConfig says about windows, rotary positions and experts of its layers."""
 
     num_layers: int
-    window_size: Sequence[int] | None
-    window_attn_skip_freq: LayerPattern | None
-    no_rope_freq: LayerPattern | None
+    window_size: tuple[int, int] | None
+    window_attn_skip_freq: int | list[int] | None
+    no_rope_freq: int | list[int] | None
     rotary_base_local: int | None
     num_moe_experts: int | None
 

@@ -18,7 +18,7 @@ _SHAPE_FLAGS = (
     "--untie-embeddings-and-output-weights", "--vocab-size", "--make-vocab-size-divisible-by", "--tokenizer-type",
     "--tokenizer-model",
 )  # fmt: skip
-_TRAJECTORY_GROUPS = ("model", "gpt", "optimizer", "scheduler", "data", "rng")
+_TRAJECTORY_GROUPS = ("model", "gpt", "optimizer", "scheduler", "data")
 _TRAJECTORY_FLAGS = ("--micro-batch-size", "--global-batch-size", "--tokenizer-type", "--vocab-size")
 _HARMLESS_FLAGS = (
     "--num-workers", "--data-cache-path", "--num-dataset-builder-threads", "--use-cpu-initialization",

@@ -17,7 +17,6 @@ from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.config.profiling import ProfilingConfig
-from megatron.training.config.rng import RNGConfig
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import TrainingConfig
@@ -46,7 +45,6 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
-    rng: RNGConfig = field(default_factory=RNGConfig)
     world_size: int = 1
     data_parallel_size: int = 1
     sources: dict[str, str] = field(default_factory=dict)
@@ -63,14 +61,20 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunConfig:
-        """The inverse of `to_dict`. Unknown names, as a later version may write, are ignored."""
+        """The inverse of `to_dict`, also for what earlier versions wrote, whose fields may stand in another group now.
+
+        Unknown names, as a later version may write, are ignored.
+        """
         groups = group_classes()
+        everywhere = {
+            name: value for part in content.values() if isinstance(part, dict) for name, value in part.items()
+        }
         values: dict[str, Any] = {}
         for part in dataclasses.fields(cls):
             if part.name in groups:
-                known = {f.name for f in dataclasses.fields(groups[part.name])}
-                stored = content.get(part.name, {})
-                values[part.name] = groups[part.name](**{name: stored[name] for name in stored if name in known})
+                stored = everywhere | content.get(part.name, {})
+                known = {f.name for f in dataclasses.fields(groups[part.name]) if f.name in stored}
+                values[part.name] = groups[part.name](**{name: stored[name] for name in known})
             elif part.name in content:
                 values[part.name] = content[part.name]
         values["notes"] = tuple(values.get("notes", ()))

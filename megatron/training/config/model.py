@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag
-from megatron.core.transformer.config_fields.moe import BALANCING
-from megatron.training.config.flag_values import whole_or_decimal
-from megatron.training.config.list_expressions import layer_pattern, window
+from megatron.core.flag_texts import whole_or_decimal
 
 
 @dataclass(kw_only=True)
@@ -19,13 +17,6 @@ class GPTModelFlags:
 
     max_position_embeddings: int | None = flag(None, minimum=1, unit="tokens")
     """Longest sequence the model has positions for."""
-    position_embedding_type: str = flag(
-        "learned_absolute",
-        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
-        unsupported_choices=("mrope", "relative"),
-    )
-    """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
-    before (YaRN; Peng et al., 2023), or not at all."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"))
     """Which rotary positions, where --position-embedding-type rope asks for some."""
     use_rotary_position_embeddings: bool = False
@@ -42,29 +33,6 @@ class GPTModelFlags:
     """Stretch slow rotary frequencies as Llama 3.1 does, for sequences longer than its first 8192 tokens."""
     rope_scaling_factor: float = flag(8.0, minimum=1)
     """By how much --use-rope-scaling stretches them."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
-    window_size: tuple[int, int] | None = flag(None, parse=window)
-    """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
-    it."""
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""
-    num_experts: int | None = None
-    """Experts of a layer, over all processes; a dense MLP when not given or 0."""
-    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
-    """Layers with experts: every n-th beginning with the first, or one entry per layer such as ([0]*3+[1]*24), 1 for
-    experts."""
-    moe_router_load_balancing_type: list[str] = flag(
-        default_factory=lambda: ["aux_loss"],
-        choices=BALANCING,
-        planned_choices=("quantile_balancing",),
-        coming="quantile balancing of experts",
-    )
-    """What keeps experts busy alike: a loss over each microbatch (Fedus et al., 2021), over each sequence, or over the
-    microbatches of a step so far; an even assignment by Sinkhorn's algorithm; or nothing. Several losses may be
-    named."""
-    moe_aux_loss_coeff: list[float] = flag(default_factory=lambda: [0.0], minimum=0)
-    """Weight of each loss that --moe-router-load-balancing-type names."""
     untie_embeddings_and_output_weights: bool = False
     """Separate weights for the token embedding and the output layer."""
     make_vocab_size_divisible_by: int = flag(128, minimum=1)
@@ -94,7 +62,3 @@ class GPTModelFlags:
     """GELU with its bias as one differentiable operation that keeps only its inputs."""
     bias_swiglu_fusion: bool = flag(True, off_names=("--no-bias-swiglu-fusion",))
     """Gated activations as one differentiable operation that keeps only its inputs."""
-
-    def __post_init__(self) -> None:
-        if self.window_size is not None:  # a list where the settings come from a checkpoint
-            self.window_size = (self.window_size[0], self.window_size[1])

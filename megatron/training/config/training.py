@@ -91,8 +91,5 @@ class TrainingConfig:
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
-    compile: bool = flag(False, names=("--compile", "--use-transformer-engine-op-fuser"))
-    """Compile each transformer layer with torch.compile, which fuses its operations: slower start, faster steps. The
-    second name is upstream's for the fused operations of Transformer Engine."""
     samples_per_step: int | None = derived()
     """Not a flag: micro-batch size x data-parallel size, the samples of one microbatch over all ranks."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config_base import FlagSpec, flag_spec
+from megatron.core.flag_texts import decimal, integer
 from megatron.training.config.container import group_classes
-from megatron.training.config.flag_values import decimal, integer
 
 Status = Literal["works", "planned", "not supported"]
 LARGEST_INTEGER = 2**63 - 1

@@ -6,9 +6,9 @@ Every function fills in a subject's missing values and notes what a user may not
 from __future__ import annotations
 
 from megatron.core.errors import ConfigError
+from megatron.core.flag_texts import decimal
 from megatron.core.num_microbatches_calculator import parse_step_schedule
 from megatron.core.transformer.pipeline_layout import layout_stages
-from megatron.training.config.flag_values import decimal
 from megatron.training.flags.fully_sharded import derive_sharding
 from megatron.training.flags.idle_flags import note_idle_flags
 from megatron.training.flags.settings import Settings
@@ -101,8 +101,8 @@ def _model(s: Settings) -> None:
         s.derive(add_qkv_bias=True)
     if s.transformer_impl == "transformer_engine":
         s.note("--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch")
-    if s.num_experts == 0:
-        s.derive(num_experts=None)
+    if s.num_moe_experts == 0:
+        s.derive(num_moe_experts=None)
 
 
 def _attention(s: Settings) -> None:
@@ -122,7 +122,7 @@ def _precision(s: Settings) -> None:
 
 
 def _experts(s: Settings) -> None:
-    if s.num_experts is not None and s.moe_ffn_hidden_size is None:
+    if s.num_moe_experts is not None and s.moe_ffn_hidden_size is None:
         s.derive(moe_ffn_hidden_size=s.ffn_hidden_size)
     if s.moe_use_upcycling:
         s.derive(no_load_optim=True, no_load_rng=True)

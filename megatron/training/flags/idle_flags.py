@@ -177,7 +177,7 @@ def _is_gated(s: Settings) -> bool:
 
 def _of_experts(s: Settings) -> list[Idle]:
     """Options of a router without what they belong to."""
-    if s.num_experts is None:
+    if s.num_moe_experts is None:
         return [(dest, True, "--num-experts") for dest in s.flags if dest.startswith("moe_")]
     losses = any(kind.endswith("aux_loss") for kind in s.moe_router_load_balancing_type)
     softmax = s.moe_router_score_function == "softmax"

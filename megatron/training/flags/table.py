@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.training.config.list_expressions import layer_pattern, window
+from megatron.core.flag_texts import layer_pattern, window
 from megatron.training.flags.declarations import Flag, Status, parse_value
 
 _KINDS: dict[str, tuple[type, Any]] = {

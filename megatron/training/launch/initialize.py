@@ -75,7 +75,7 @@ def initialize(config: RunConfig) -> Process:
         )
     groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
     groups.set_current()
-    set_seeds(config.rng.seed, groups)
+    set_seeds(config.model.seed, groups)
     return Process(launch, device, groups)
 
 

@@ -60,7 +60,7 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         counts = read_sequence_counts(data.per_dataset_sequences_path)
     settings: dict[str, Any] = {
         "sequence_counts": counts,
-        "random_seed": config.rng.seed,
+        "random_seed": config.model.seed,
         "sequence_length": data.seq_length,
         "blend": blend,
         "blend_per_split": per_split,

@@ -61,7 +61,7 @@ def local_run(config: RunConfig, tokenizer: Tokenizer, task: Task, rank: int) ->
     several; closed afterwards."""
     groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), rank)
     groups.set_current()
-    set_seeds(config.rng.seed, groups)
+    set_seeds(config.model.seed, groups)
     launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank)
     run = setup(config, Process(launch, torch.device("cpu"), groups), tokenizer, task)
     try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.config_base import derived, flag
+from megatron.core.flag_texts import layer_pattern, window
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,8 @@ class AttentionFields:
     """With --qk-clip: score above which a head is scaled."""
     measures_attention_logits: bool = derived(False)
     """The largest score of each head is noted (--qk-clip, --log-max-attention-logit)."""
-    window_size: Sequence[int] | None = derived(None)
-    """(left, 0): a token sees `left` tokens before itself; all of them when None (layer_patterns.py)."""
-    window_attn_skip_freq: int | Sequence[int] | None = derived(None)
-    """Layers that see everything in spite of the window."""
+    window_size: tuple[int, int] | None = flag(None, parse=window)
+    """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
+    it."""
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""

@@ -32,5 +32,5 @@ class InitializationFields:
     """Initialiser of output projections; the scaled normal distribution when None."""
     embedding_init_method: Callable[..., Any] | None = derived()
     """Initialiser of embeddings; the normal distribution when None."""
-    seed: int = derived(1234)
-    """Seed of the initial weights: each weight is a function of (seed, parameter name, index)."""
+    seed: int = flag(1234, minimum=1, maximum=2**31 - 1)
+    """Seed of weights, dropout and data order. Each initial weight is a function of (seed, parameter name, index)."""

@@ -6,23 +6,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_base import derived, flag
-
-BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
+from megatron.core.config_base import flag
+from megatron.core.flag_texts import layer_pattern
 
 
 @dataclass(kw_only=True)
 class MoEFields:
     """Mixture of experts."""
 
-    num_moe_experts: int | None = flag(None, names=("--num-experts",), hidden=True)
-    """Experts of a layer, over all processes (--num-experts); None: every layer has a dense MLP."""
-    moe_layer_freq: int | list[int] = derived(1)
-    """Layers with experts: every n-th beginning with the first, or one 0 or 1 for each layer."""
-    moe_router_load_balancing_type: list[str] = derived()
-    """Auxiliary losses, or the assignment, that keep experts busy alike: aux_loss when None."""
-    moe_aux_loss_coeff: list[float] = derived()
-    """Weight of each of these losses; 0 when None."""
+    num_moe_experts: int | None = flag(None, minimum=0, names=("--num-experts",))
+    """Experts of a layer, over all processes; a dense MLP when not given or 0."""
+    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
+    """Layers with experts: every n-th beginning with the first, or one entry per layer such as ([0]*3+[1]*24), 1 for
+    experts."""
+    moe_router_load_balancing_type: list[str] = flag(
+        default_factory=lambda: ["aux_loss"],
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
+        planned_choices=("quantile_balancing",),
+        coming="quantile balancing of experts",
+    )
+    """What keeps experts busy alike: a loss over each microbatch (Fedus et al., 2021), over each sequence, or over the
+    microbatches of a step so far; an even assignment by Sinkhorn's algorithm; or nothing. Several losses may be
+    named."""
+    moe_aux_loss_coeff: list[float] = flag(default_factory=lambda: [0.0], minimum=0)
+    """Weight of each loss that --moe-router-load-balancing-type names."""
     moe_ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26)
     """Inner width of an expert; --ffn-hidden-size when not given."""
     moe_router_topk: int = flag(2, minimum=1)
@@ -99,6 +106,7 @@ class MoEFields:
 
     def derive_experts(self, ffn_hidden_size: int) -> None:
         """Fill in what follows from other fields."""
+        self.num_moe_experts = self.num_moe_experts or None
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = ffn_hidden_size
         kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff

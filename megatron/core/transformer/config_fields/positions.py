@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.config_base import derived, flag
+from megatron.core.config_base import flag
+from megatron.core.flag_texts import layer_pattern
 
 
 @dataclass(kw_only=True)
 class PositionFields:
-    """Rotary positions: scaling, YaRN, and layers that differ."""
+    """Positions: learned or rotary, scaling, YaRN, and layers that differ."""
 
     rotary_interleaved: bool = False
     """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
@@ -33,7 +33,12 @@ class PositionFields:
     --mscale-all-dim."""
     mscale_all_dim: float = flag(0.0, minimum=0)
     """YaRN: the divisor's share, see --mscale."""
-    no_rope_freq: int | Sequence[int] | None = derived(None)
-    """Layers without rotary positions (layer_patterns.py)."""
-    position_embedding_type: str = derived("learned_absolute")
-    """learned_absolute, rope, yarn or none."""
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+        unsupported_choices=("mrope", "relative"),
+    )
+    """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
+    before (YaRN; Peng et al., 2023), or not at all."""

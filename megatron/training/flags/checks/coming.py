@@ -9,7 +9,7 @@ from megatron.training.flags.settings import Settings
 
 
 def experts_with(s: Settings) -> Iterator[str]:
-    if s.num_experts is None:
+    if s.num_moe_experts is None:
         return
     together = (
         (s.use_torch_fsdp2, sharding_flag(s), "--use-distributed-optimizer"),
@@ -27,7 +27,7 @@ def experts_with(s: Settings) -> Iterator[str]:
     )
     for is_given, what, instead in together:
         if is_given:
-            yield f"{s.say('num_experts')} cannot be combined with {what} yet; use {instead}"
+            yield f"{s.say('num_moe_experts')} cannot be combined with {what} yet; use {instead}"
 
 
 def not_yet(s: Settings) -> Iterator[str]:

@@ -9,30 +9,30 @@ from megatron.training.flags.settings import Settings
 
 
 def experts_are_divisible(s: Settings) -> Iterator[str]:
-    experts, ep, groups = s.num_experts, s.expert_model_parallel_size, s.moe_router_num_groups
+    experts, ep, groups = s.num_moe_experts, s.expert_model_parallel_size, s.moe_router_num_groups
     if experts is None:
         if ep > 1:
             yield f"{s.say('expert_model_parallel_size')} needs --num-experts; use 1 for a dense model"
         return
     if experts < 1:
-        yield f"{s.say('num_experts')} is out of range; give a whole number of at least 1, or 0 for a dense model"
+        yield f"{s.say('num_moe_experts')} is out of range; give a whole number of at least 1, or 0 for a dense model"
         return
     if experts % ep:
         yield (
-            f"{s.say('num_experts')} cannot be divided over {s.say('expert_model_parallel_size')}; "
+            f"{s.say('num_moe_experts')} cannot be divided over {s.say('expert_model_parallel_size')}; "
             f"use {multiples_near(experts, ep)} experts, or an expert-parallel size of {divisors_near(experts, ep)}"
         )
     if groups and (groups < 1 or experts % groups):
         yield (
-            f"{s.say('moe_router_num_groups')} does not divide {s.say('num_experts')}; "
+            f"{s.say('moe_router_num_groups')} does not divide {s.say('num_moe_experts')}; "
             f"use {divisors_near(experts, max(1, groups))} groups"
         )
     if s.moe_router_topk > experts:
-        yield f"{s.say('moe_router_topk')} is more than {s.say('num_experts')}; use {experts} or fewer"
+        yield f"{s.say('moe_router_topk')} is more than {s.say('num_moe_experts')}; use {experts} or fewer"
 
 
 def router_is_consistent(s: Settings) -> Iterator[str]:
-    if s.num_experts is None:
+    if s.num_moe_experts is None:
         return
     score, topk = s.moe_router_score_function, s.moe_router_topk
     if topk == 1 and score == "softmax" and not s.moe_router_pre_softmax:
@@ -54,7 +54,7 @@ def router_is_consistent(s: Settings) -> Iterator[str]:
 
 
 def expert_biases_fit_the_layout(s: Settings) -> Iterator[str]:
-    if s.num_experts is not None and s.add_bias_linear and s.expert_tensor_parallel_size > 1:
+    if s.num_moe_experts is not None and s.add_bias_linear and s.expert_tensor_parallel_size > 1:
         yield (
             f"{s.say('expert_tensor_parallel_size')} cannot divide experts with biases; use --disable-bias-linear or "
             "--expert-tensor-parallel-size 1"
@@ -64,10 +64,11 @@ def expert_biases_fit_the_layout(s: Settings) -> Iterator[str]:
 def tokens_are_divisible(s: Settings) -> Iterator[str]:
     """Without sequence parallelism a layer with experts divides the tokens itself."""
     tp, cp, length = s.tensor_model_parallel_size, s.context_parallel_size, s.seq_length
-    if s.num_experts is not None and length and not length % cp and length // cp % tp:
+    if s.num_moe_experts is not None and length and not length % cp and length // cp % tp:
         yield (
-            f"{s.say('num_experts')}: {s.say('seq_length')} does not divide by {s.say('tensor_model_parallel_size')} x "
-            f"{s.say('context_parallel_size')}; use {multiples_near(length, tp * cp)} tokens"
+            f"{s.say('num_moe_experts')}: {s.say('seq_length')} does not divide by "
+            f"{s.say('tensor_model_parallel_size')} x {s.say('context_parallel_size')}; "
+            f"use {multiples_near(length, tp * cp)} tokens"
         )
 
 

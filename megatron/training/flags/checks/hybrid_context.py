@@ -49,10 +49,10 @@ def nobody_waits_for_equal_microbatches(s: Settings) -> Iterator[str]:
             f"--hybrid-context-parallel cannot be combined with {sharding_flag(s)}, which gathers weights for every "
             "microbatch on all processes at once; use --use-distributed-optimizer"
         )
-    if s.num_experts:
+    if s.num_moe_experts:
         yield (
-            f"--hybrid-context-parallel cannot be combined with {s.say('num_experts')}, whose layers exchange tokens "
-            "in every microbatch; use a dense model"
+            f"--hybrid-context-parallel cannot be combined with {s.say('num_moe_experts')}, whose layers exchange "
+            "tokens in every microbatch; use a dense model"
         )
     if s.compile:
         yield (

@@ -23,7 +23,7 @@ def world_is_divisible(s: Settings) -> Iterator[str]:
 
 def experts_fit_the_processes(s: Settings) -> Iterator[str]:
     """Experts are carved out of tensor x context x data parallelism; they do not multiply the world size."""
-    if s.data_parallel_size is None or s.expert_model_parallel_size == 1 and s.num_experts is None:
+    if s.data_parallel_size is None or s.expert_model_parallel_size == 1 and s.num_moe_experts is None:
         return
     available = s.world_size // s.pipeline_model_parallel_size
     wanted = s.expert_tensor_parallel_size * s.expert_model_parallel_size

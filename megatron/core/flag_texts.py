@@ -1,22 +1,49 @@
-"""Texts that describe one value per layer, such as `([0]*2+[1]*6)`, read without evaluating code.
+"""Texts of flags whose form is special, read without evaluating code. Parsers raise ValueError with what is expected.
+
+A list with one value per layer, such as `([0]*2+[1]*6)`, has this grammar:
 
     pattern = number                      every n-th layer
             | list { ("+" list) }         one entry per layer
     list    = "[" numbers "]" [ "*" n ] | "(" pattern ")" [ "*" n ]
 
-The result is bounded: nobody has more than LONGEST layers, and nobody waits for `[1]*10**9`.
+Its length is bounded: nobody has more than LONGEST layers, and nobody waits for `[1]*10**9`.
 """
 
 from __future__ import annotations
 
+import math
 import re
-
-from megatron.training.config.flag_values import integer
 
 LONGEST = 65536
 _LONGEST_TEXT = 4096
 _DEEPEST = 20
 _TOKENS = re.compile(r"\s*([0-9]+|[][()*+,])")
+# ASCII digits only: int() and float() also take "1_000", " 7 " and digits of other scripts.
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_LONGEST_NUMBER = 64
+
+
+def integer(text: str) -> int:
+    """A whole number in ASCII digits."""
+    if len(text) > _LONGEST_NUMBER or not _INTEGER.fullmatch(text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def decimal(text: str) -> float:
+    """A finite number such as 3, 0.5 or 1e-4."""
+    if len(text) > _LONGEST_NUMBER or not _DECIMAL.fullmatch(text) or not math.isfinite(float(text)):
+        raise ValueError("a number such as 0.1 or 1e-4")
+    return float(text)
+
+
+def whole_or_decimal(text: str) -> int:
+    """A whole number, also written as a decimal one: 500000 or 5e5."""
+    number = decimal(text)
+    if number != int(number):
+        raise ValueError("a whole number, such as 500000 or 5e5")
+    return int(number)
 
 
 def layer_pattern(text: str) -> int | list[int]:
