@@ -57,4 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run does not measure how fast the device could be: 16-bit products take a CPU seconds."""
-    monkeypatch.setattr("megatron.training.hooks.meter.peak_flops", lambda device, dtype: (1e12, "assumed"))
+    from megatron.planner.throughput import Yardstick
+
+    monkeypatch.setattr(
+        "megatron.training.hooks.meter.build_yardstick", lambda device, dtype: Yardstick("assumed", 1e12)
+    )

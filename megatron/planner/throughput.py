@@ -7,7 +7,10 @@ Recomputation does not count: it is work, but not progress.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
+_PRODUCTS_PER_SIZE = 4
+_ATTEMPTS = 5
 
 
 def training_flops_per_token(model: TransformerConfig, *, seq_length: int, padded_vocab_size: int) -> int:
@@ -40,32 +45,72 @@ def products_of_model(model: TransformerConfig, *, padded_vocab_size: int) -> tu
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
-    """FLOP/s of the fastest of a few square matrix products: the yardstick where no data sheet is known.
+    """FLOP/s of the fastest of several square matrix products: the yardstick where no data sheet is known.
 
     Products grow from 128 x 128 to 1024 x 1024 as far as the time allows: a processor without 16-bit arithmetic would
-    spend seconds on one large product.
+    spend seconds on one large product. Each size is measured several times, however long it takes, because other
+    programs may have the processor at any one moment. Raises ZeroDivisionError where the clock sees no time pass.
     """
     import torch
 
-    size, fastest, started_at = 64, 0.0, time.perf_counter()
-    product_seconds = 0.0
-    while (remaining := seconds - (time.perf_counter() - started_at)) > 0 or not fastest:
-        if size < 1024 and 2 * 8 * product_seconds < remaining:  # twice as wide: 8 times the work, and once to warm up
-            size *= 2
-            a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-            out = torch.mm(a, b)
-            device_module.synchronize()
-        began_at = time.perf_counter()
-        torch.mm(a, b, out=out)
+    started_at = time.perf_counter()
+    fastest = 0.0
+    for size in (128, 256, 512, 1024):
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        out = torch.mm(a, b)
         device_module.synchronize()
-        product_seconds = time.perf_counter() - began_at
-        fastest = max(fastest, _MULTIPLY_AND_ADD * size**3 / product_seconds)
+        shortest = math.inf
+        for _ in range(_PRODUCTS_PER_SIZE):
+            began_at = time.perf_counter()
+            torch.mm(a, b, out=out)
+            device_module.synchronize()
+            shortest = min(shortest, time.perf_counter() - began_at)
+        fastest = max(fastest, _MULTIPLY_AND_ADD * size**3 / shortest)
+        remaining = seconds - (time.perf_counter() - started_at)
+        if 8 * shortest * (_PRODUCTS_PER_SIZE + 1) > remaining:  # twice as wide: 8 times the work, and once to warm up
+            break
     return fastest
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Dense peak FLOP/s of the device for `dtype`, and where the number comes from: a data sheet or a measurement."""
+class Yardstick:
+    """The FLOP/s that count as 100 % of a device for MFU (model FLOPs utilisation).
+
+    flops: those of a data sheet, or those that `measure` finds at once. A measurement during which other programs had
+    the processor is too low; that shows when a step of the training is faster than it, and then it is taken again. The
+    best one counts.
+    """
+
+    def __init__(self, source: str, flops: float | None = None, measure: Callable[[], float] | None = None) -> None:
+        self.source = source
+        """Where the number comes from, for the log."""
+        self.flops = flops
+        """None: unknown."""
+        self._measure = measure
+        self._attempts_left = _ATTEMPTS
+        if measure is not None:
+            self._try()
+
+    def utilisation(self, achieved: float | None) -> float | None:
+        """Share of the yardstick that `achieved` FLOP/s are, 0 to 1; None where either is unknown.
+
+        Not clipped: a value above 1 says that the yardstick is too short, also when measured again.
+        """
+        if achieved is None:
+            return None
+        while self._measure is not None and self._attempts_left and achieved > (self.flops or 0.0):
+            self._try()
+        return achieved / self.flops if self.flops else None
+
+    def _try(self) -> None:
+        assert self._measure is not None
+        self._attempts_left -= 1
+        with contextlib.suppress(ZeroDivisionError):
+            self.flops = max(self.flops or 0.0, self._measure())
+
+
+def build_yardstick(device: torch.device, dtype: torch.dtype) -> Yardstick:
+    """Dense peak FLOP/s of the device for `dtype`, from its data sheet where that is known, else measured now."""
     named = device_module.dense_peak_flops(dtype)
     if named is not None:
-        return named, f"dense peak of {device_module.device_name()}"
-    return measured_peak_flops(device, dtype), "matrix product measured at start"
+        return Yardstick(f"dense peak of {device_module.device_name()}", named)
+    return Yardstick("matrix product measured at start", measure=lambda: measured_peak_flops(device, dtype))

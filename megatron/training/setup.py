@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,37 +33,15 @@ from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_
 from megatron.training.config.container import RunConfig
 from megatron.training.data.loading import SPLITS, LoaderSettings, TrainingData, sample_counts
 from megatron.training.data.planned_batches import step_plans
-from megatron.training.hooks.attention_logits import AttentionLogits, AttentionLogitsHook
-from megatron.training.hooks.balance import BalanceHook
-from megatron.training.hooks.checkpoint import CheckpointHook
-from megatron.training.hooks.collective_timeout import CollectiveTimeoutHook
+from megatron.training.hooks.attention_logits import AttentionLogits
+from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.combined import Hooks
-from megatron.training.hooks.console import ConsoleHook
-from megatron.training.hooks.evaluation import EvaluationHook
-from megatron.training.hooks.exit_conditions import ExitConditionsHook, ExitSignalHook
-from megatron.training.hooks.experts import ExpertsHook
-from megatron.training.hooks.garbage_collection import GarbageCollectionHook
-from megatron.training.hooks.layer_norms import LayerNormsHook
-from megatron.training.hooks.memory import MemoryHook
-from megatron.training.hooks.meter import MeterHook
-from megatron.training.hooks.metrics import MetricsHook
-from megatron.training.hooks.named_ranges import NamedRangesHook
 from megatron.training.hooks.non_loss_data import NonLossDataHook
-from megatron.training.hooks.outliers import OutlierHook
-from megatron.training.hooks.pipeline_clock import PipelineClockHook
-from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
-from megatron.training.hooks.progress_history import ProgressHistoryHook
-from megatron.training.hooks.sanity import SanityHook
 from megatron.training.hooks.tensorboard import TensorBoardHook
-from megatron.training.hooks.timing import TimingHook
-from megatron.training.hooks.traffic import TrafficHook
-from megatron.training.hooks.wandb import WandbHook
 from megatron.training.launch.initialize import Process
 from megatron.training.recipes.gpt import padded_vocab_size_of
-from megatron.training.run import Hook, Progress, Run
+from megatron.training.run import Progress, Run
 from megatron.training.verify.param_group_map import write_param_group_map
-
-PROGRAM_STARTED_AT = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -326,68 +303,6 @@ def metered(process: Process, traffic: Traffic, task: Task) -> Process:
             "parameter pg_collection, and hand it on to the model"
         )
     return dataclasses.replace(process, groups=process.groups.metered(traffic))
-
-
-def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
-    """Everything periodic, in the order of one iteration: measure, report, check, evaluate, decide, save."""
-    hooks: list[Hook] = reporting_hooks(config, traffic, meter := MeterHook())
-    spiky, large = config.training.check_for_spiky_loss, config.training.check_for_large_grads
-    if spiky or large:
-        hooks.append(OutlierHook(meter, losses=spiky, gradients=large))
-    if config.ddp.check_for_nan_in_grad:
-        hooks.append(SanityHook(meter))
-    if config.distributed.distributed_timeout_seconds_after_init is not None:
-        hooks.append(CollectiveTimeoutHook(config.distributed.distributed_timeout_seconds_after_init))
-    if config.training.manual_gc:
-        hooks.append(GarbageCollectionHook(config.training))
-    if config.profiling.record_memory_history:
-        hooks.append(MemoryHistoryHook(config.profiling))
-    if config.profiling.profile:
-        hooks.append(ProfilerHook(config.profiling))
-    if config.profiling.nvtx_ranges:
-        hooks.append(NamedRangesHook())
-    evaluates = config.validation.eval_interval is not None or config.validation.skip_train
-    if evaluates and (config.validation.eval_iters > 0 or config.validation.full_validation):
-        hooks.append(EvaluationHook(config.validation))
-    if config.training.exit_interval is not None or config.training.exit_duration_in_mins is not None:
-        hooks.append(ExitConditionsHook(config.training, PROGRAM_STARTED_AT))
-    if config.training.exit_signal_handler:
-        hooks.append(ExitSignalHook(config.training.exit_signal))
-    if config.checkpoint.save is not None:
-        hooks.append(CheckpointHook(config.checkpoint))
-    return hooks
-
-
-def reporting_hooks(config: RunConfig, traffic: Traffic, meter: MeterHook) -> list[Hook]:
-    """Measure, then print, then write curves."""
-    logger = config.logger
-    hooks: list[Hook] = [meter]
-    if config.model.num_moe_experts is not None:
-        hooks.append(ExpertsHook(meter, per_layer=config.model.moe_per_layer_logging))
-    if logger.log_max_attention_logit:
-        hooks.append(AttentionLogitsHook(meter))
-    if logger.log_comm_volume:
-        hooks.append(TrafficHook(logger.log_interval, traffic, meter))
-    if config.model.hybrid_context_parallel:
-        hooks.append(BalanceHook(logger.log_interval, meter))
-    if logger.metrics_dir is not None:
-        hooks.append(MetricsHook(logger.metrics_dir, meter))
-    hooks.append(ConsoleHook(logger.log_interval, meter))
-    if logger.log_layer_norms:
-        hooks.append(LayerNormsHook(logger.log_interval, meter))
-    if logger.timing_log_level >= 2 or config.profiling.pipeline_trace_dir is not None:
-        hooks.append(PipelineClockHook(config.profiling, logger.timing_log_level))
-    if logger.timing_log_level > 0:
-        hooks.append(TimingHook(logger, meter))
-    if logger.log_memory_interval is not None:
-        hooks.append(MemoryHook(logger.log_memory_interval))
-    if logger.tensorboard_dir is not None:
-        hooks.append(TensorBoardHook(logger, meter))
-    if logger.wandb_project is not None:
-        hooks.append(WandbHook(logger, meter))
-    if logger.log_progress and config.checkpoint.save is not None:
-        hooks.append(ProgressHistoryHook(config.checkpoint.save))
-    return hooks
 
 
 def describe_machine(process: Process) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.outliers import FACTOR, SAMPLES
-from megatron.training.setup import build_hooks
 from tests.functional.test_progress_bar import step as measured
 from tests.unit.run_flags import run_config
 

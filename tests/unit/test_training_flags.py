@@ -200,9 +200,9 @@ def test_exit_interval_saves_and_stops(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.flags("--exit-duration-in-mins")
 def test_exit_duration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(run_setup, "PROGRAM_STARTED_AT", time.monotonic())
+    monkeypatch.setattr("megatron.training.hooks.build.PROGRAM_STARTED_AT", time.monotonic())
     assert train_tiny("--exit-duration-in-mins", "2").progress.iteration == 6
-    monkeypatch.setattr(run_setup, "PROGRAM_STARTED_AT", time.monotonic() - 10_000)
+    monkeypatch.setattr("megatron.training.hooks.build.PROGRAM_STARTED_AT", time.monotonic() - 10_000)
     assert train_tiny("--exit-duration-in-mins", "2").progress.iteration == 1
     assert "exiting program after" in capsys.readouterr().out
 

@@ -64,10 +64,13 @@ class ConsoleHook(Hook):
         share = "" if own == parameters else f" ({own:,} on this rank)"
         for operation, how in operations_of(run).items():
             self._print(f"{operation}: {how}")
+        yardstick = self.meter.yardstick
+        mfu = "MFU is not known"
+        if yardstick.flops is not None:
+            mfu = f"MFU counts {yardstick.flops / 1e12:.3g} TFLOP/s ({yardstick.source}) as 100 %"
         self._print(
             f"training {parameters:,} parameters{used}{share} on {run.groups.world.size()} x {run.device.type}, "
-            f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; MFU counts "
-            f"{self.meter.peak_flops / 1e12:.3g} TFLOP/s ({self.meter.peak_source}) as 100 %"
+            f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; {mfu}"
         )
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -149,7 +152,7 @@ def progress_line(step: StepMetrics, interval: Interval, target_iterations: int)
         f"consumed samples: {step.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {step.tflops * speed:.3g}",
-        f"MFU (%): {step.mfu * speed * 100:.1f}",
+        f"MFU (%): {'n/a' if step.mfu is None else f'{step.mfu * speed * 100:.1f}'}",
         f"tokens per second: {interval.tokens / interval.elapsed_seconds:.0f}",
         f"learning rate: {step.learning_rate:.6E}",
         f"global batch size: {step.global_batch_size:5d}",

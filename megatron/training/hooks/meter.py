@@ -12,7 +12,7 @@ import torch
 from megatron.core import device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.optimizer.grad_statistics import count_zeros
-from megatron.planner.throughput import peak_flops, training_flops_per_token
+from megatron.planner.throughput import Yardstick, build_yardstick, training_flops_per_token
 from megatron.training.run import Hook, Run, StepResult
 
 
@@ -33,8 +33,8 @@ class StepMetrics:
     """Over all devices."""
     tflops: float
     """10^12 floating-point operations per second and device."""
-    mfu: float
-    """Model FLOPs utilisation: share of the device's peak, 0 to 1."""
+    mfu: float | None
+    """Model FLOPs utilisation: share of the device's peak, 0 to 1; None where that is unknown."""
     memory_bytes: int
     """In use by this process: allocated on the device, or resident on the host."""
     peak_memory_bytes: int
@@ -82,17 +82,16 @@ class MeterHook(Hook):
     """First of the hooks: `step` holds the metrics of the step that has just ended."""
 
     step: StepMetrics
-    peak_flops: float = math.nan
-    peak_source: str = "not measured"
 
     def __init__(self) -> None:
+        self.yardstick = Yardstick("not measured")
         self._started_at = 0.0
         self._zeros: torch.Tensor | None = None
 
     def on_train_start(self, run: Run) -> None:
         """Measure the yardstick for MFU where the reports are written."""
         if run.is_first_rank:
-            self.peak_flops, self.peak_source = peak_flops(run.device, next(run.model[0].parameters()).dtype)
+            self.yardstick = build_yardstick(run.device, next(run.model[0].parameters()).dtype)
 
     def on_step_start(self, run: Run) -> None:
         """Start the clock."""
@@ -127,7 +126,7 @@ class MeterHook(Hook):
             elapsed_seconds=elapsed,
             tokens_per_second=tokens_per_second,
             tflops=flops_per_device / 1e12,
-            mfu=flops_per_device / self.peak_flops,
+            mfu=self.yardstick.utilisation(flops_per_device),
             memory_bytes=memory["allocated_bytes"],
             peak_memory_bytes=memory["peak_bytes"],
             num_zeros_in_grad=None if self._zeros is None else int(self._zeros),
