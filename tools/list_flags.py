@@ -19,7 +19,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.training.flags.declarations import Flag, Status, declared_flags, expected  # noqa: E402
+from megatron.core.setting import Status, expected  # noqa: E402
+from megatron.training.flags.declarations import Flag, declared_flags  # noqa: E402
 from megatron.training.flags.parser import program_flags  # noqa: E402
 from megatron.training.flags.report import shown_value  # noqa: E402
 from megatron.training.flags.table import FormerFlag, former_flags, table_flags  # noqa: E402

@@ -1,23 +1,39 @@
-"""How a config field says what its command-line flag looks like.
+"""What a config field says about itself, and configs that check themselves.
 
-A config is a keyword-only dataclass. A field's type, default and docstring (the string literal below it) are
-enough for most flags; `flag(...)` adds what they cannot say. `megatron/training/flags` turns this into `--flags`.
-This module and every config module import neither torch nor numpy, so that `--help` answers at once.
+A config is a keyword-only dataclass that inherits `CheckedConfig`. A field's type, default and docstring (the string
+literal below it) are enough for most flags; `flag(...)` adds what they cannot say: bounds, choices, spellings, what
+kind of fact the field is, and what it needs to have an effect. `megatron/training/flags` turns this into `--flags`.
+
+Whoever makes a config - the command line, a YAML file, a Python caller - gets the same sentences for the same mistake:
+`value_problem` judges one value, `CheckedConfig.problems` the relations of a config's fields, and construction raises
+`ConfigError` with all of them. This module and every config module import neither torch nor numpy, so that `--help`
+answers at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from megatron.core.errors import ConfigError
+from megatron.core.setting import FieldKind, Needs, Setting, field_problem, has_type, type_problem
 
 _FLAG = "flag"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FlagSpec:
-    """What a field's flag needs beyond type, default and docstring."""
+    """What a field says beyond type, default and docstring."""
 
+    kind: FieldKind | None = None
+    needs: tuple[Needs, ...] = ()
+    """All of them must be met for the field to have an effect; the first that is not is named."""
     names: tuple[str, ...] = ()
     """Spellings that replace the derived one, such as ("--norm-epsilon",). The first is the one we print."""
     off_names: tuple[str, ...] = ()
@@ -33,6 +49,8 @@ class FlagSpec:
     maximum: float | None = None
     above: float | None = None
     """Exclusive lower bound."""
+    example: Any = None
+    """A value for the sentence "--x is missing; ... for example --x 12". A field with an example must be given."""
     unit: str | None = None
     """tokens, samples, iterations, seconds, bytes, ..."""
     planned: str | None = None
@@ -53,6 +71,7 @@ def flag(
     default: Any = dataclasses.MISSING,
     *,
     default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
+    needs: Needs | Sequence[Needs] = (),
     choices: Sequence[Any] | None = None,
     names: Sequence[str] = (),
     off_names: Sequence[str] = (),
@@ -63,6 +82,7 @@ def flag(
 ) -> Any:
     """A dataclass field with a FlagSpec (see there for the keywords)."""
     flag_spec = FlagSpec(
+        needs=(needs,) if isinstance(needs, Needs) else tuple(needs),
         names=tuple(names),
         off_names=tuple(off_names),
         aliases=tuple(aliases),
@@ -77,15 +97,191 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def derived(default: Any = None) -> Any:
+def derived(default: Any = None, *, kind: FieldKind | None = None) -> Any:
     """A field without a flag: set by code or computed from other fields."""
-    return flag(default, hidden=True)
+    return flag(default, hidden=True, kind=kind)
 
 
 def flag_spec(field: dataclasses.Field[Any]) -> FlagSpec:
     """The FlagSpec of a dataclass field; an empty one where the field is plain."""
     spec: FlagSpec = field.metadata.get(_FLAG, FlagSpec())
     return spec
+
+
+def settings_of(config_class: Any) -> dict[str, Setting]:
+    """The Setting of every field of a config class, hidden ones too, by name and in the order of the dataclass."""
+    return _settings_of(config_class)
+
+
+@functools.cache
+def _settings_of(config_class: type) -> dict[str, Setting]:
+    hints = _annotations(config_class)
+    return {f.name: _setting(f, flag_spec(f), hints.get(f.name, Any)) for f in dataclasses.fields(config_class)}
+
+
+def _annotations(config_class: type) -> dict[str, Any]:
+    names = {"torch": types.SimpleNamespace(dtype=object)}  # imported for type checkers only
+    try:
+        return typing.get_type_hints(config_class, localns=names)
+    except NameError:  # a user's subclass with annotations that only its own module or function knows
+        return typing.get_type_hints(config_class.__mro__[1], localns=names)
+
+
+def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any) -> Setting:
+    value_type, nargs, choices = _value_type(hint)
+    default = field.default if field.default is not dataclasses.MISSING else None
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    names, off_names = _spellings(field.name, spec, is_switch=value_type is bool, default=default)
+    return Setting(
+        dest=field.name, names=names, off_names=off_names, value_type=value_type,
+        nargs=spec.nargs if spec.nargs is not None else nargs, choices=spec.choices or choices, default=default,
+        parse=spec.parse, minimum=spec.minimum, maximum=spec.maximum, above=spec.above, example=spec.example,
+        unit=spec.unit, status="planned" if spec.planned else "works", explanation=spec.planned or spec.coming or "",
+        planned_choices=spec.planned_choices, unsupported_choices=spec.unsupported_choices, kind=spec.kind,
+        needs=spec.needs, annotation=hint,
+    )  # fmt: skip
+
+
+def _spellings(
+    field_name: str, spec: FlagSpec, *, is_switch: bool, default: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Every switch that is on by default can be switched off, and can also be spelled positively."""
+    written = field_name.replace("_", "-")
+    if spec.hidden and not spec.names:
+        return (field_name,), ()
+    names = spec.names or (f"--{written}",)
+    off_names = spec.off_names
+    if is_switch and default is True and not off_names:
+        off_names = (f"--no-{written}", f"--disable-{written}")
+    return names + spec.aliases, off_names
+
+
+def _value_type(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:
+    """Type of one value, nargs and choices of a type annotation."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        parts = [part for part in inner if part is not type(None)]
+        return _value_type(parts[0]) if len(parts) == 1 else (str, None, None)  # several: `parse` tells them apart
+    if origin is Literal:
+        return type(inner[0]), None, inner
+    if origin is list:
+        return inner[0], "+", None
+    if origin is tuple:
+        return str, None, None
+    return (hint if origin is None and isinstance(hint, type) else object), None, None
+
+
+def field_problems(config: Any) -> list[str]:
+    """What is wrong with each field of a config alone, in the sentences of the command line."""
+    return list(_broken_fields(config).values())
+
+
+def _broken_fields(config: Any) -> dict[str, str]:
+    found = {name: field_problem(setting, getattr(config, name)) for name, setting in settings_of(type(config)).items()}
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+class CheckedConfig:
+    """A config that fills in what follows from its fields and checks itself when it is made.
+
+    Raises ConfigError with everything that is wrong: values by themselves, then relations between fields. A subclass
+    extends `derive` and `problems`, calling those of its base first, as the groups of fields that form one config do.
+    """
+
+    def __post_init__(self) -> None:
+        problems = check(self)
+        if problems:
+            raise ConfigError(problems)
+
+    def normalize(self) -> None:
+        """Accept other forms of values, such as one word for a list of one. Fields may hold anything here."""
+
+    def derive(self) -> None:
+        """Fill in the fields that follow from others. Required fields may be None here: they are complained about."""
+
+    def problems(self) -> Iterator[str]:
+        """A sentence for every relation between fields that does not hold. Required fields may be None here."""
+        yield from ()
+
+    def say(self, name: str) -> str:
+        """A field as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
+        return settings_of(type(self))[name].spelling_for(getattr(self, name))
+
+    def flag(self, name: str) -> str:
+        """A field's flag: `--micro-batch-size`."""
+        return settings_of(type(self))[name].name
+
+
+ConfigT = TypeVar("ConfigT", bound=CheckedConfig)
+
+
+def check(config: CheckedConfig, reported: Collection[str] = ()) -> list[str]:
+    """Derive a config's values and list what is wrong with it.
+
+    A field whose value is wrong gets its default, so that the relations of all others can be checked; sentences that
+    name its flag are left out. reported: fields of which the caller has complained already.
+    """
+    settings = settings_of(type(config))
+    config.normalize()
+    broken = _broken_fields(config)
+    for name in broken:
+        object.__setattr__(config, name, settings[name].default)
+    config.derive()
+    spellings = {spelling for name in {*broken, *reported} for spelling in settings[name].spellings}
+    relations = [text for text in config.problems() if not names_any(text, spellings)]
+    return [*(problem for name, problem in broken.items() if name not in reported), *relations]
+
+
+def names_any(sentence: str, spellings: Collection[str]) -> bool:
+    """Whether a sentence names one of these flags."""
+    return any(word in spellings for word in re.findall(r"[\w-]+", sentence))
+
+
+def assemble(
+    config_class: type[ConfigT], values: Mapping[str, Any], reported: Collection[str] = ()
+) -> tuple[ConfigT, list[str]]:
+    """A config of these values, and everything that is wrong with it; never raises for a value.
+
+    Where something is wrong, the config serves only to look for further problems. reported: as for `check`.
+    """
+    config = _filled(config_class, values)
+    return config, check(config, reported)
+
+
+def restore(config_class: type[ConfigT], saved: Mapping[str, Any]) -> ConfigT:
+    """The config of settings that an earlier run was saved with.
+
+    That run's version checked them; bounds and rules that have come since are not asked, so that its checkpoint stays
+    usable. Names that this version does not know are ignored. Raises ConfigError for values of the wrong type or
+    missing ones, which are no settings of any version.
+    """
+    settings = settings_of(config_class)
+    config = _filled(config_class, {name: value for name, value in saved.items() if name in settings})
+    config.normalize()
+    problems = [_restored_problem(setting, getattr(config, name)) for name, setting in settings.items()]
+    if any(problems):
+        raise ConfigError([problem for problem in problems if problem is not None])
+    config.derive()
+    return config
+
+
+def _restored_problem(setting: Setting, value: Any) -> str | None:
+    if value is None:
+        return field_problem(setting, None) if setting.example is not None else None
+    return None if has_type(value, setting.annotation) else type_problem(setting, str(value))
+
+
+def _filled(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """A config with these values and the defaults of the other fields, neither derived nor checked."""
+    config = object.__new__(config_class)
+    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        if field.name in values:
+            value = values[field.name]
+        else:
+            value = field.default_factory() if callable(field.default_factory) else field.default
+        object.__setattr__(config, field.name, value)
+    return config
 
 
 def multiples_near(value: int, unit: int) -> str:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from megatron.core.errors import ConfigError
+from megatron.core.setting import expected, refusal
 from megatron.training.config.program import ProgramFlags
-from megatron.training.flags.declarations import Flag, Status, declared_flags, expected, flags_of, parse_value
+from megatron.training.flags.declarations import Flag, declared_flags, flags_of, parse_value
 from megatron.training.flags.table import FormerFlag, former_flags, table_flags
 
 ExtraFlags = Callable[[argparse.ArgumentParser], Any]
@@ -29,7 +30,7 @@ ExtraFlags = Callable[[argparse.ArgumentParser], Any]
 class Problem:
     """One reason why the settings cannot be used."""
 
-    kind: Literal["spelling", "planned", "not supported", "rule"]
+    kind: Literal["spelling", "works", "planned", "not supported", "rule"]
     text: str
 
 
@@ -42,6 +43,11 @@ class Given:
     written: str
     """As the user spelled it, with the place when it stands in a file."""
     source: str
+
+    def refusal(self) -> Problem | None:
+        """Why the setting is refused for its status; None where it is accepted."""
+        refused = refusal(self.flag, self.value, self.written)
+        return None if refused is None else Problem(*refused)
 
 
 @dataclass
@@ -80,39 +86,9 @@ class Ledger:
         derived: the values after derivation; what that has turned back into the default has no effect.
         """
         for entry in self.given.values():
-            problem = refusal(entry)
+            problem = entry.refusal()
             if problem is not None and derived[entry.flag.dest] != entry.flag.default:
                 self.problems.append(problem)
-
-
-def refusal(entry: Given) -> Problem | None:
-    """Why a setting is refused for its status; None where it is accepted."""
-    flag, value = entry.flag, entry.value
-    values = value if isinstance(value, list) else [value]
-    kind: Status = flag.status
-    if value == flag.default or value in flag.neutral:
-        return None
-    if any(item in flag.unsupported_choices for item in values):
-        kind = "not supported"
-    elif any(item in flag.planned_choices for item in values):
-        kind = "planned"
-    if kind == "works":
-        return None
-    offered = [c for c in flag.choices or () if c not in flag.planned_choices + flag.unsupported_choices]
-    instead = f"use {' or '.join(map(str, offered))}" if flag.status == "works" and offered else _instead(flag)
-    if kind == "planned":
-        what = flag.explanation or "a later version"
-        return Problem(kind, f"{entry.written} is planned, not available yet: it comes with {what}; {instead}")
-    why = f": {flag.explanation}" if flag.status == "not supported" else ""
-    return Problem(kind, f"{entry.written} is not supported{why}; {instead}")
-
-
-def _instead(flag: Flag) -> str:
-    if flag.alternative:
-        return flag.alternative
-    if flag.is_switch or flag.default in (None, []):
-        return "leave it out"
-    return f"leave it out or give {flag.spelling_for(flag.default)}"
 
 
 @functools.cache
@@ -208,7 +184,7 @@ def build_parser(
 
 def add_flag(container: Any, flag: Flag, ledger: Ledger, shown: bool) -> None:
     """Declare one flag to argparse."""
-    value_name = flag.metavar or {int: "N", float: "X"}.get(flag.kind, "TEXT")
+    value_name = flag.metavar or {int: "N", float: "X"}.get(flag.value_type, "TEXT")
     if flag.choices is not None and not flag.metavar:
         offered = [c for c in flag.choices if c not in flag.planned_choices + flag.unsupported_choices]
         value_name = "{" + ",".join(map(str, offered)) + "}"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.core.flag_texts import layer_pattern, window
-from megatron.training.flags.declarations import Flag, Status, parse_value
+from megatron.core.setting import Status
+from megatron.training.flags.declarations import Flag, parse_value
 
 _KINDS: dict[str, tuple[type, Any]] = {
     "switch": (bool, None),
@@ -79,13 +80,13 @@ def _nargs(text: str) -> int | str | None:
 
 
 def _table_flag(row: dict[str, str]) -> Flag:
-    kind, parse = _KINDS[row["kind"]]
-    choices = tuple(kind(choice) for choice in row["choices"].split(",")) if row["choices"] else None
+    value_type, parse = _KINDS[row["kind"]]
+    choices = tuple(value_type(choice) for choice in row["choices"].split(",")) if row["choices"] else None
     bare = Flag(
         dest=row["dest"],
         names=tuple(row["options"].split()),
         off_names=tuple(row["off"].split()),
-        kind=kind,
+        value_type=value_type,
         nargs=_nargs(row["nargs"]),
         choices=choices,
         parse=parse,

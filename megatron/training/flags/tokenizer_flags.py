@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.errors import ConfigError
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.flags.declarations import flags_of
-from megatron.training.flags.parser import Ledger, add_flag, formers_by_name, refusal, translate
+from megatron.training.flags.parser import Ledger, add_flag, formers_by_name, translate
 from megatron.training.flags.table import table_flags
 
 _GROUP = "tokenizer"
@@ -38,7 +38,7 @@ class TokenizerFlags:
 
     def config(self) -> TokenizerConfig:
         """The settings that the command line gave. Raises ConfigError with every problem."""
-        refusals = map(refusal, self._ledger.given.values())
+        refusals = [entry.refusal() for entry in self._ledger.given.values()]
         problems = [*self._ledger.problems, *(problem for problem in refusals if problem is not None)]
         if problems:
             raise ConfigError([problem.text for problem in problems])

@@ -1,0 +1,254 @@
+"""One setting: its name, its spellings, which values it may have, and the sentences about those it may not.
+
+The command line judges what it has parsed, a config what it was given, both here, in the same words.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+LARGEST_INTEGER = 2**63 - 1
+
+FieldKind = Literal["shape", "layout", "numerics", "kernel", "report"]
+"""What kind of fact a field is.
+
+| kind     | a change of it ...                                                                    |
+|----------|---------------------------------------------------------------------------------------|
+| shape    | gives the checkpoint other tensors, or other shapes                                   |
+| layout   | divides the same run over processes, or its work over time, in another way            |
+| numerics | computes something else with the same tensors                                         |
+| kernel   | computes the same in another way; numbers differ by rounding at most                  |
+| report   | shows or keeps something else                                                         |
+"""
+
+Status = Literal["works", "planned", "not supported"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The condition under which a field has anything to do: else "--x has no effect without WORDS" is noted."""
+
+    words: str
+    """What would give it something to do: `--use-mup`, `gradients in 16 bits, --grad-reduce-in-bf16`."""
+    met: Callable[[Any], bool]
+    """Whether the settings of a run meet it. The argument has the fields of all configs of a run by name, after
+    derivation (`lambda run: run.use_mup`), and `given`, the names of the fields that the user set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting: its name, its spellings, and which values it may have."""
+
+    dest: str
+    """Name of the config field, upstream's `dest`."""
+    names: tuple[str, ...]
+    """Spellings that store the value (a switch: True)."""
+    off_names: tuple[str, ...] = ()
+    """Spellings that store False."""
+    value_type: type = str
+    """bool for a switch, otherwise the type of the value or of each value."""
+    nargs: int | str | None = None
+    """None: one value; "+", "*" or a number: a list."""
+    choices: tuple[Any, ...] | None = None
+    default: Any = None
+    parse: Callable[[str], Any] | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    example: Any = None
+    unit: str | None = None
+    status: Status = "works"
+    explanation: str = ""
+    """planned: the coming capability; not supported: the reason."""
+    alternative: str = ""
+    """What to do instead, as an imperative."""
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for what happens anyway, accepted whatever the status; the default is always one."""
+    planned_choices: tuple[Any, ...] = ()
+    unsupported_choices: tuple[Any, ...] = ()
+    kind: FieldKind | None = None
+    needs: tuple[Needs, ...] = ()
+    annotation: Any = Any
+    """The field's type as a whole."""
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return self.names + self.off_names
+
+    @property
+    def name(self) -> str:
+        """The spelling we print."""
+        return self.spellings[0]
+
+    @property
+    def is_switch(self) -> bool:
+        return self.value_type is bool
+
+    @property
+    def offered_choices(self) -> tuple[Any, ...]:
+        """The choices without those that are refused."""
+        return tuple(c for c in self.choices or () if c not in self.planned_choices + self.unsupported_choices)
+
+    def spelling_for(self, value: Any) -> str:
+        """How a user writes this value: `--lr 0.1`, `--bf16`, `--no-bias-linear`."""
+        if self.is_switch:
+            return (self.names if value else self.off_names or self.names)[0]
+        return f"{self.name} {self.text_of(value)}"
+
+    def text_of(self, value: Any) -> str:
+        """A value that is not a switch as it would be typed: several values, or one written as a tuple or list."""
+        if not isinstance(value, list | tuple):
+            return str(value)
+        written = (" " if self.nargs else ",").join(map(str, value))
+        return f"[{written}]" if isinstance(value, list) and not self.nargs else written
+
+
+def value_problem(setting: Setting, value: Any, text: str | None = None) -> str | None:
+    """What is wrong with one value (of a list: one element) of the right type, as a sentence; None where nothing is.
+
+    text: how the user wrote it, where not as `str(value)`.
+    """
+    shown = _shown(str(value) if text is None else text)
+    if setting.choices is not None and not any(isinstance(value, type(c)) and value == c for c in setting.choices):
+        return f"{setting.name} {shown} is not one of its values; give {expected(setting)}"
+    if isinstance(value, int | float) and not _is_in_range(setting, value):
+        return f"{setting.name} {shown} is out of range; give {expected(setting)}"
+    if isinstance(value, str) and "\0" in value:
+        return f"{setting.name} holds a NUL character; give {expected(setting)}"
+    return None
+
+
+def type_problem(setting: Setting, text: str) -> str:
+    """The sentence for a value that is not of the setting's type."""
+    if setting.is_switch:
+        return f"{setting.name} is a switch; give true or false"
+    return f"{setting.name} {_shown(text)} is not valid; give {expected(setting)}"
+
+
+def refusal(setting: Setting, value: Any, written: str) -> tuple[Status, str] | None:
+    """Why a value that upstream knows is refused here, with its sentence; None where it is accepted."""
+    values = value if isinstance(value, list | tuple) else [value]
+    kind = setting.status
+    if value == setting.default or value in setting.neutral:
+        return None
+    if any(item in setting.unsupported_choices for item in values):
+        kind = "not supported"
+    elif any(item in setting.planned_choices for item in values):
+        kind = "planned"
+    if kind == "works":
+        return None
+    offered = setting.offered_choices
+    instead = f"use {' or '.join(map(str, offered))}" if setting.status == "works" and offered else _instead(setting)
+    if kind == "planned":
+        what = setting.explanation or "a later version"
+        return kind, f"{written} is planned, not available yet: it comes with {what}; {instead}"
+    why = f": {setting.explanation}" if setting.status == "not supported" else ""
+    return kind, f"{written} is not supported{why}; {instead}"
+
+
+def _instead(setting: Setting) -> str:
+    if setting.alternative:
+        return setting.alternative
+    if setting.is_switch or setting.default in (None, []):
+        return "leave it out"
+    return f"leave it out or give {setting.spelling_for(setting.default)}"
+
+
+def expected(setting: Setting) -> str:
+    """What a value must be, in words: `a whole number of at least 1 (iterations)`."""
+    if setting.choices is not None:
+        return "one of " + ", ".join(map(str, setting.offered_choices or setting.choices))
+    words = _TYPE_NAMES.get(setting.value_type, "a value")
+    if setting.parse is not None and setting.value_type is str:
+        words = (setting.parse.__doc__ or "a value").splitlines()[0].rstrip(".")
+        words = words[0].lower() + words[1:]
+    if setting.above is not None:
+        words += f" above {setting.above:g}"
+    if setting.minimum is not None and setting.maximum is not None:
+        words += f" from {_number(setting.minimum)} to {_number(setting.maximum)}"
+    elif setting.minimum is not None:
+        words += f" of at least {_number(setting.minimum)}"
+    elif setting.maximum is not None:
+        words += f" of at most {_number(setting.maximum)}"
+    elif setting.value_type is int:
+        words += f" of at most {LARGEST_INTEGER}"
+    return words + (f" ({setting.unit})" if setting.unit else "")
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
+
+
+def _number(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
+
+
+def _is_in_range(setting: Setting, value: float) -> bool:
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        return False
+    above_minimum = setting.minimum is None or value >= setting.minimum
+    above_bound = setting.above is None or value > setting.above
+    return above_minimum and above_bound and (setting.maximum is None or value <= setting.maximum)
+
+
+def _shown(text: str) -> str:
+    """The text as typed; quoted where spaces or odd characters would hide in the sentence."""
+    shown = text if text.isascii() and text.isprintable() and text and " " not in text else ascii(text)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type. A whole number is also a number, a tuple also a list; a bool is no
+    number, and neither are nan and infinity."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object or isinstance(hint, str | TypeVar):
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(has_type(value, part) for part in inner)
+    if origin is Literal:
+        return any(type(value) is type(choice) for choice in inner)
+    if origin is tuple and Ellipsis not in inner:
+        fits = isinstance(value, list | tuple) and len(value) == len(inner)
+        return fits and all(map(has_type, value, inner))
+    if origin in (list, tuple, Sequence):
+        return isinstance(value, list | tuple) and all(has_type(item, inner[0]) for item in value)
+    if hint is Callable or origin is Callable:
+        return callable(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, origin or hint)
+
+
+def field_problem(setting: Setting, value: Any) -> str | None:
+    """What is wrong with the value of a field: type, number of values, choices, bounds, status."""
+    if value is None and setting.example is not None:
+        return f"{setting.name} is missing; give the number, for example {setting.spelling_for(setting.example)}"
+    if value is None and setting.default is None or setting.annotation is Any:
+        return None
+    wrong_type = _type_problem_of(setting, value)
+    if wrong_type is not None:
+        return wrong_type
+    items = value if isinstance(value, list | tuple) else [value]
+    if isinstance(setting.nargs, int) and len(items) != setting.nargs:
+        count = f"{setting.nargs} value{'s' * (setting.nargs != 1)}"
+        return f"{setting.name} takes {count}, but {len(items)} are given"
+    problem = next(filter(None, (value_problem(setting, item) for item in items)), None)
+    refused = None if problem is not None else refusal(setting, value, setting.spelling_for(value))
+    return problem if refused is None else refused[1]
+
+
+def _type_problem_of(setting: Setting, value: Any) -> str | None:
+    if has_type(value, setting.annotation):
+        return None
+    elements = value if isinstance(value, list | tuple) and setting.nargs else []
+    wrong = next((item for item in elements if not has_type(item, setting.value_type)), value)
+    is_choice = setting.choices is not None and not isinstance(wrong, list | tuple)
+    return (value_problem(setting, wrong) if is_choice else None) or type_problem(setting, str(wrong))
