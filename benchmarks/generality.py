@@ -35,7 +35,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.fusions.activation import bias_gated_activation
 from megatron.core.fusions.bias_dropout import bias_dropout_add
 from megatron.core.fusions.causal_attention import blocked_causal_attention
-from megatron.core.fusions.embedding import embedding_into_main_grad
 from megatron.core.fusions.norm import rms_norm
 from megatron.core.fusions.rope import Rotation, split_and_rotate
 from megatron.core.host_memory import keep_freed_host_memory
@@ -47,7 +46,7 @@ from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.linear_ops import linear_into_main_grad
+from megatron.core.tensor_parallel.products import Matmul, TableLookup, multiply
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 EPSILON, LEARNING_RATE, WEIGHT_DECAY = 1e-5, 1e-4, 0.1
@@ -66,7 +65,7 @@ class StraightLine:
         half = sizes.hidden // sizes.heads // 2
         angles = torch.outer(torch.arange(float(sizes.sequence)), 10000.0 ** -(torch.arange(half) / half))
         self.rotation = Rotation(angles.cos(), angles.sin(), interleaved=False)
-        self.silu = find_activation("silu")
+        self.silu, self.matmul, self.lookup = find_activation("silu"), Matmul(), TableLookup()
 
     @staticmethod
     def _flatten(params: list[nn.Parameter]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -83,22 +82,22 @@ class StraightLine:
         """Of every token, [s, b]."""
         sizes, w = self.sizes, self.weights
         width = sizes.hidden // sizes.heads
-        x = embedding_into_main_grad(ids.t(), w["embedding.word_embeddings.weight"])
+        x = multiply(self.lookup, ids.t(), w["embedding.word_embeddings.weight"])
         for layer in range(sizes.layers):
             name = f"decoder.layers.{layer}."
             normed = rms_norm(x, w[name + "input_layernorm.weight"], EPSILON)
-            packed = linear_into_main_grad(normed, w[name + "self_attention.linear_qkv.weight"])
+            packed = multiply(self.matmul, normed, w[name + "self_attention.linear_qkv.weight"])
             query, key, value = split_and_rotate(packed.unflatten(-1, (sizes.heads, 3, width)), 1, self.rotation)
             context = blocked_causal_attention(query, key, value, width**-0.5).flatten(2)
-            output = linear_into_main_grad(context, w[name + "self_attention.linear_proj.weight"])
+            output = multiply(self.matmul, context, w[name + "self_attention.linear_proj.weight"])
             x = bias_dropout_add(output, None, x, 0.0, True)
             normed = rms_norm(x, w[name + "pre_mlp_layernorm.weight"], EPSILON)
             inner = bias_gated_activation(
-                linear_into_main_grad(normed, w[name + "mlp.linear_fc1.weight"]), None, self.silu
+                multiply(self.matmul, normed, w[name + "mlp.linear_fc1.weight"]), None, self.silu
             )
-            x = bias_dropout_add(linear_into_main_grad(inner, w[name + "mlp.linear_fc2.weight"]), None, x, 0.0, True)
+            x = bias_dropout_add(multiply(self.matmul, inner, w[name + "mlp.linear_fc2.weight"]), None, x, 0.0, True)
         x = rms_norm(x, w["decoder.final_layernorm.weight"], EPSILON)
-        logits = linear_into_main_grad(x, w["output_layer.weight"])
+        logits = multiply(self.matmul, x, w["output_layer.weight"])
         return vocab_parallel_cross_entropy(logits, labels.t(), tp_group=SingleRankGroup())
 
     def step(self, ids: Tensor, labels: Tensor) -> float:

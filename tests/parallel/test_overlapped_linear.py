@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
+from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import overlapped_linear
+from megatron.core.tensor_parallel import communication_plans
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.linear_ops import multiply_to_float32
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, normal
-from megatron.core.weight_grad_queue import WeightGradQueue, attach_queue
+from megatron.core.tensor_parallel.products import Matmul
 from megatron.training.config.container import RunConfig
 from tests.parallel.harness import run_distributed
 from tests.unit.run_flags import run_config
@@ -88,24 +87,24 @@ def logs(flags: list[str]) -> list[list[str]]:
     found: list[list[str]] = []
 
     def record(name: str, word: str) -> None:
-        collective = getattr(overlapped_linear, name)
+        collective = getattr(communication_plans, name)
 
         def recorded(*args: Any, async_op: bool = False) -> Any:
             work = collective(*args, async_op=async_op)
             found[-1].append(word + "*" if async_op else word)
             return None if work is None else Logged(work, word, found[-1])
 
-        setattr(overlapped_linear, name, recorded)
+        setattr(communication_plans, name, recorded)
 
     record("all_gather_into_tensor", "gather")
     record("reduce_scatter_tensor", "scatter")
-    product = overlapped_linear.weight_gradient
+    product = communication_plans.finish_weight_grad
 
     def recorded_product(*args: Any) -> Any:
         found[-1].append("dW")
         return product(*args)
 
-    overlapped_linear.weight_gradient = recorded_product
+    communication_plans.finish_weight_grad = recorded_product
     for more in flags:
         found.append([])
         two_layers(more)
@@ -143,13 +142,13 @@ def deferred_and_wide() -> tuple[list[int], int, bool, Tensor, Tensor]:
     layer = ColumnParallelLinear(8, 16, config=settings("", size).model, init_method=normal(0.5), tp_group=group)
     initialise_parameters(layer, seed=1)
     tokens = torch.randn(size, 12, 3, 8, generator=torch.Generator().manual_seed(2))[rank].requires_grad_()
-    counts, gather = [0], overlapped_linear.all_gather_into_tensor
+    counts, gather = [0], communication_plans.all_gather_into_tensor
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts[-1] += 1
         return gather(*args, **kwargs)
 
-    overlapped_linear.all_gather_into_tensor = counted
+    communication_plans.all_gather_into_tensor = counted
     kept = 0
 
     def keep(tensor: Tensor) -> Tensor:
@@ -171,12 +170,12 @@ def deferred_and_wide() -> tuple[list[int], int, bool, Tensor, Tensor]:
             usual, layer.weight.grad = layer.weight.grad, None
             counts.append(0)
             queue.run("backward")
-    overlapped_linear.all_gather_into_tensor = gather
+    communication_plans.all_gather_into_tensor = gather
     config = settings("--bf16 --tp-comm-overlap", size).model
     wide = ColumnParallelLinear(8, 16, config=config, init_method=normal(0.5), bias=False, tp_group=group)
     initialise_parameters(wide, seed=1)
-    outside = multiply_to_float32(gather_from_sequence_parallel_region(tokens.bfloat16(), group), wide.weight)
-    wide.overlap = dataclasses.replace(wide.overlap, to_float32=True)
+    wide.product = Matmul(out_dtype=torch.float32)
+    outside = wide.product.forward(gather_from_sequence_parallel_region(tokens.bfloat16(), group), wide.weight)
     inside, _ = wide(tokens.bfloat16())
     return counts, kept, torch.equal(usual, layer.weight.grad), outside.detach(), inside.detach()
 
@@ -198,7 +197,7 @@ def column_alone() -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
     tokens = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
     output, _ = layer(tokens)
     log: list[str] = []
-    sum_up, product = overlapped_linear.all_reduce, overlapped_linear.weight_gradient
+    sum_up, product = communication_plans.all_reduce, communication_plans.finish_weight_grad
 
     def recorded_sum(*args: Any, async_op: bool = False) -> Any:
         log.append("sum*" if async_op else "sum")
@@ -208,9 +207,9 @@ def column_alone() -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
         log.append("dW")
         return product(*args)
 
-    overlapped_linear.all_reduce, overlapped_linear.weight_gradient = recorded_sum, recorded_product
+    communication_plans.all_reduce, communication_plans.finish_weight_grad = recorded_sum, recorded_product
     output.square().sum().backward()
-    overlapped_linear.all_reduce, overlapped_linear.weight_gradient = sum_up, product
+    communication_plans.all_reduce, communication_plans.finish_weight_grad = sum_up, product
     shards = [torch.empty_like(layer.weight) for _ in range(size)]
     dist.all_gather(shards, layer.weight.detach())
     weight, x = torch.cat(shards).requires_grad_(), tokens.detach().requires_grad_()

@@ -214,7 +214,7 @@ FUSIONS = {
         "--attention-backend local",
         lambda m: first_attention(m).core_attention.backend.softmax.__name__,
     ),
-    "--no-gradient-accumulation-fusion": ("", lambda m: first_mlp(m).linear_fc1.linear.__name__),
+    "--no-gradient-accumulation-fusion": ("", lambda m: first_mlp(m).linear_fc1.product.name),
 }
 
 

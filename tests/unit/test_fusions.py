@@ -19,10 +19,10 @@ from megatron.core.fusions.activation import (
 )
 from megatron.core.fusions.bias_dropout import bias_dropout_add, bias_dropout_add_reference
 from megatron.core.fusions.causal_attention import blocked_causal_attention
-from megatron.core.fusions.embedding import embedding_into_main_grad
 from megatron.core.fusions.norm import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 from megatron.core.fusions.rope import Rotation, apply_rotary, split_and_rotate, split_qkv
 from megatron.core.fusions.softmax import scaled_masked_softmax, scaled_masked_softmax_reference
+from megatron.core.tensor_parallel.products import TableLookup, multiply
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "quick_gelu", "squared_relu")
 
@@ -186,9 +186,9 @@ def test_embedding_gradient() -> None:
     ids = torch.tensor([[1, 3], [3, 9]])
     grad = torch.randn(2, 2, 4)
     (expected,) = torch.autograd.grad(F.embedding(ids, weight), weight, grad)
-    (found,) = torch.autograd.grad(embedding_into_main_grad(ids, weight), weight, grad)
+    (found,) = torch.autograd.grad(multiply(TableLookup(), ids, weight), weight, grad)
     torch.testing.assert_close(found, expected)
     weight.main_grad = torch.ones(10, 4)
-    embedding_into_main_grad(ids, weight).backward(grad)
+    multiply(TableLookup(), ids, weight).backward(grad)
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad, expected + 1)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.grouped_linear import GroupedProducts, Products, grouped_linear
+from megatron.core.tensor_parallel.products import multiply
+from megatron.core.transformer.moe.grouped_products import ExpertByExpert, GroupedMatmul
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import combine, permute, sort_slots
 from megatron.core.transformer.moe.router import LOSS_NAMES, coefficients_of_losses
@@ -267,9 +268,9 @@ def test_permute_and_combine_are_transposes() -> None:
     assert torch.equal(combine(rows, order, 5, 2)[4], rows[2])
 
 
-@pytest.mark.parametrize("products", [Products(), GroupedProducts()], ids=lambda p: p.name)
+@pytest.mark.parametrize("kind", [ExpertByExpert, GroupedMatmul], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("ends", [[2, 2, 7], [0, 0, 0]])
-def test_products_of_experts(products: Products, ends: list[int]) -> None:
+def test_products_of_experts(kind: type[ExpertByExpert], ends: list[int]) -> None:
     """Also of experts without rows, into a main gradient that holds something already, and without one."""
     generator = torch.Generator().manual_seed(2)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((ends[-1], 16), (3, 8, 16)))
@@ -277,16 +278,16 @@ def test_products_of_experts(products: Products, ends: list[int]) -> None:
     starts = [0, *ends[:-1]]
     expected = torch.cat([x[i:j] @ w.t() for i, j, w in zip(starts, ends, weight, strict=True)])
     weight_grad = torch.stack([grad[i:j].t() @ x[i:j] for i, j in zip(starts, ends, strict=True)])
-    for into_main_grad in (False, True):
+    for accumulates in (False, True):
         leaf, rows = weight.clone().requires_grad_(), x.clone().requires_grad_()
         leaf.main_grad = torch.ones(3, 8, 16)
-        y = grouped_linear(rows, leaf, torch.tensor(ends, dtype=torch.int32), products, into_main_grad)
+        y = multiply(kind(accumulates=accumulates), rows, leaf, ends=torch.tensor(ends, dtype=torch.int32))
         torch.testing.assert_close(y, expected)
         y.backward(grad)
         torch.testing.assert_close(
             rows.grad, torch.cat([grad[i:j] @ w for i, j, w in zip(starts, ends, weight, strict=True)])
         )
-        if into_main_grad:
+        if accumulates:
             assert leaf.grad is None
             torch.testing.assert_close(leaf.main_grad, weight_grad + 1.0)
         else:
@@ -317,8 +318,8 @@ def test_how_experts_compute() -> None:
         layer_of(""),
         layer_of("--moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall"),
     )
-    assert isinstance(other.experts.linear_fc1.products, GroupedProducts)
-    assert not isinstance(plain.experts.linear_fc1.products, GroupedProducts)
+    assert isinstance(other.experts.linear_fc1.product, GroupedMatmul)
+    assert not isinstance(plain.experts.linear_fc1.product, GroupedMatmul)
     assert (other.dispatcher.permute, other.dispatcher.combine) == (permute, combine)
     assert plain.dispatcher.permute is not permute
     assert isinstance(other.dispatcher, AllToAllDispatcher)

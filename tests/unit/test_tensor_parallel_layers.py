@@ -14,7 +14,6 @@ from megatron.core.placement import Part, placement_of
 from megatron.core.process_groups_config import SingleRankGroup
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.linear_ops import linear_into_main_grad, weight_gradient
 from megatron.core.tensor_parallel.parameters import (
     declare_parameter,
     initialise_parameters,
@@ -22,6 +21,7 @@ from megatron.core.tensor_parallel.parameters import (
     parameter_dtype,
     parameter_seed,
 )
+from megatron.core.tensor_parallel.products import Matmul, finish_weight_grad, multiply
 from tests.unit.gpt_models import build_model, token_batch
 
 ALONE = SingleRankGroup()
@@ -86,14 +86,14 @@ def test_gradient_accumulation_fusion() -> None:
             torch.testing.assert_close(ours.main_grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_linear_into_main_grad_accumulates() -> None:
+def test_a_product_accumulates_into_main_grad() -> None:
     weight = nn.Parameter(torch.randn(6, 4))
     bias = nn.Parameter(torch.randn(6))
     weight.main_grad = torch.full((6, 4), 2.0)
     x = torch.randn(3, 2, 4, requires_grad=True)
     grad = torch.randn(3, 2, 6)
     expected = torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
-    linear_into_main_grad(x, weight, bias).backward(grad)
+    multiply(Matmul(), x, weight, bias).backward(grad)
     torch.testing.assert_close(x.grad, expected[0])
     torch.testing.assert_close(weight.main_grad, expected[1] + 2.0)
     torch.testing.assert_close(bias.grad, expected[2])
@@ -104,7 +104,7 @@ def test_weight_gradient_in_a_wider_format() -> None:
     weight = nn.Parameter(torch.randn(6, 4, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(6, 4)
     grad_rows, x_rows = torch.randn(5, 6).bfloat16(), torch.randn(5, 4).bfloat16()
-    assert weight_gradient(weight, grad_rows, x_rows) is None
+    assert finish_weight_grad(Matmul(), weight, grad_rows, x_rows) is None
     torch.testing.assert_close(weight.main_grad, (grad_rows.t() @ x_rows).float())
 
 

@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel.p2p_communication import Mail, connect_neig
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.stage_run import StageRun, iterators_of_chunks
+from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.weight_grad_queue import WeightGradQueue, attach_queue
 
 LossFunction = Callable[..., Any]
 """loss_func(output) -> (loss, dict) with a mean loss, or (loss sum, number of tokens, dict)."""

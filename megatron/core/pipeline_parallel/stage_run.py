@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel.communication import Transfer, adjacent_tra
 from megatron.core.pipeline_parallel.grad_sync_moments import Signals
 from megatron.core.pipeline_parallel.p2p_communication import Key, Mail
 from megatron.core.pipeline_parallel.schedules import Action
+from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
 from megatron.core.virtual_stages import VirtualStages
-from megatron.core.weight_grad_queue import WeightGradQueue
 
 
 class Waiting(NamedTuple):

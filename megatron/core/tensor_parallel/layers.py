@@ -7,7 +7,10 @@ way in and one on the way out:
     column, in    x [s, b, h]     identity       x [s/tp, b, h]   all-gather over s
     row, out      y [s, b, h]     all-reduce     y [s/tp, b, h]   reduce-scatter over s
 
-In backward each collective becomes its transpose (mappings.py). With a group of one they vanish.
+In backward each collective becomes its transpose. A layer has a product (products.py), which multiplies by its weight
+in forward and backward, and a plan (communication_plans.py), which runs the collectives before, after or beside the
+product; `plan.multiply(product, x, weight, bias)` is all that its forward does. Whoever builds a layer may give it
+another product afterwards, as the output layer of float32 logits gets.
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., 2022, section 4.2 for SP.
 
 s: sequence, b: batch, h: hidden, tp: size of the TP group.
@@ -20,23 +23,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.fusions.embedding import embedding_into_main_grad
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.linear_ops import choose_linear
+from megatron.core.tensor_parallel.communication_plans import choose_column_plan, choose_row_plan
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
-)
-from megatron.core.tensor_parallel.overlapped_linear import (
-    CommunicationOverlap,
-    gather_and_multiply,
-    multiply_and_scatter,
 )
 from megatron.core.tensor_parallel.parameters import (
     Initialiser,
@@ -45,6 +40,7 @@ from megatron.core.tensor_parallel.parameters import (
     parameter_dtype,
     zeros,
 )
+from megatron.core.tensor_parallel.products import choose_lookup, choose_product, multiply
 
 LayerOutput = tuple[Tensor, Tensor | None]
 """(output, bias): the bias is None, or with skip_bias_add the one that the caller still has to add."""
@@ -83,11 +79,8 @@ class ColumnParallelLinear(nn.Module):
         self.tp_group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.enter = (
-            gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
-        )
-        self.linear = choose_linear(config)
-        self.overlap = CommunicationOverlap.of(config, self.tp_group)
+        self.product = choose_product(config)
+        self.plan = choose_column_plan(config, self.tp_group)
         dtype, splits = parameter_dtype(config), tensor_parallel_split(0, self.tp_group, parts)
         self.weight = (
             None
@@ -100,11 +93,7 @@ class ColumnParallelLinear(nn.Module):
         """[s, b, input_size], with SP [s/tp, b, input_size] -> [s, b, output_size / tp], or all of output_size."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer was built without a weight; hand one over with each call"
-        added_bias = None if self.skip_bias_add else self.bias
-        if self.overlap is not None:
-            output = gather_and_multiply(input_, weight, added_bias, self.tp_group, self.overlap)
-        else:
-            output = self.linear(self.enter(input_, self.tp_group), weight, added_bias)
+        output = self.plan.multiply(self.product, input_, weight, None if self.skip_bias_add else self.bias)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -136,13 +125,8 @@ class RowParallelLinear(nn.Module):
         self.tp_group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.leave = (
-            reduce_scatter_to_sequence_parallel_region
-            if config.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        self.linear = choose_linear(config)
-        self.overlap = CommunicationOverlap.of(config, self.tp_group) if config.sequence_parallel else None
+        self.product = choose_product(config)
+        self.plan = choose_row_plan(config, self.tp_group)
         dtype = parameter_dtype(config)
         self.weight = declare_parameter(
             (output_size, input_size), init=init_method, dtype=dtype, splits=tensor_parallel_split(1, self.tp_group)
@@ -157,15 +141,12 @@ class RowParallelLinear(nn.Module):
         """[s, b, input_size / tp] -> [s, b, output_size], with SP [s/tp, b, output_size]."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        if self.tp_group.size() == 1 and not self.skip_bias_add:
-            return self.linear(input_, self.weight, self.bias), None
-        if self.overlap is not None:
-            output = multiply_and_scatter(input_, self.weight, self.tp_group, self.overlap)
-        else:
-            output = self.leave(self.linear(input_, self.weight, None), self.tp_group)
-        if self.skip_bias_add or self.bias is None:
+        # Of several ranks each makes a part of the sum: the bias is added once, when the sum is complete.
+        inner_bias = self.bias if self.tp_group.size() == 1 and not self.skip_bias_add else None
+        output = self.plan.multiply(self.product, input_, self.weight, inner_bias)
+        if self.skip_bias_add:
             return output, self.bias
-        return output + self.bias, None  # the bias is added once, after the sum over the ranks
+        return (output if self.bias is None or inner_bias is not None else output + self.bias), None
 
     def extra_repr(self) -> str:
         """Sizes and split, for print(model)."""
@@ -196,9 +177,7 @@ class VocabParallelEmbedding(nn.Module):
             if reduce_scatter_embeddings
             else reduce_from_tensor_model_parallel_region
         )
-        self.lookup = (
-            embedding_into_main_grad if choose_linear(config) is not nn.functional.linear else nn.functional.embedding
-        )
+        self.product = choose_lookup(config)
         self.weight = declare_parameter(
             (num_embeddings, embedding_dim),
             init=by_blocks_of_rows(init_method),
@@ -209,11 +188,12 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token numbers [s, b] -> [s, b, embedding_dim], with SP [s/tp, b, embedding_dim]."""
         if self.tp_group.size() == 1:
-            return self.lookup(input_ids, self.weight)
+            return multiply(self.product, input_ids, self.weight)
         rows = self.weight.shape[0]
         local_ids = input_ids - self.tp_group.rank() * rows
         elsewhere = (local_ids < 0) | (local_ids >= rows)
-        output = self.lookup(local_ids.masked_fill(elsewhere, 0), self.weight)
+        # Other ranks' tokens look up row 0, and the zeros that replace it also stop its gradient.
+        output = multiply(self.product, local_ids.masked_fill(elsewhere, 0), self.weight)
         output = torch.where(elsewhere.unsqueeze(-1), torch.zeros((), dtype=output.dtype, device=output.device), output)
         return self.leave(output, self.tp_group)
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from megatron.core.activations import find_activation
 from megatron.core.device import current_device
-from megatron.core.tensor_parallel.linear_ops import choose_linear
 from megatron.core.tensor_parallel.parameters import parameter_dtype
+from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.transformer.attention import uses_fused_rope
 from megatron.core.transformer.core_attention.select_backend import build_attention_backend
 from megatron.core.transformer.mlp import uses_fused_activation
-from megatron.core.transformer.moe.grouped_linear import choose_products
+from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.norms import uses_fused_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
@@ -30,13 +29,12 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         return fused if is_fused else plain
 
     layer_backends = [build_attention_backend(config, index + 1, device).name for index in range(config.num_layers)]
-    into_main_grad = choose_linear(config) is not F.linear
     experts = {} if config.num_moe_experts is None else operations_of_experts(config, device)
     gate = "gated " if config.gated_linear_unit else ""
     fused_rope = fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place")
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
-        "linear": "torch matmul, weight gradient " + ("added into main_grad" if into_main_grad else "by autograd"),
+        "linear": choose_product(config).name,
         "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
@@ -56,7 +54,7 @@ def operations_of_experts(config: TransformerConfig, device: torch.device) -> di
     assert inner is not None
     inner //= config.expert_tensor_parallel_size or 1
     products = [
-        choose_products(config.moe_grouped_gemm, widths, dtype, device).name
+        choose_expert_product(config, widths, dtype, device).name
         for widths in ((width, inner * (2 if config.gated_linear_unit else 1)), (inner, width))
     ]
     fused = "one differentiable operation each, without atomic adds"

@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.linear_ops import to_float32
-from megatron.core.tensor_parallel.parameters import by_blocks_of_rows, parameter_dtype
+from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
+from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,9 +48,8 @@ class LanguageModule(MegatronModule):
             skip_weight_param_allocation=is_tied and has_embedding,
             tp_group=self.pg_collection.tp,
         )
-        if self.config.logit_dtype == "fp32" and parameter_dtype(self.config) != torch.float32:
-            layer.linear = to_float32(layer.linear)
-            layer.overlap = None if layer.overlap is None else dataclasses.replace(layer.overlap, to_float32=True)
+        if self.config.logit_dtype == "fp32":
+            layer.product = choose_product(self.config, out_dtype=torch.float32)
         if layer.weight is not None:
             layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         if is_tied and layer.weight is not None:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.linear_ops import choose_linear, linear_into_main_grad
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
+from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.mlp import activation_of, choose_activate
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.grouped_linear import choose_products, grouped_linear
+from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -56,12 +56,11 @@ class ExpertLinear(nn.Module):
         if config.add_bias_linear:
             self.bias = declare_parameter(shape[:2], init=zeros, dtype=dtype, splits=[s for s in splits if s.dim < 2])
         widths = (self.weight.shape[2], self.weight.shape[1])
-        self.products = choose_products(config.moe_grouped_gemm, widths, dtype, self.weight.device)
-        self.into_main_grad = choose_linear(config) is linear_into_main_grad
+        self.product = choose_expert_product(config, widths, dtype, self.weight.device)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """[n, in] -> [n, out]; ends: [local experts] int32, where each one's rows end."""
-        return grouped_linear(x, self.weight, ends, self.products, self.into_main_grad)
+        return multiply(self.product, x, self.weight, ends=ends)
 
     def bias_of_rows(self, ends: Tensor, rows: int) -> Tensor:
         """The bias of each row's expert, [n, out]."""

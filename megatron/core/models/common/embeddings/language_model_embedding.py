@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.fusions.embedding import embedding_into_main_grad
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.linear_ops import choose_linear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
+from megatron.core.tensor_parallel.products import choose_lookup, multiply
 from megatron.core.tensor_parallel.random import model_parallel_stream
 from megatron.core.transformer.initialisers import embedding_initialiser
 from megatron.core.transformer.module import MegatronModule
@@ -26,12 +25,11 @@ class PositionEmbedding(MegatronModule):
         self.weight = declare_parameter(
             (max_sequence_length, config.hidden_size), init=embedding_initialiser(config), dtype=parameter_dtype(config)
         )
-        into_main_grad = choose_linear(config) is not F.linear
-        self.lookup = embedding_into_main_grad if into_main_grad else F.embedding
+        self.product = choose_lookup(config)
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h]."""
-        return self.lookup(position_ids, self.weight)
+        return multiply(self.product, position_ids, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):

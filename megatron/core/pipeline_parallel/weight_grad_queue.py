@@ -1,8 +1,9 @@
 """Weight gradients that wait: zero-bubble schedules compute them later than the gradients of inputs.
 
 The executor gives a queue to every parameter (`parameter.weight_grad_queue`) and opens it during a backward pass; a
-linear layer then leaves the product that makes its weight gradient there instead of computing it. The executor runs the
-work of one microbatch and chunk when the schedule says so. Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+linear layer then leaves the product that makes its weight gradient there instead of computing it
+(finish_weight_grad in tensor_parallel/products.py). The executor runs the work of one micro-batch and chunk when the
+schedule says so. Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """
 
 from __future__ import annotations
@@ -56,14 +57,3 @@ def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
     """Give the queue to the operations that use these parameters."""
     for parameter in parameters:
         parameter.weight_grad_queue = queue
-
-
-def queue_of(parameter: Any) -> WeightGradQueue | None:
-    """The queue that this parameter's weight gradients may be left in."""
-    return getattr(parameter, "weight_grad_queue", None)
-
-
-def is_deferred(parameter: Any) -> bool:
-    """Whether a weight gradient of this parameter that is made now would be left for later."""
-    queue = queue_of(parameter)
-    return queue is not None and queue.is_open

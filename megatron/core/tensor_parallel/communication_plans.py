@@ -1,0 +1,329 @@
+"""What tensor-parallel linear layers communicate around their product, and what of it runs beside computation.
+
+Each layer has one plan, chosen when it is built:
+
+| layer, tokens             | plan              | forward                  | backward                               |
+|---------------------------|-------------------|--------------------------|----------------------------------------|
+| column, whole everywhere  | SumInputGrad      | product                  | all-reduce of dX beside dW             |
+| column, divided (SP)      | GatherInput       | all-gather of X, product | all-gather of X beside dX,             |
+|                           |                   |                          | reduce-scatter of dX beside dW         |
+| row, whole everywhere     | OutsideProduct    | product, all-reduce of Y | products                               |
+| row, divided (SP)         | ScatterOutput     | product, reduce-scatter  | all-gather of dY, products             |
+| either, compiled          | OutsideProduct    | mappings around product  | transposed mappings (mappings.py)      |
+| either, in a group of one | CommunicationPlan | product                  | products                               |
+
+Under sequence parallelism (SP) a column layer keeps only its rank's tokens until backward, and gathers the others'
+again there; compiled, it keeps the gathered input.
+
+With --tp-comm-overlap, gathers and scatters are cut into chunks, each of which travels beside another one's product:
+
+    column, forward    gather chunk 1 | gather chunk 2   | gather chunk 3   |
+                                      | product, chunk 1 | product, chunk 2 | product, chunk 3
+
+    row, forward       product, chunk 1 | product, chunk 2 | product, chunk 3 |
+                                        | scatter chunk 1  | scatter chunk 2  | scatter chunk 3
+
+| pass                     | what runs at the same time                                    | switch             |
+|--------------------------|---------------------------------------------------------------|--------------------|
+| column forward, row dX   | gather of a chunk, product of the one before                  | overlap_ag         |
+| row forward              | reduce-scatter of a chunk, product of the next                | overlap_rs         |
+| column backward          | gather of X (kept divided), product dX = dY W                 | bulk_dgrad         |
+| column backward          | reduce-scatter of dX, product dW = dY^T X                     | bulk_wgrad         |
+| column backward, chunked | reduce-scatter of a chunk of dX, product of the next          | overlap_rs_dgrad   |
+
+The two bulk rows need no chunks and always hold (Korthikanti et al., 2022, section 4.2.2); the others, and switching
+these off, belong to --tp-comm-overlap.
+
+A chunk is the same stretch of every rank's tokens: of x [tp, chunks, n, b, h], x[:, i]. Collectives are torch's own; on
+CUDA they run on the communicator's stream. Source: Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition", 2023; the bulk variants are those of Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Handle, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.products import (
+    CommunicationPlan,
+    Product,
+    defers_weight_grad,
+    finish_weight_grad,
+    multiply,
+    sum_bias_grad,
+)
+
+CHUNKS = 4
+"""At most; the largest divisor of a rank's tokens up to it. What is exposed is one chunk's communication."""
+
+Mapping = Callable[[Tensor, Group], Tensor]
+
+
+def choose_column_plan(config: ModelParallelConfig, group: Group) -> CommunicationPlan:
+    """The plan of a layer whose outputs are split over the group."""
+    if group.size() == 1:
+        return CommunicationPlan()
+    if getattr(config, "compile", False):
+        enter = (
+            gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        return OutsideProduct(group, enter=enter)
+    if not config.sequence_parallel:
+        return SumInputGrad(group)
+    if not config.tp_comm_overlap:
+        return GatherInput(group)
+    return GatherInput(
+        group,
+        overlap_ag=config.tp_comm_overlap_ag,
+        bulk_dgrad=config.tp_comm_bulk_dgrad,
+        bulk_wgrad=config.tp_comm_bulk_wgrad,
+        overlap_rs_dgrad=config.tp_comm_overlap_rs_dgrad,
+    )
+
+
+def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationPlan:
+    """The plan of a layer whose inputs are split over the group. Its product has no bias: the outputs are parts of a
+    sum."""
+    if group.size() == 1:
+        return CommunicationPlan()
+    if not config.sequence_parallel:
+        return OutsideProduct(group, leave=reduce_from_tensor_model_parallel_region)
+    if getattr(config, "compile", False):
+        return OutsideProduct(group, leave=reduce_scatter_to_sequence_parallel_region)
+    if not config.tp_comm_overlap:
+        return ScatterOutput(group)
+    return ScatterOutput(group, overlap_ag=config.tp_comm_overlap_ag, overlap_rs=config.tp_comm_overlap_rs)
+
+
+@dataclass(frozen=True)
+class OutsideProduct(CommunicationPlan):
+    """Communication before and after, each an operation of its own: what a compiler can look into, and all that a sum
+    of outputs needs."""
+
+    group: Group
+    enter: Mapping | None = None
+    leave: Mapping | None = None
+
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[s, b, in] or [s/tp, b, in] -> [s, b, out] or [s/tp, b, out], as the mappings say."""
+        x = x if self.enter is None else self.enter(x, self.group)
+        output = multiply(product, x, weight, bias)
+        return output if self.leave is None else self.leave(output, self.group)
+
+
+@dataclass(frozen=True)
+class SumInputGrad(CommunicationPlan):
+    """Every rank has all tokens and makes a part of the outputs, so the input gradient is a sum over the ranks."""
+
+    group: Group
+
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[s, b, in] -> [s, b, out / tp]."""
+        result: Tensor = _MultiplyAndSumInputGrad.apply(x, weight, bias, product, self)
+        return result
+
+
+@dataclass(frozen=True)
+class GatherInput(CommunicationPlan):
+    """Every rank has its own tokens, and makes a part of the outputs of all of them."""
+
+    group: Group
+    overlap_ag: bool = False
+    bulk_dgrad: bool = True
+    bulk_wgrad: bool = True
+    overlap_rs_dgrad: bool = False
+
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[s/tp, b, in] -> [s, b, out / tp]."""
+        result: Tensor = _GatherAndMultiply.apply(x, weight, bias, product, self)
+        return result
+
+
+@dataclass(frozen=True)
+class ScatterOutput(CommunicationPlan):
+    """Every rank makes partial outputs of all tokens, which are summed and divided."""
+
+    group: Group
+    overlap_ag: bool = False
+    overlap_rs: bool = False
+
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[s, b, in / tp] -> [s/tp, b, out]."""
+        assert bias is None, "every rank would add the bias to its part of the sum"
+        result: Tensor = _MultiplyAndScatter.apply(x, weight, product, self)
+        return result
+
+
+# In each backward below a collective is launched before the product that runs beside it. On a GPU with one hardware
+# queue (CUDA_DEVICE_MAX_CONNECTIONS=1, set at start) kernels start in the order of their launch: the other way round
+# the collective would wait until the product has left the processors.
+# Each also keeps the weight itself on ctx, with its main_grad and queue: hooks for saved tensors would hand back
+# another tensor.
+
+
+class _MultiplyAndSumInputGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, plan: SumInputGrad
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.product, ctx.plan = weight, product, plan
+        return product.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,), weight, product = ctx.saved_tensors, ctx.weight, ctx.product
+        grad = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
+        grad_bias = sum_bias_grad(grad, weight) if ctx.needs_input_grad[2] else None
+        grad = grad.to(weight.dtype)
+        grad_x, summing = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = product.input_grad(grad, weight).view(x.shape)
+            summing = all_reduce(grad_x, ctx.plan.group, async_op=True)
+        grad_weight = finish_weight_grad(product, weight, grad, x) if ctx.needs_input_grad[1] else None
+        _wait([summing])
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _GatherAndMultiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, plan: GatherInput
+    ) -> Tensor:
+        # Our own tokens only: the gathered ones are tp times as large, and backward can hide a second gather.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.product, ctx.plan = weight, product, plan
+        chunks = _count_chunks(x.shape[0]) if plan.overlap_ag else 1
+        if chunks == 1:
+            return product.forward(_gather(x, plan.group)[0], weight, bias)
+        dtype = x.dtype if product.out_dtype is None else product.out_dtype
+        output = x.new_empty(x.shape[0] * plan.group.size(), x.shape[1], weight.shape[0], dtype=dtype)
+        for rows, gathered in _gather_chunks(x.contiguous(), plan.group, chunks):
+            rows(output).copy_(product.forward(gathered, weight))
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,), weight, product, plan = ctx.saved_tensors, ctx.weight, ctx.product, ctx.plan
+        grad_bias = sum_bias_grad(grad.flatten(0, -2), weight) if ctx.needs_input_grad[2] else None
+        grad = grad.to(weight.dtype).contiguous()
+        # A weight gradient that waits in a queue gathers when its turn comes: until then only our tokens are kept.
+        is_later = defers_weight_grad(product, weight)
+        x_full, gathering = None, None
+        if ctx.needs_input_grad[1] and not is_later:
+            x_full, gathering = _gather(x, plan.group, async_op=plan.bulk_dgrad)
+        chunks = _count_chunks(x.shape[0]) if plan.overlap_rs_dgrad else 1
+        grad_x, scattering = _multiply_and_scatter(
+            grad, lambda rows: product.input_grad(rows, weight), weight.shape[1], plan.group, chunks
+        )
+        if not (plan.bulk_wgrad or plan.overlap_rs_dgrad):
+            _wait(scattering)
+        _wait([gathering])
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            tokens = (lambda: _gather(x, plan.group)[0]) if x_full is None else x_full
+            grad_weight = finish_weight_grad(product, weight, grad.flatten(0, -2), tokens)
+        _wait(scattering)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _MultiplyAndScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, plan: ScatterOutput) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.product, ctx.plan = weight, product, plan
+        chunks = _count_chunks(x.shape[0] // plan.group.size()) if plan.overlap_rs else 1
+        output, scattering = _multiply_and_scatter(
+            x.contiguous(), lambda rows: product.forward(rows, weight), weight.shape[0], plan.group, chunks
+        )
+        _wait(scattering)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,), weight, product, plan = ctx.saved_tensors, ctx.weight, ctx.product, ctx.plan
+        chunks = _count_chunks(grad.shape[0]) if plan.overlap_ag else 1
+        if chunks == 1:
+            grad_full, _ = _gather(grad, plan.group)
+            grad_x = product.input_grad(grad_full.flatten(0, -2), weight).view(x.shape)
+        else:
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            grad_full = grad.new_empty(x.shape[0], *grad.shape[1:])
+            for rows, gathered in _gather_chunks(grad.contiguous(), plan.group, chunks):
+                rows(grad_full).copy_(gathered)
+                chunk = rows(grad_x)
+                chunk.copy_(product.input_grad(gathered.flatten(0, -2), weight).view(chunk.shape))
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = finish_weight_grad(product, weight, grad_full.flatten(0, -2), x)
+        return grad_x, grad_weight, None, None
+
+
+# ---- collectives in chunks
+
+
+def _gather(own: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, Handle | None]:
+    """All ranks' tokens, [s/tp, b, h] -> [s, b, h], and what to wait for."""
+    full = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
+    return full, all_gather_into_tensor(full, own.contiguous(), group, async_op=async_op)
+
+
+Rows = Callable[[Tensor], Tensor]
+"""A tensor of all tokens [s, ...] -> the tokens of one chunk [tp, n, ...], a view."""
+
+
+def _count_chunks(tokens: int) -> int:
+    return next(count for count in range(min(CHUNKS, tokens), 0, -1) if tokens % count == 0)
+
+
+def _rows_of_chunk(index: int, chunks: int, group: Group) -> Rows:
+    return lambda full: full.view(group.size(), chunks, -1, *full.shape[1:])[:, index]
+
+
+def _gather_chunks(own: Tensor, group: Group, chunks: int) -> Iterator[tuple[Rows, Tensor]]:
+    """Chunk after chunk of all ranks' tokens [tp, n, b, h], while the following ones are still on their way."""
+    under_way: list[tuple[Tensor, Handle | None]] = []
+    # All gathers are launched before the first product: a product is never between two of them in the hardware queue.
+    for part in own.chunk(chunks):
+        gathered = own.new_empty(group.size(), *part.shape)
+        handle = all_gather_into_tensor(gathered.flatten(0, 1), part, group, async_op=chunks > 1)
+        under_way.append((gathered, handle))
+    for index, (gathered, handle) in enumerate(under_way):
+        _wait([handle])
+        yield _rows_of_chunk(index, chunks, group), gathered
+
+
+def _multiply_and_scatter(
+    x: Tensor, product: Callable[[Tensor], Tensor], width: int, group: Group, chunks: int
+) -> tuple[Tensor, list[Handle | None]]:
+    """Our tokens of the ranks' sum of product(x), and what to wait for.
+
+    x: [s, b, in] of all tokens. product: rows [tokens, in] -> [tokens, width]. The result is [s/tp, b, width].
+    """
+    own = x.new_empty(x.shape[0] // group.size(), x.shape[1], width)
+    handles = []
+    for index, part in enumerate(own.chunk(chunks)):
+        output = product(_rows_of_chunk(index, chunks, group)(x).flatten(0, -2))
+        output = output.view(group.size() * part.shape[0], *part.shape[1:])
+        handles.append(reduce_scatter_tensor(part, output, group, async_op=True))
+    return own, handles
+
+
+def _wait(handles: list[Handle | None]) -> None:
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+    handles.clear()

@@ -1,0 +1,273 @@
+"""A layer's multiplication by its weight: three products behind one protocol, and the autograd function around them.
+
+    forward            Y  = X W^T + b       [tokens, in] x [in, out]
+    input gradient     dX = dY W            [tokens, out] x [out, in]
+    weight gradient    G += dY^T X          [out, tokens] x [tokens, in]
+
+G is `weight.main_grad`, the view of the flat gradient buffer that data parallelism hands to every parameter. Adding
+into it inside the product spares one temporary the size of the weight, and one pass over it, per micro-batch.
+
+| layer                      | product (`layer.product`)                                                            |
+|----------------------------|--------------------------------------------------------------------------------------|
+| column, row, output layer  | Matmul                                                                               |
+| embedding                  | TableLookup: X is one-hot, so the products are a look-up and a scattered addition    |
+| experts                    | ExpertByExpert or GroupedMatmul (transformer/moe/grouped_products.py)                |
+
+A product in another number format, such as FP8, is one more class: layers only ever call the protocol.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.parameters import parameter_dtype
+
+
+class Product(ABC):
+    """The three products of one layer with its weight [out, in], or with a stack of weights [matrices, out, in].
+
+    Each layer makes an object of its own, so a product may keep state about its operands (scaling factors, histories of
+    their largest values); one whose state belongs in checkpoints may also be a torch module, which the layer then
+    registers. With communication in chunks every method is called once per chunk of tokens, and recomputation calls
+    `forward` again during backward (auxiliary_loss.is_recomputing() tells).
+
+    ends: [matrices] int32 on the device: where the rows of each matrix of a stack end; None for a single matrix.
+    """
+
+    name: str
+    """The implementation, as the log shows it."""
+    accumulates: bool = True
+    """Whether weight gradients are added into `weight.main_grad`, where the weight has one, instead of returned."""
+    by_autograd: bool = False
+    """Whether forward is made of operators that torch differentiates, and is to be left to it. A compiler then sees all
+    three products and schedules them; weight gradients are never added into main_grad."""
+    is_deferrable: bool = True
+    """Whether a zero-bubble schedule may compute the weight gradient later than the input gradient."""
+    out_dtype: torch.dtype | None = None
+    """Number format of the result; that of the operands when None."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Y = X W^T + b; x [..., in], bias [out] -> [..., out] in `out_dtype`."""
+
+    @abstractmethod
+    def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        """dX = dY W; grad [tokens, out] in the weight's number format -> [tokens, in]."""
+
+    @abstractmethod
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """dW = dY^T X, added to main_grad, returning None; or returned where main_grad is None.
+
+        grad: [tokens, out]. x: as forward got it. main_grad: shaped as the weight, often in a wider number format.
+        """
+
+
+class Matmul(Product):
+    """torch's matrix products, summed in the precision that torch sums them in.
+
+    out_dtype: float32 keeps those sums unrounded where the operands have 16 bits (logits); gradients stay in 16 bits.
+    """
+
+    def __init__(
+        self, *, accumulates: bool = True, by_autograd: bool = False, out_dtype: torch.dtype | None = None
+    ) -> None:
+        assert not (by_autograd and (accumulates or out_dtype)), "torch's own gradients are plain ones"
+        self.accumulates, self.by_autograd, self.out_dtype = accumulates, by_autograd, out_dtype
+        self.name = "torch matmul, weight gradient " + ("added into main_grad" if accumulates else "by autograd")
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        if self.out_dtype is None:
+            return F.linear(x, weight, bias)
+        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+        if x.is_cpu:  # whose kernels have no product of 16-bit operands with a wider result
+            y = rows.to(self.out_dtype) @ weight.to(self.out_dtype).t()
+        else:
+            y = torch.mm(rows, weight.t(), out_dtype=self.out_dtype)
+        y = y if bias is None else y.add_(bias)
+        return y.view(*x.shape[:-1], -1)
+
+    def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        """grad [tokens, out] -> [tokens, in]."""
+        return grad @ weight
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """grad [tokens, out], x [..., in] -> [out, in], or None when added to main_grad."""
+        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+        if main_grad is None:
+            return grad.t() @ rows
+        add_weight_grad(main_grad, grad, rows)
+        return None
+
+
+class TableLookup(Product):
+    """Rows of a table [rows, h] at token numbers [...]: the product with one-hot vectors.
+
+    torch's gradient of an embedding is a zero-filled temporary the size of the table (gigabytes for large vocabularies)
+    of which a micro-batch touches a few rows; here those rows alone are added to the gradient buffer.
+    """
+
+    is_deferrable = False  # nothing is won: it is no matrix product, and no other gradient waits for it
+
+    def __init__(self, *, accumulates: bool = True) -> None:
+        self.accumulates, self.by_autograd = accumulates, not accumulates
+        self.name = "table look-up, gradient " + ("added into main_grad" if accumulates else "by autograd")
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Token numbers [...] -> [..., h]."""
+        return F.embedding(x, weight)
+
+    def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Never asked for."""
+        raise AssertionError(f"token numbers have no gradient; found one of shape {tuple(grad.shape)}")
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """grad [tokens, h], token numbers [...] -> [rows, h], or None when added to main_grad."""
+        if main_grad is None:
+            grad = grad.view(*x.shape, -1)
+            return torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], -1, False)
+        main_grad.index_add_(0, x.reshape(-1), grad.to(main_grad.dtype))
+        return None
+
+
+def choose_product(config: ModelParallelConfig, out_dtype: torch.dtype | None = None) -> Product:
+    """A new product for one linear layer. out_dtype: of its result; the parameters' number format when None."""
+    accumulates = accumulates_weight_grads(config)
+    if out_dtype is None or out_dtype == parameter_dtype(config):
+        return Matmul(accumulates=accumulates, by_autograd=not accumulates)
+    return Matmul(accumulates=accumulates, out_dtype=out_dtype)
+
+
+def choose_lookup(config: ModelParallelConfig) -> Product:
+    """A new product for one embedding."""
+    return TableLookup(accumulates=accumulates_weight_grads(config))
+
+
+def accumulates_weight_grads(config: ModelParallelConfig) -> bool:
+    """Whether weight gradients are added into the gradient buffer inside the product. Not in compiled layers: the
+    compiler schedules torch's own operators better than operations that it cannot look into."""
+    return config.gradient_accumulation_fusion and not getattr(config, "compile", False)
+
+
+def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
+    """main_grad [out, in] += dY^T X, summed in main_grad's number format; grad [tokens, out], rows [tokens, in]."""
+    if main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), rows)
+    elif main_grad.is_cpu:
+        main_grad.add_(grad.t() @ rows)
+    else:
+        # Low-precision operands, float32 sum: one kernel on the GPU; the CPU has none.
+        torch.addmm(main_grad, grad.t(), rows, out_dtype=main_grad.dtype, out=main_grad)
+
+
+# ---- in autograd
+
+
+class CommunicationPlan:
+    """What a parallel layer communicates around its product, and when: here nothing, its group has one member.
+
+    Plans of larger groups: communication_plans.py.
+    """
+
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [s, b, in] -> [s, b, out], differentiable."""
+        return multiply(product, x, weight, bias)
+
+
+def multiply(
+    product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
+    """The product's forward, [..., in] -> [..., out], whose backward runs its other two."""
+    if product.by_autograd:
+        return product.forward(x, weight, bias, ends)
+    result: Tensor = _Multiply.apply(x, weight, bias, product, ends)
+    return result
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, ends: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        # The weight itself, with its main_grad and queue: hooks for saved tensors would hand back another tensor.
+        ctx.weight, ctx.product = weight, product
+        return product.forward(x, weight, bias, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x, ends), weight, product = ctx.saved_tensors, ctx.weight, ctx.product
+        grad = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = sum_bias_grad(grad, weight)
+        grad = grad.to(weight.dtype)  # that of a float32 result of 16-bit operands is rounded as the operands are
+        if ctx.needs_input_grad[0]:
+            grad_x = product.input_grad(grad, weight, ends).view(x.shape)  # [tokens, in] -> [s, b, in]
+        if ctx.needs_input_grad[1]:
+            grad_weight = finish_weight_grad(product, weight, grad, x, ends)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def sum_bias_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of the bias, [tokens, out] -> [out], in the weight's number format."""
+    return grad.sum(0).to(weight.dtype)
+
+
+# ---- weight gradients, now or later
+
+
+class WeightGradDeferral(Protocol):
+    """What a zero-bubble schedule attaches to a weight, as `weight.weight_grad_queue`, to have its gradient later."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `defer` would take work now."""
+
+    def defer(self, compute: Callable[[], object]) -> bool:
+        """Take the work; False where it is to be done at once."""
+
+
+def defers_weight_grad(product: Product, weight: Tensor) -> bool:
+    """Whether a weight gradient that is asked for now would be computed later."""
+    queue: WeightGradDeferral | None = getattr(weight, "weight_grad_queue", None)
+    return queue is not None and queue.is_open and product.accumulates and product.is_deferrable
+
+
+def finish_weight_grad(
+    product: Product, weight: Tensor, grad: Tensor, x: Tensor | Callable[[], Tensor], ends: Tensor | None = None
+) -> Tensor | None:
+    """What backward returns for the weight: its gradient, or None when that is in main_grad, or will be.
+
+    grad: dY [tokens, out]. x: X as forward got it, or what makes it when its turn comes (a gather).
+    """
+    if defers_weight_grad(product, weight):
+        weight.weight_grad_queue.defer(functools.partial(_add_late_weight_grad, product, weight, grad, x, ends))  # type: ignore[attr-defined]
+        return None
+    x = x if isinstance(x, Tensor) else x()
+    main_grad = getattr(weight, "main_grad", None) if product.accumulates else None
+    return product.weight_grad(grad, x, weight, main_grad, ends)
+
+
+def _add_late_weight_grad(
+    product: Product, weight: Tensor, grad: Tensor, x: Tensor | Callable[[], Tensor], ends: Tensor | None
+) -> None:
+    """The deferred half of a backward pass: what autograd would have done with the result is done here."""
+    with torch.no_grad():
+        grad_weight = finish_weight_grad(product, weight, grad, x, ends)
+        if grad_weight is not None:
+            weight.grad = grad_weight if weight.grad is None else weight.grad.add_(grad_weight)

@@ -1,0 +1,123 @@
+"""The products of all experts: a linear layer for each expert, on rows sorted by expert.
+
+    forward            Y_e = X_e W_e^T        [rows of e, in] x [in, out]
+    input gradient     dX_e = dY_e W_e        [rows of e, out] x [out, in]
+    weight gradient    G_e += dY_e^T X_e      [out, rows of e] x [rows of e, in]
+
+Either one product after the other, or all in one call of torch's grouped_mm, which also spares the host the wait for
+the numbers of rows. Both are products as tensor_parallel/products.py describes them, of a stack of weights
+[experts, out, in]; `ends` [experts] int32 says where each expert's rows end.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megatron.core.tensor_parallel.products import Product, accumulates_weight_grads, add_weight_grad
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+class ExpertByExpert(Product):
+    """One matrix product for each expert."""
+
+    name = "one product for each expert"
+
+    def __init__(self, *, accumulates: bool = True) -> None:
+        self.accumulates = accumulates
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """[n, in] -> [n, out]."""
+        assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
+        return self._multiply_rows(x, weight.transpose(1, 2), ends)
+
+    def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        """[n, out] -> [n, in]."""
+        assert ends is not None
+        return self._multiply_rows(grad.contiguous(), weight, ends)
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """[n, out], [n, in] -> [experts, out, in], or None when added to main_grad."""
+        assert ends is not None
+        rows_per_expert = _count_rows(ends)
+        parts = zip(grad.split(rows_per_expert), x.split(rows_per_expert), strict=True)
+        if main_grad is None:
+            return torch.stack([grad_rows.t() @ x_rows for grad_rows, x_rows in parts])
+        for into, (grad_rows, x_rows) in zip(main_grad, parts, strict=True):
+            if len(x_rows):  # a product over no rows adds zeros, at the price of a kernel
+                add_weight_grad(into, grad_rows, x_rows)
+        return None
+
+    def _multiply_rows(self, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        """[n, in] x [experts, in, out] -> [n, out]."""
+        out = x.new_empty(x.shape[0], matrices.shape[2])
+        rows_per_expert = _count_rows(ends)
+        for part, into, matrix in zip(x.split(rows_per_expert), out.split(rows_per_expert), matrices, strict=True):
+            torch.mm(part, matrix, out=into)
+        return out
+
+
+class GroupedMatmul(ExpertByExpert):
+    """All experts in one call, without the host knowing how many rows each has."""
+
+    name = "grouped_mm"
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """[n, out], [n, in] -> [experts, out, in], or None when added to main_grad."""
+        if not x.shape[0]:  # grouped_mm refuses operands without rows
+            return super().weight_grad(grad, x, weight, main_grad, ends)
+        assert _grouped_mm is not None
+        result: Tensor = _grouped_mm(grad.contiguous().t(), x, offs=ends)
+        if main_grad is None:
+            return result
+        main_grad.add_(result)
+        return None
+
+    def _multiply_rows(self, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        assert _grouped_mm is not None
+        if not x.shape[0]:
+            return x.new_empty(0, matrices.shape[2])
+        result: Tensor = _grouped_mm(x, matrices, offs=ends)
+        return result
+
+
+def _count_rows(ends: Tensor) -> list[int]:
+    """Rows of each expert, on the host: it waits for the device."""
+    stops = [0, *ends.tolist()]
+    return [stop - start for start, stop in zip(stops, stops[1:], strict=False)]
+
+
+def choose_expert_product(
+    config: TransformerConfig, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Product:
+    """A new product for one layer of all local experts; grouped_mm where it is wanted and takes such weights.
+
+    widths: inputs and outputs of an expert on this process. dtype: of the weights.
+    """
+    grouped = config.moe_grouped_gemm and grouped_mm_works(widths, dtype, device)
+    return (GroupedMatmul if grouped else ExpertByExpert)(accumulates=accumulates_weight_grads(config))
+
+
+@functools.cache
+def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's grouped_mm computes what it should: tried on a few rows."""
+    if _grouped_mm is None or device.type == "meta":
+        return False
+    inputs, outputs = widths
+    x, matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in ((16, inputs), (2, outputs, inputs)))
+    ends = torch.tensor([16, 16], dtype=torch.int32, device=device)
+    try:
+        y = _grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+        back = _grouped_mm(y, matrices, offs=ends)
+        gradient = _grouped_mm(y.t(), x, offs=ends)
+    except RuntimeError:  # not for this device, these widths or this number format; NotImplementedError is one
+        return False
+    return back.shape == x.shape and gradient.shape == matrices.shape and bool((y == inputs).all())
