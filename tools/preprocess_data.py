@@ -21,8 +21,12 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.preprocessing.job import PreprocessOptions, Summary, preprocess  # noqa: E402
-from megatron.core.datasets.preprocessing.worker_search import find_fastest  # noqa: E402
+from megatron.core.datasets.preprocessing.job import (  # noqa: E402
+    PreprocessOptions,
+    Summary,
+    find_fastest,  # noqa: E402
+    preprocess,
+)
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
 from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402

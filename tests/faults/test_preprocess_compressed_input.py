@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core import optional_deps
-from megatron.core.datasets.preprocessing.compressed import read_blocks
-from megatron.core.datasets.preprocessing.input_files import find_inputs
+from megatron.core.datasets.preprocessing.input_files import find_inputs, read_blocks
 from megatron.core.errors import ConfigError, DataError
 from tests.faults.test_preprocess_bad_input import refused
 from tests.preprocess_runs import run_tool

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.datasets.conversations import encode
+from megatron.core.datasets.sft_dataset import encode
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.preprocess_runs import DATA

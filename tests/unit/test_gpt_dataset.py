@@ -18,8 +18,15 @@ from torch.utils.data import DataLoader
 from megatron.core.datasets.blend import parse_blend, parse_split, split_matrix
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.gpt_sample import attention_mask, cumulative_lengths, position_ids, starts_after_eod
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    attention_mask,
+    cumulative_lengths,
+    position_ids,
+    starts_after_eod,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigError, DataError
 

@@ -102,7 +102,7 @@ def test_separate_last_epoch_comes_last() -> None:
 
 def test_index_code_needs_no_torch() -> None:
     modules = (
-        "blend gpt_sample blending_order index_builders index_cache indexed_dataset blended_dataset "
+        "blend blending_order index_builders index_cache indexed_dataset blended_dataset "
         "blended_megatron_dataset_builder"
     )
     imports = "; ".join(f"import megatron.core.datasets.{name}" for name in modules.split())

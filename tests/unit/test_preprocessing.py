@@ -19,8 +19,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
 from megatron.core.datasets.preprocessing.input_files import read_chunks
-from megatron.core.datasets.preprocessing.job import PreprocessOptions, preprocess
-from megatron.core.datasets.preprocessing.progress import Progress
+from megatron.core.datasets.preprocessing.job import PreprocessOptions, Progress, preprocess
 from megatron.core.datasets.preprocessing.worker_pool import WorkerPool
 from megatron.core.errors import ConfigError, DataError, StorageError
 from megatron.core.tokenizers.build import build_tokenizer

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core import optional_deps
-from megatron.core.datasets.preprocessing.sentences import SentenceSplitter
+from megatron.core.datasets.preprocessing.documents import SentenceSplitter
 from megatron.core.errors import ConfigError, DataError
 from tests.preprocess_runs import NLTK_DATA, NULL_FLAGS, run_tool, write_lines
 

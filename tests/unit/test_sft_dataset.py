@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from megatron.core.datasets.blend import Split
-from megatron.core.datasets.conversations import ConversationFile, encode
-from megatron.core.datasets.packing import PackedDocuments, pack
-from megatron.core.datasets.sft_dataset import SFTDataset
+from megatron.core.datasets.megatron_dataset import PackedDocuments
+from megatron.core.datasets.sft_dataset import ConversationFile, SFTDataset, encode, pack
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.packed_seq_params import pack_batch
 from megatron.core.tokenizers.base import Tokenizer

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets import shuffling
-from megatron.core.datasets.index_builders import build_document_index, build_shuffle_index, plan_epochs
-from megatron.core.datasets.shuffling import shuffle
+from megatron.core.datasets import index_builders
+from megatron.core.datasets.index_builders import build_document_index, build_shuffle_index, plan_epochs, shuffle
 
 
 def state_of(random: np.random.RandomState) -> list[Any]:
@@ -43,8 +42,8 @@ def test_blocks_equal_numpy(
     """Blocks as long as the array: most swaps share a position, and every power of two is crossed."""
     values = np.arange(count, dtype=dtype) if distinct else np.arange(count, dtype=dtype) // 7
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shuffling, "_WORDS_AT_ONCE", words_at_once)
-        patched.setattr(shuffling, "_PLAIN_UP_TO", plain_up_to)
+        patched.setattr(index_builders, "_WORDS_AT_ONCE", words_at_once)
+        patched.setattr(index_builders, "_PLAIN_UP_TO", plain_up_to)
         shuffle_both(values, seed)
 
 
@@ -54,15 +53,15 @@ def test_the_sizes_that_take_blocks(count: int) -> None:
 
 
 def test_more_values_than_a_word_can_number_are_left_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shuffling, "_PLAIN_UP_TO", 10)
-    monkeypatch.setattr(shuffling, "_MOST_VALUES", 99)
-    monkeypatch.setattr(shuffling, "_draw_places", lambda *_: pytest.fail("drawn in blocks"))
+    monkeypatch.setattr(index_builders, "_PLAIN_UP_TO", 10)
+    monkeypatch.setattr(index_builders, "_MOST_VALUES", 99)
+    monkeypatch.setattr(index_builders, "_draw_places", lambda *_: pytest.fail("drawn in blocks"))
     shuffle_both(np.arange(100), 1)
 
 
 def test_indices_are_shuffled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both indices take their permutations from one generator, one after the other."""
-    monkeypatch.setattr(shuffling, "_PLAIN_UP_TO", 100)
+    monkeypatch.setattr(index_builders, "_PLAIN_UP_TO", 100)
     random, expected = np.random.RandomState(3), np.random.RandomState(3)
     plan = plan_epochs(1000, 102, 30, 1)
     documents = np.arange(400, dtype=np.int32)

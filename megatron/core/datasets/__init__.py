@@ -11,12 +11,10 @@ index_builders      which tokens make sample i: pure numpy
 blending_order      which dataset each sample of a blend comes from: pure numpy
 sequence_counts     what many index files say, so that a job starts without opening them
 index_cache         keep those indices on disk, safely
-gpt_sample          positions and attention mask of one sample
 megatron_dataset    the base of a dataset: one source, one split; its settings in blended_megatron_dataset_config
 gpt_dataset         sample i as tensors; mock data
 fim_dataset         the same with documents rearranged for fill-in-the-middle
-conversations       JSONL files of chat messages as token ids; packing puts several into a sequence
-sft_dataset         packed conversations as tensors
+sft_dataset         JSONL files of chat messages, several conversations packed into a sequence, as tensors
 blended_dataset     several datasets, interleaved by weight
 blended_megatron_dataset_builder    the whole of it: prefixes and sizes in, (train, valid, test) out
 preprocessing       from text to token files

@@ -14,8 +14,7 @@ from megatron.core.datasets.blend import normalize
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.blending_order import build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.index_cache import Arrays, IndexCache
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.packing import PackedDocuments
+from megatron.core.datasets.megatron_dataset import MegatronDataset, PackedDocuments
 from megatron.core.errors import DataError
 
 _MOST_DATASETS = 2**15 - 1  # dataset_index is int16

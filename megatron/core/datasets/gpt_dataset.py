@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +13,6 @@ import torch
 
 from megatron.core.datasets.blend import Split
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, DatasetTokenizer
-from megatron.core.datasets.gpt_sample import attention_mask, cumulative_lengths, position_ids, starts_after_eod
 from megatron.core.datasets.index_builders import (
     build_document_index,
     build_sample_index,
@@ -322,3 +322,38 @@ def _plain_position_ids(length: int) -> torch.Tensor:
 def _causal_mask(length: int) -> torch.Tensor:
     """Shared by all samples without restarts: collating copies it."""
     return torch.from_numpy(attention_mask(length))
+
+
+# ---- what belongs to the tokens of one sample: where they stand, what they may see
+
+
+def position_ids(length: int, document_starts: Sequence[int] | Array = ()) -> Array:
+    """int64 [length]: 0, 1, 2, ..., and again from 0 at every start of a document."""
+    positions = np.arange(length, dtype=np.int64)
+    if len(document_starts) == 0:
+        return positions
+    starts = np.zeros(length, dtype=np.int64)
+    starts[document_starts] = document_starts
+    return positions - np.maximum.accumulate(starts)
+
+
+def attention_mask(length: int, document_starts: Sequence[int] | Array = ()) -> Array:
+    """bool [1, length, length], True where query (row) must not see key (column): later tokens, earlier documents."""
+    masked = np.triu(np.ones((length, length), dtype=bool), k=1)
+    for start in document_starts:
+        masked[start:, :start] = True
+    return masked[None]
+
+
+def starts_after_eod(tokens: Array, eod: int) -> Array:
+    """Positions at which a document starts because the token before them ends one."""
+    starts = np.flatnonzero(tokens == eod) + 1
+    return starts[starts < len(tokens)]
+
+
+def cumulative_lengths(length: int, document_starts: Sequence[int] | Array) -> tuple[Array, int]:
+    """Document bounds for variable-length attention: (int32 [length + 1] padded with `length`, longest document)."""
+    bounds = np.full(length + 1, length, dtype=np.int32)
+    bounds[0] = 0
+    bounds[1 : len(document_starts) + 1] = document_starts
+    return bounds, int(np.diff(bounds).max())

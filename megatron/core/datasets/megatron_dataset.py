@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -115,3 +115,20 @@ class MegatronDataset(ABC):
     @abstractmethod
     def locate(self, index: int) -> str:
         """Where sample `index` comes from, for messages."""
+
+
+@runtime_checkable
+class PackedDocuments(Protocol):
+    """A dataset whose samples are packed documents, which can also be had one by one."""
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Tokens of each document in sample `index`, which are not read for it; padding is none of them."""
+        ...
+
+    def document(self, index: int, number: int) -> dict[str, Any]:
+        """One of these documents alone: tokens, labels, position_ids int64 [t], loss_mask float32 [t]."""
+        ...
+
+    def locate(self, index: int) -> str:
+        """Where sample `index` comes from, for messages."""
+        ...

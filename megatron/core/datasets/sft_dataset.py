@@ -3,10 +3,19 @@
 A conversation of n tokens is n - 1 pairs of a token and its label. The pairs of several conversations share a sequence;
 attention and positions stop at their borders (cu_seqlens), so that their loss is that of the conversations one by one.
 Everything is tokenized once, and kept with the packing in the index cache.
+
+Conversations come from a JSONL file and become token ids through a chat template. A line of the file is an object
+{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}.
 """
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +24,147 @@ import torch
 
 from megatron.core.datasets.blend import Split
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.conversations import ConversationFile, encode
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, Sample
-from megatron.core.datasets.gpt_sample import attention_mask, cumulative_lengths, position_ids
+from megatron.core.datasets.gpt_dataset import (
+    GPTDatasetConfig,
+    Sample,
+    attention_mask,
+    cumulative_lengths,
+    position_ids,
+)
 from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.indexed_format import file_size
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.packing import pack
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.datasets.object_storage import is_object
+from megatron.core.errors import ConfigError, DataError, StorageError
+
+Array = npt.NDArray[Any]
+
+# ---- the file, and the token ids of a conversation
+
+_ROLES_WITH_LOSS = ("assistant",)
+
+
+class ConversationFile:
+    """The lines of a JSONL file, by number; blank lines do not count."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if is_object(path):
+            raise ConfigError(f"{path}: conversations are read from a disk only; copy the file to one")
+        if file_size(path) == 0:
+            raise DataError(f"{path}: is empty; give a file with a conversation on each line")
+        try:
+            with open(path, "rb") as file:
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}") from error
+        self._lines = np.asarray(list(self._places()), dtype=np.int64).reshape(-1, 3)
+        if not len(self):
+            raise DataError(f"{path}: has blank lines only; give a file with a conversation on each line")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def messages(self, index: int) -> list[dict[str, Any]]:
+        """The messages of conversation `index`. Raises DataError naming the line."""
+        begin, end, number = self._lines[index].tolist()
+        try:
+            line = json.loads(self._content[begin:end])
+        except ValueError as error:
+            raise DataError(f"{self.path}, line {number}: not JSON: {error}") from error
+        messages = line.get("messages") if isinstance(line, dict) else None
+        is_list = isinstance(messages, list) and messages
+        if not is_list or not all(isinstance(message, dict) and "role" in message for message in messages or []):
+            raise DataError(
+                f'{self.path}, line {number}: expected an object {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
+            )
+        return list(messages or [])
+
+    def place(self, index: int) -> str:
+        """Where a conversation stands, for messages."""
+        return f"{self.path}, line {int(self._lines[index, 2])}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the content."""
+        digest = hashlib.blake2b(self._content, digest_size=16).hexdigest()
+        return {"bytes": os.path.getsize(self.path), "blake2b": digest}
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """(begin, end, line number) of each line that is not blank."""
+        begin = number = 0
+        while begin < len(self._content):
+            end = self._content.find(b"\n", begin)
+            end = len(self._content) if end < 0 else end
+            number += 1
+            if self._content[begin:end].strip():
+                yield begin, end, number
+            begin = end + 1
+
+
+def encode(messages: Sequence[dict[str, Any]], tokenizer: Any, place: str) -> tuple[list[int], list[bool]]:
+    """Token ids of a conversation, and which of them the model is to learn: the assistant's answers.
+
+    The text is that of the chat template. It is cut where an answer begins and ends, and the parts are tokenized one by
+    one, so that an answer has the tokens it would have when it is generated. The end-of-document token is added unless
+    the template writes it. Raises DataError for a template that rewrites earlier messages.
+    """
+    ids: list[int] = []
+    counts: list[bool] = []
+    done = ""
+
+    def add(text: str, has_loss: bool) -> None:
+        nonlocal done
+        if not text.startswith(done):
+            raise DataError(
+                f"{place}: the chat template writes earlier messages differently when later ones follow, so that the "
+                "tokens of the answers cannot be told; give another --chat-template"
+            )
+        new = tokenizer.tokenize_as_is(text[len(done) :]) if len(text) > len(done) else []
+        ids.extend(new)
+        counts.extend([has_loss] * len(new))
+        done = text
+
+    for number, message in enumerate(messages):
+        if message["role"] in _ROLES_WITH_LOSS:
+            if number > 0:
+                add(tokenizer.render_chat(messages[:number], add_generation_prompt=True), has_loss=False)
+            add(tokenizer.render_chat(messages[: number + 1]), has_loss=True)
+    if tokenizer.eod is not None and ids and ids[-1] != tokenizer.eod:
+        ids.append(tokenizer.eod)
+        counts.append(True)
+    return ids, counts
+
+
+# ---- packing: few sequences with little room left over
+
+
+def pack(lengths: Array, capacity: int, random: np.random.RandomState) -> tuple[Array, Array]:
+    """Each sequence takes the longest piece that is left, then again and again the longest that still fits.
+
+    lengths: 1 to capacity each. Returns (order int64 [pieces], bounds int64 [sequences + 1]): sequence k holds the
+    pieces order[bounds[k] : bounds[k + 1]]. Pieces of the same length are taken in a random order.
+    """
+    shuffled = random.permutation(len(lengths))
+    by_length = shuffled[np.argsort(lengths[shuffled], kind="stable")]
+    distinct, firsts = np.unique(lengths[by_length], return_index=True)
+    left = np.diff([*firsts, len(by_length)]).tolist()  # pieces left of each distinct length
+    sizes, heads = distinct.tolist(), firsts.tolist()
+    order: list[int] = []
+    bounds = [0]
+    while sizes:
+        room = capacity
+        while (k := bisect.bisect_right(sizes, room) - 1) >= 0:
+            order.append(heads[k])
+            room -= sizes[k]
+            heads[k] += 1
+            left[k] -= 1
+            if not left[k]:
+                del sizes[k], heads[k], left[k]
+        bounds.append(len(order))
+    return by_length[np.asarray(order, dtype=np.int64)], np.asarray(bounds, dtype=np.int64)
+
+
+# ---- the dataset
 
 _ARRAYS = ("tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out")
 

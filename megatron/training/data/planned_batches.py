@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from megatron.core.context_parallel.planning import ContextPlan, SampleCost, plan_step, static_balance
-from megatron.core.datasets.packing import PackedDocuments
+from megatron.core.datasets.megatron_dataset import PackedDocuments
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.planner.throughput import products_of_model

@@ -1,23 +1,31 @@
-"""A preprocessing job: lock the output, choose the encoder, run the workers, write what they return in order."""
+"""A preprocessing job: lock the output, choose the encoder, run the workers, write what they return in order.
+While it runs it shows a bar with the time left on a terminal, else a line now and then.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import DType
-from megatron.core.datasets.preprocessing.compressed import is_compressed
 from megatron.core.datasets.preprocessing.documents import (
     ChunkEncoder,
     DocumentOptions,
     EncodedChunk,
     LineError,
+    SentenceSplitter,
     parse_object,
     texts_under,
 )
@@ -25,16 +33,72 @@ from megatron.core.datasets.preprocessing.input_files import (
     Chunk,
     count_lines,
     find_inputs,
+    is_compressed,
     read_chunks,
     total_bytes,
 )
 from megatron.core.datasets.preprocessing.output import DatasetWriter, Level, output_lock
-from megatron.core.datasets.preprocessing.progress import Progress
-from megatron.core.datasets.preprocessing.sentences import SentenceSplitter
 from megatron.core.datasets.preprocessing.worker_pool import WorkerPool
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.errors import ConfigError, DataError, StorageError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.encoders import EncoderMismatch, PlainEncoder, choose_encoder
+
+_BAR_WIDTH = 30
+_REDRAW_SECONDS = 0.2
+
+
+class Progress:
+    """Documents and bytes so far, and how fast they come.
+
+    log_interval   documents between two lines where the stream is no terminal
+    total_bytes    of the input where it is known; without it the bar shows no share and no time left
+    """
+
+    def __init__(self, stream: TextIO, log_interval: int, total_bytes: int | None) -> None:
+        self._stream = stream
+        self._log_interval = log_interval
+        self._total_bytes = total_bytes
+        self._is_terminal = stream.isatty()
+        self._started_at = time.monotonic()
+        self._drawn_at = 0.0
+        self._next_line = log_interval
+        self.documents = 0
+        self.bytes = 0
+
+    def add(self, documents: int, num_bytes: int) -> None:
+        """Count a chunk, and say so when it is time."""
+        self.documents += documents
+        self.bytes += num_bytes
+        if self._is_terminal:
+            if time.monotonic() - self._drawn_at >= _REDRAW_SECONDS:
+                self._drawn_at = time.monotonic()
+                self._stream.write(f"\r\x1b[K{self._bar()}{self.rates()}")
+                self._stream.flush()
+        elif self.documents >= self._next_line:
+            self._next_line = (self.documents // self._log_interval + 1) * self._log_interval
+            self.say(f"processed {self.documents} documents: {self.rates()}")
+
+    def say(self, line: str) -> None:
+        """Print a line; a bar makes room for it."""
+        print(("\r\x1b[K" if self._is_terminal else "") + line, file=self._stream, flush=True)
+
+    def rates(self) -> str:
+        """Documents and megabytes (10^6) of text per second since the start."""
+        elapsed_seconds = max(time.monotonic() - self._started_at, 1e-9)
+        return f"{self.documents / elapsed_seconds:.1f} docs/s, {self.bytes / elapsed_seconds / 1e6:.2f} MB/s"
+
+    def _bar(self) -> str:
+        if not self._total_bytes or not self.bytes:
+            return f"{self.bytes / 1e6:.1f} MB  "
+        share = min(self.bytes / self._total_bytes, 1.0)
+        filled = int(share * _BAR_WIDTH)
+        seconds_left = int((time.monotonic() - self._started_at) * (1 - share) / share)
+        minutes, seconds = divmod(seconds_left, 60)
+        return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:4.0%}  {minutes}:{seconds:02d} left  "
+
+
+# ---- the job
+
 
 _SAMPLE_BYTES = 1 << 18
 _SAMPLE_TEXT = 1 << 12
@@ -265,3 +329,43 @@ def _check_not_empty(options: PreprocessOptions, summary: Summary, writer: Datas
             raise DataError(
                 f"--input {options.input}: no documents with text: all {summary.documents} are empty under key {key!r}"
             )
+
+
+# ---- how many workers are fastest on this machine: short runs whose output is thrown away
+
+
+def find_fastest(
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    counts: Sequence[int],
+    max_documents: int,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Run the beginning of a job once with each number of workers, say how fast it was, and return the fastest.
+
+    max_documents   documents of the input to encode, rounded up to half a megabyte of text
+    Raises what `preprocess` raises; ConfigError for counts that cannot be.
+    """
+    trials = [dataclasses.replace(options, workers=count, max_documents=max_documents) for count in counts]
+    problems = [problem for trial in trials for problem in trial.problems()]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    speeds: dict[int, float] = {}
+    for trial in trials:
+        directory = Path(options.output_prefix).parent
+        try:
+            with tempfile.TemporaryDirectory(prefix=".workers-", dir=directory) as folder:
+                prefix = str(Path(folder) / "out")
+                started_at = time.monotonic()
+                done = preprocess(dataclasses.replace(trial, output_prefix=prefix), tokenizer, _quiet)
+                speeds[trial.workers] = done.documents / (time.monotonic() - started_at)
+        except FileNotFoundError as error:
+            raise ConfigError(f"--output-prefix: there is no directory {directory}; create it") from error
+        except OSError as error:
+            raise StorageError(f"{directory}: {error.strerror}") from error
+        say(f"--workers {trial.workers}: {speeds[trial.workers]:.1f} docs/s ({done.documents} documents)")
+    return max(speeds, key=speeds.__getitem__)
+
+
+def _quiet(size: int) -> Progress:
+    return Progress(io.StringIO(), 1 << 60, size)
