@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megatron.core.upstream.table import CORE_NAMES
+
 __version__ = "0.1.0"
 
 _MODULES = ("parallel_state", "tensor_parallel", "dist_checkpointing")
@@ -30,3 +32,6 @@ def __getattr__(name: str) -> Any:
         loaded = importlib.import_module(module)
         return loaded if attribute is None else getattr(loaded, attribute)
     raise AttributeError(f"megatron.core has no attribute {name!r}")
+
+
+CORE_NAMES.install()

@@ -61,6 +61,8 @@ class ModelParallelConfig:
     """Compute in bfloat16; the optimizer keeps float32 main parameters."""
     params_dtype: torch.dtype | None = derived()
     """Number format of the parameters; float32, or what bf16/fp16 ask for, when None."""
+    pipeline_dtype: torch.dtype | None = derived()
+    """Number format of the hidden states that pipeline stages exchange; that of the parameters when None."""
     gradient_accumulation_fusion: bool = flag(True)
     """Weight-gradient products add straight into the main gradient buffer instead of into a temporary."""
     calculate_per_token_loss: bool = False

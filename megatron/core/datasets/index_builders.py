@@ -34,6 +34,11 @@ class EpochPlan:
     samples_before_last_epoch: int
 
 
+def compile_helpers() -> None:
+    """Upstream's call before the first dataset is built: it compiles C++ there. Here the indices are built by numpy, so
+    that there is nothing to compile."""
+
+
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int, extra_token: int) -> EpochPlan:
     """Passes over the documents for `num_samples` samples (None: one pass); extra_token: 1 where labels need it."""
     if num_samples is None or tokens_per_epoch >= num_samples * sequence_length + extra_token:

@@ -3,6 +3,7 @@
 ShardedTensor (mapping)        a local tensor and its boxes in the full one, from a Placement
 save_plan, load_plan           who writes which box; which saved boxes cover mine
 torch_dist                     the file format of torch.distributed.checkpoint
+state_dicts                    save() and load() as upstream has them: nested dictionaries
 manifest, directory, durable   complete or invisible; damage is found before anything is used
 safe_pickle, legacy            reading what others wrote without running it
 """
@@ -14,11 +15,13 @@ from typing import Any
 
 _NAMES = {
     "ShardedTensor": "mapping",
-    "save": "serialization",
-    "load": "serialization",
+    "load": "state_dicts",
+    "load_common_state_dict": "state_dicts",
+    "load_tensors_metadata": "state_dicts",
+    "save": "state_dicts",
 }
 
-__all__ = ["ShardedTensor", "load", "save"]
+__all__ = list(_NAMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

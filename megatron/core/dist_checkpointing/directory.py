@@ -105,6 +105,25 @@ def begin_save(root: Path, iteration: int) -> Path:
     return path
 
 
+def begin_save_alone(path: Path) -> Path:
+    """A fresh directory beside `path`, which is missing or an empty directory. Raises CheckpointError, StorageError."""
+    if path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None):
+        raise CheckpointError(f"{path} is not an empty directory; save each checkpoint into a directory of its own")
+    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    with storage_errors(f"starting the checkpoint {path}"):
+        temporary.mkdir()
+    return temporary
+
+
+def commit_save_alone(temporary: Path, manifest: Manifest) -> Path:
+    """Make such a checkpoint visible; its files are written and flushed. Returns its directory. Raises OSError."""
+    final = temporary.with_name(temporary.name.rpartition(".tmp-")[0])
+    _write_manifest(temporary, manifest)
+    os.rename(temporary, final)  # POSIX replaces an empty directory, and refuses any other
+    sync_directory(final.parent)
+    return final
+
+
 def commit_save(temporary: Path, manifest: Manifest) -> Path:
     """Make the checkpoint in `temporary` visible; its files are written and flushed. Returns its final directory.
 
@@ -113,10 +132,7 @@ def commit_save(temporary: Path, manifest: Manifest) -> Path:
     root = temporary.parent
     final = iteration_directory(root, manifest.iteration)
     suffix = temporary.name.rpartition("-")[2]
-    for directory in sorted(entry for entry in temporary.rglob("*") if entry.is_dir()):
-        sync_directory(directory)
-    manifest.write(temporary)
-    sync_directory(temporary)
+    _write_manifest(temporary, manifest)
 
     # Should the power fail after the rename, this file tells the next start that the tracker was to follow.
     next_tracker = root / f"{TRACKER_NAME}.tmp-{suffix}"
@@ -130,6 +146,14 @@ def commit_save(temporary: Path, manifest: Manifest) -> Path:
     sync_directory(root)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def _write_manifest(temporary: Path, manifest: Manifest) -> None:
+    """Flush every directory of the checkpoint; the manifest comes last, and with it the checkpoint is complete."""
+    for directory in sorted(entry for entry in temporary.rglob("*") if entry.is_dir()):
+        sync_directory(directory)
+    manifest.write(temporary)
+    sync_directory(temporary)
 
 
 def abandon_save(temporary: Path) -> None:

@@ -69,6 +69,16 @@ class ShardedTensor:
         """A tensor that is not cut."""
         return cls.from_placement(data, Placement(key, tuple(data.shape)))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the values."""
+        return self.data.dtype
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this process has of it."""
+        return tuple(self.data.shape)
+
     def block(self, index: int) -> Tensor:
         """The part of the shard that block number `index` describes: a view."""
         return self.data[tuple(slice(start, start + length) for start, length in self.blocks[index].local_box)]

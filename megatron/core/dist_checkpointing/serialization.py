@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
     abandon_save,
     begin_save,
+    begin_save_alone,
     commit_save,
+    commit_save_alone,
     find_checkpoint,
 )
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
@@ -51,7 +53,28 @@ def save(
     taken from the first member. Raises StorageError on every member when it failed; checkpoints that were there stay
     as they are.
     """
-    temporary = on_first_rank(group, lambda: begin_save(root, iteration))
+    return _save(
+        tensors, lambda: begin_save(root, iteration), commit_save, iteration, documents, attachments or {}, group
+    )
+
+
+def save_alone(
+    tensors: ShardedStateDict, path: Path, iteration: int, *, documents: Mapping[str, Any], group: Group
+) -> Path:
+    """The same for a checkpoint in a directory of its own, which is missing or empty; returns it."""
+    return _save(tensors, lambda: begin_save_alone(path), commit_save_alone, iteration, documents, {}, group)
+
+
+def _save(
+    tensors: ShardedStateDict,
+    begin: Callable[[], Path],
+    commit: Callable[[Path, Manifest], Path],
+    iteration: int,
+    documents: Mapping[str, Any],
+    attachments: Mapping[str, Path],
+    group: Group,
+) -> Path:
+    temporary = on_first_rank(group, begin)
     try:
         records: dict[str, FileRecord] = {}
         for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
@@ -64,8 +87,8 @@ def save(
         def finish() -> Path:
             with storage_errors(f"writing {temporary}"):
                 records.update(_write_documents(temporary, {**documents, **own}))
-                records.update(_copy_attachments(temporary, attachments or {}))
-                return commit_save(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
+                records.update(_copy_attachments(temporary, attachments))
+                return commit(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
 
         return on_first_rank(group, finish)
     except BaseException:

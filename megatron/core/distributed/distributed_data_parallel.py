@@ -129,6 +129,13 @@ class DistributedDataParallel(nn.Module):
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's parameters for dist_checkpointing.save() and load(), without a prefix of ours."""
+        self.finish_param_sync()
+        module: Any = self.module
+        state: dict[str, Any] = module.sharded_state_dict(*args, **kwargs)
+        return state
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module; the values land in the flat buffers."""
         self.finish_param_sync()

@@ -140,7 +140,7 @@ class Executor:
         if shape is None:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
         assert self.config is not None
-        dtype = self.config.params_dtype or getattr(torch, self.config.compute_dtype_name)
+        dtype = self.config.pipeline_dtype or self.config.params_dtype or getattr(torch, self.config.compute_dtype_name)
         if getattr(self.config, "fp32_residual_connection", False):
             dtype = torch.float32
         blocking = not self.pipeline.overlap

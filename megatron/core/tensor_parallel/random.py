@@ -92,16 +92,35 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(
-    seed: int, *, pg_collection: ProcessGroupCollection | None = None, tracker: CudaRNGStatesTracker | None = None
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+    tracker: CudaRNGStatesTracker | None = None,
 ) -> None:
-    """Seed the default stream with `seed`, and the named ones so that they differ between ranks that must differ."""
+    """Seed the default stream with `seed`, and the named ones so that they differ between ranks that must differ.
+
+    tp_rank, ep_rank, etp_rank: this process's place in the tensor-parallel, expert-parallel and expert-tensor-parallel
+    group; that of `pg_collection` when None. The three booleans, of upstream's signature, ask for trackers of other
+    libraries; RuntimeError when one is set.
+    """
+    if te_rng_tracker or inference_rng_tracker or use_cudagraphable_rng:
+        raise RuntimeError("random streams have one tracker, torch's generators; leave out te_rng_tracker and the like")
     groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
     tracker = tracker if tracker is not None else get_cuda_rng_tracker()
+    tp_rank = groups.tp.rank() if tp_rank is None else tp_rank
+    ep_rank = groups.ep.rank() if ep_rank is None else ep_rank
+    etp_rank = groups.expt_tp.rank() if etp_rank is None else etp_rank
     torch.manual_seed(seed)
     tracker.reset()
     tracker.add(DATA_PARALLEL_STREAM, seed)
-    tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + groups.tp.rank())
-    expert_seed = seed + 1024 + 100 * groups.ep.rank() + groups.expt_tp.rank()
+    tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
+    expert_seed = seed + 1024 + 100 * ep_rank + etp_rank
     tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
 
 

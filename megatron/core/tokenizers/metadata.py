@@ -23,12 +23,17 @@ _CODE = ("class_path", "class_name", "tokenizer_class")
 
 
 def with_metadata(options: TokenizerOptions, path: str) -> TokenizerOptions:
-    """The options, with what the file says of type and chat template where the flags do not.
+    """The options, with what the file at the path says; see `with_metadata_content`."""
+    return with_metadata_content(options, _read(path), path)
+
+
+def with_metadata_content(options: TokenizerOptions, content: dict[str, Any], path: str) -> TokenizerOptions:
+    """The options, with what the metadata say of type and chat template where the flags do not. path: where they are
+    from, for errors.
 
     Raises ConfigError for a missing file, one that contradicts --tokenizer-type and one that names code to run,
     DataError for one that cannot be read.
     """
-    content = _read(path)
     code = next((name for name in _CODE if content.get(name)), None)
     if code is not None:
         raise ConfigError(

@@ -1,9 +1,13 @@
-"""The base of every module of a transformer: it knows its config."""
+"""The base of every module of a transformer: it knows its config, and what a checkpoint keeps of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.placement import placement_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -13,3 +17,17 @@ class MegatronModule(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The parameters as parts of those of the whole model, for dist_checkpointing.save() and load().
+
+        By prefix + name in this module, so that what load() returns fits load_state_dict() of the same module; the key
+        of each ShardedTensor is prefix + name in the whole model, which does not depend on the layout. sharded_offsets,
+        metadata: part of upstream's signature; a parameter's Placement says all of it.
+        """
+        return {
+            prefix + name: ShardedTensor.from_placement(param, placement_of(param, name), prefix=prefix)
+            for name, param in self.named_parameters()
+        }
