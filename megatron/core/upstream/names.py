@@ -6,7 +6,7 @@ Importing megatron.core or megatron.training puts an UpstreamNames with the room
     from megatron.core.transformer.identity_op import IdentityOp     a module that has no file here
     from megatron.core.pipeline_parallel.schedules import ...        a name that the module's file does not define
     from megatron.core.transformer.transformer_config import MLA...  a name that does not exist: the ImportError says
-                                                                     what to use instead, or which capability it waits for
+                                                                     what to use instead, or what it waits for
 
 A name is looked up in the table when it is first used, so that the table costs nothing at the start. Modules that have
 a file keep it: they only get a `__getattr__` (PEP 562) after they have been executed.
