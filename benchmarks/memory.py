@@ -28,7 +28,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, installed or not
 
 import argparse
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -39,15 +38,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-import pretrain_gpt
 from benchmarks.conditions import print_conditions
 from megatron.core.transformer.recompute import recompute_units, recomputes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.local_job import run_locally
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Run
-from megatron.training.setup import Task
 from megatron.training.step import train_step
 from megatron.training.verify.parity import local_run
 from megatron.training.verify.parity_layouts import Layout, parse_layout
@@ -149,13 +146,8 @@ def measure(rank: int, text: str, layers: int) -> Bytes:
     """What a process holds after two steps."""
     layout = parse_layout(text)
     config = read_run_config(flags_of(layout, layers), {"WORLD_SIZE": str(layout.world_size)})
-    tokenizer = tokenizer_of(config)
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
-    with local_run(config, tokenizer, task, rank) as run:
+    recipe = build_gpt_recipe(config)
+    with local_run(config, recipe, rank) as run:
         batches = run.data.open("train", 0)
         train_step(run, batches)
         kept = KeptForBackward()

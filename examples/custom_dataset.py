@@ -8,6 +8,7 @@ With --dataloader-type external it hands over whole batches instead of samples.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import sys
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
 from megatron.training.launch.launch import leave, run_job, with_world_size  # noqa: E402
@@ -91,17 +91,11 @@ def extra_flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     config = read_run_config(sys.argv[1:], with_world_size(os.environ), extra_flags)
-    from megatron.core.enums import ModelType
-    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-    from megatron.training.training import pretrain
+    from megatron.training.recipes.gpt import build_gpt_recipe
+    from megatron.training.training import run_recipe
 
-    pretrain(
-        functools.partial(datasets_provider, config),
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer_of(config))),
-        ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
-        run_config=config,
-    )
+    build_datasets = functools.partial(datasets_provider, config)
+    run_recipe(config, dataclasses.replace(build_gpt_recipe(config), build_datasets=build_datasets))
     return 0
 
 

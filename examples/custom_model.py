@@ -8,6 +8,7 @@ Data, batches, data parallelism, optimizer, schedule, checkpoints and logs are t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import sys
@@ -16,21 +17,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_gpt  # noqa: E402
-from megatron.core.errors import ConfigError  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
 from megatron.training.launch.launch import leave, run_job, with_world_size  # noqa: E402
 
 
 def model_provider(config: RunConfig, vocab_size: int, pre_process: bool = True, post_process: bool = True) -> Any:
-    """The whole model; its layers cannot lie on several pipeline stages, nor its sequences on several processes."""
+    """The whole model: it has the embedding and the output layer."""
     import torch
     from torch import Tensor, nn
     from torch.nn import functional as F
 
-    if not (pre_process and post_process) or config.model.context_parallel_size > 1:
-        raise ConfigError("this model is whole: no --pipeline-model-parallel-size or --context-parallel-size above 1")
     width = config.model.hidden_size
 
     class RecurrentModel(nn.Module):
@@ -62,19 +59,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def main() -> int:
     """Read the flags, then train."""
     config = read_run_config(sys.argv[1:], with_world_size(os.environ), add_flags)
-    from megatron.core.enums import ModelType
-    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-    from megatron.training.training import pretrain
+    from megatron.training.recipes.gpt import build_gpt_recipe
+    from megatron.training.training import run_recipe
 
-    tokenizer = tokenizer_of(config)
-    pretrain(
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        functools.partial(model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        ModelType.encoder_or_decoder,
-        pretrain_gpt.forward_step,
-        run_config=config,
-        tokenizer=tokenizer,
+    gpt = build_gpt_recipe(config)  # its tokens, data, forward step and loss serve this model, too
+    recipe = dataclasses.replace(
+        gpt,
+        build_model=functools.partial(model_provider, config, gpt.padded_vocab_size),
+        parallel_axes=(),  # layers cannot lie on several pipeline stages, nor sequences on several processes
+        max_sequence_length=None,
     )
+    run_recipe(config, recipe)
     return 0
 
 

@@ -11,7 +11,6 @@ weights after the last, bit for bit. They belong to one processor and one versio
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import sys
 import tempfile
@@ -21,10 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pretrain_gpt
 from megatron.training.flags.read import read_run_config
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.setup import Task
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.verify.parity import Share, run_share
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.golden import test_train_curves as curves
@@ -54,20 +51,15 @@ def digest_of(share: Share) -> tuple[str, str, str]:
 
 def layout_digest(flags: str, layout: str) -> tuple[str, str, str]:
     """One rank's part of a small run."""
-    config, tokenizer, task = training(flags, layout)
-    return digest_of(run_share(config, tokenizer, task, rank=own_rank(config), iterations=test_layouts.ITERATIONS))
+    config, recipe = training(flags, layout)
+    return digest_of(run_share(config, recipe, rank=own_rank(config), iterations=test_layouts.ITERATIONS))
 
 
 def reference_digest(case: str, reference: Path, scratch: Path) -> tuple[str, str, str]:
     """A reference run on one process."""
     config = read_run_config(curves.command_line(case, reference, scratch), {"WORLD_SIZE": "1"})
-    tokenizer = tokenizer_of(config)
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
-    return digest_of(run_share(config, tokenizer, task, rank=0, iterations=50))
+    recipe = build_gpt_recipe(config)
+    return digest_of(run_share(config, recipe, rank=0, iterations=50))
 
 
 def show(name: str, digests: list[tuple[str, str, str]]) -> None:

@@ -45,8 +45,8 @@ def main() -> int:
 
     from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
     from megatron.training.data.loading import SPLITS
-    from megatron.training.recipes.gpt import tokenizer_of
     from megatron.training.recipes.gpt_data import build_gpt_datasets
+    from megatron.training.recipes.vocabulary import build_tokenizer
     from megatron.training.setup import needed_samples
 
     data = dataclasses.replace(config.data, dataloader_fast_cache_load=False, dataloader_defer_npy_index_mmap=False)
@@ -54,7 +54,7 @@ def main() -> int:
     started_at = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        built = build_gpt_datasets(config, tokenizer_of(config), needed_samples(config))
+        built = build_gpt_datasets(config, build_tokenizer(config), needed_samples(config))
     problems = [str(warning.message) for warning in caught if "index cache" in str(warning.message)]
     if problems:
         raise StorageError(f"nothing was kept for the job: {problems[0]}")

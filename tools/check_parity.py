@@ -13,7 +13,6 @@ A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,19 +54,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[str], list[Layout], int]:
 
 def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> Share:
     """One rank's part of the run, in a process of its own."""
-    import pretrain_gpt
-    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-    from megatron.training.setup import Task
+    from megatron.training.recipes.gpt import build_gpt_recipe
     from megatron.training.verify.parity import run_share
 
     config = read_run_config(argv, {"WORLD_SIZE": str(world_size)})
-    tokenizer = tokenizer_of(config)
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
-    return run_share(config, tokenizer, task, rank=rank, iterations=iterations)
+    recipe = build_gpt_recipe(config)
+    return run_share(config, recipe, rank=rank, iterations=iterations)
 
 
 class Comparison:

@@ -22,7 +22,7 @@ from megatron.planner.memory import TheoreticalMemory, report, theoretical_memor
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
 from megatron.training.launch.launch import with_world_size  # noqa: E402
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of  # noqa: E402
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size  # noqa: E402
 
 
 def memory_of(config: RunConfig) -> TheoreticalMemory:
@@ -32,7 +32,7 @@ def memory_of(config: RunConfig) -> TheoreticalMemory:
     assert config.data.seq_length is not None, "checked by read_run_config"
     return theoretical_memory(
         config.model,
-        padded_vocab_size=padded_vocab_size_of(config, tokenizer_of(config)),
+        padded_vocab_size=compute_padded_vocab_size(config, build_tokenizer(config)),
         untied=config.gpt.untie_embeddings_and_output_weights,
         seq_length=config.data.seq_length,
         micro_batch_size=batch.micro_batch_size,

@@ -47,7 +47,7 @@ def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, f
         chunk.eval()
     for _ in range(iterations):
         loss_dicts += run.executor.run(
-            actions, run.forward_step, batches, forward_only=True, activation_shape=run.evaluation_shape
+            actions, run.recipe.forward_step, batches, forward_only=True, activation_shape=run.evaluation_shape
         ).loss_dicts
     for chunk in run.model:
         chunk.train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.executor import Executor
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.timers import Timers
-    from megatron.core.tokenizers.base import Tokenizer
     from megatron.training.config.container import RunConfig
     from megatron.training.data.loading import TrainingData
     from megatron.training.data.planned_batches import StepPlans
+    from megatron.training.recipes.recipe import Recipe
 
 
 @dataclass
@@ -49,6 +49,10 @@ class Progress:
         self.iteration += 1
         self.consumed_train_samples += samples
         self.skipped_iterations += skipped
+
+    def end_here(self) -> None:
+        """No further iteration: the run only evaluates (--skip-train)."""
+        self.target_iterations = self.iteration
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps: everything but the target, which is the next run's own."""
@@ -105,8 +109,8 @@ class Run:
     config: RunConfig
     groups: ProcessGroupCollection
     device: torch.device
-    tokenizer: Tokenizer
-    padded_vocab_size: int
+    recipe: Recipe
+    """What depends on the kind of model: tokens, data, forward step."""
     model: list[DistributedDataParallel]
     """This rank's pipeline chunks."""
     optimizer: MegatronOptimizer
@@ -116,14 +120,14 @@ class Run:
     """Number of microbatches -> this rank's actions in order: forward and backward of each, sends and receives."""
     evaluation_schedule: Callable[[int], Program]
     """The same, forward only."""
-    forward_step: Callable[..., Any]
-    """(batches, model) -> (output, loss function), from the training script."""
     batch_size: NumMicrobatchesCalculator
     data: TrainingData
     progress: Progress
     hooks: Hook
     timers: Timers
     """Of the parts of a step; --timing-log-level says which of them run."""
+    flops_per_token: float | None
+    """Floating-point operations of the whole model for one token, forward and backward; None where they are unknown."""
     plans: StepPlans | None = None
     """With --hybrid-context-parallel: which conversations of a step share a microbatch, and on which ranks."""
     evaluation_shape: Sequence[int] | None = None

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, sch
 from megatron.core.pipeline_parallel.executor import Executor, activation_shape
 from megatron.core.tensor_parallel.parameters import materialise_parameters
 from megatron.core.timers import Timers
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
@@ -36,46 +34,26 @@ from megatron.training.data.planned_batches import step_plans
 from megatron.training.hooks.attention_logits import AttentionLogits
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.combined import Hooks
-from megatron.training.hooks.non_loss_data import NonLossDataHook
-from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.launch.initialize import Process
-from megatron.training.recipes.gpt import padded_vocab_size_of
-from megatron.training.run import Progress, Run
+from megatron.training.recipes.recipe import Recipe
+from megatron.training.run import Hook, Progress, Run
 from megatron.training.verify.param_group_map import write_param_group_map
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a training script brings: its model, its data and its loss."""
+def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
+    """Build everything and restore what --load holds.
 
-    build_model: Callable[..., nn.Module]
-    """(pre_process, post_process[, vp_stage][, pg_collection]) -> one pipeline chunk."""
-    build_datasets: Callable[[tuple[int, int | None, int]], Sequence[Any]]
-    """(training, validation, test) samples -> three datasets, None where there is none; the second may be a list. With
-    --full-validation the number of validation samples is None: all there are, once."""
-    forward_step: Callable[..., Any]
-    """(batches, model) -> (output, loss function)."""
-    process_non_loss_data: Callable[[Any, int, Any], Any] | None = None
-    """(data, iteration, TensorBoard writer), after each evaluation."""
-    non_loss_data: Callable[[Any], Any] | None = None
-    """(model chunks) -> that data; the loss function makes it when None."""
-    build_optimizer: Callable[..., MegatronOptimizer] | None = None
-    """(run_config, model chunks, process groups) -> the optimizer; that of the flags when None."""
-    build_scheduler: Callable[..., Any] | None = None
-    """(run_config, optimizer) -> what sets its learning rates; that of the flags when None."""
-
-
-def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task) -> Run:
-    """Build everything and restore what --load holds. Raises MegatronError for whatever the user can mend."""
+    hooks: called after those that the settings ask for. Raises MegatronError for whatever the user can mend.
+    """
+    recipe.check_layout(config.model)
     traffic = Traffic()
     if config.logger.log_comm_volume:
-        process = metered(process, traffic, task)
+        process = metered(process, traffic, recipe)
     groups, device = process.groups, process.device
     prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
     batch_size = batch_size_calculator(config)
     progress = Progress(target_iterations(config, batch_size))
-    padded_vocab_size = padded_vocab_size_of(config, tokenizer)
-    datasets = task.build_datasets(needed_samples(config))
+    datasets = recipe.build_datasets(needed_samples(config))
     if process.launch.rank == 0:
         print_summaries(datasets)
     settings = LoaderSettings(
@@ -86,41 +64,41 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
         dataloader_type=config.data.dataloader_type or "single",
         num_workers=config.data.num_workers,
         worker_timeout_seconds=60.0 * config.distributed.distributed_timeout_minutes,
-        vocabulary_limit=padded_vocab_size,
+        vocabulary_limit=recipe.padded_vocab_size,
         evaluation_micro_batch_size=config.validation.eval_micro_batch_size,
         ignored_signal=config.training.exit_signal if config.training.exit_signal_handler_for_dataloader else None,
     )
     plans = step_plans(config, groups, datasets[0], settings, batch_size)
-    model = build_model(config, process, task)
-    if task.build_optimizer is None:
+    model = build_model(config, process, recipe)
+    timers = build_timers(config, process)
+    if recipe.build_optimizer is None:
         optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
     else:
-        optimizer = task.build_optimizer(config, model, groups)
+        optimizer = recipe.build_optimizer(config, model, groups)
+    optimizer.use_timers(timers)
     if config.training.dump_param_to_param_group_map is not None:
         write_param_group_map(config.training.dump_param_to_param_group_map, optimizer, groups)
-    executor = build_executor(config, process, model, batch_size)
-    executor.grad_scale_func = optimizer.grad_scale_func
+    executor = build_executor(config, process, model, batch_size, optimizer)
     run = Run(
         config=config,
         groups=groups,
         device=device,
-        tokenizer=tokenizer,
-        padded_vocab_size=padded_vocab_size,
+        recipe=recipe,
         model=model,
         optimizer=optimizer,
-        scheduler=(task.build_scheduler or build_scheduler)(config, optimizer),
+        scheduler=(recipe.build_scheduler or build_scheduler)(config, optimizer),
         executor=executor,
         schedule=functools.partial(executor.pipeline.program, groups.pp.rank()),
         evaluation_schedule=functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True),
-        forward_step=task.forward_step,
         batch_size=batch_size,
         data=TrainingData(
             dict(zip(SPLITS, datasets, strict=True)), settings, planned=None if plans is None else plans.batches
         ),
         plans=plans,
         progress=progress,
-        hooks=Hooks(build_hooks(config, traffic)),
-        timers=build_timers(config, process),
+        hooks=Hooks([*build_hooks(config, recipe, traffic), *hooks]),
+        timers=timers,
+        flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
         evaluation_shape=activation_shape(
             config.model,
             groups,
@@ -128,16 +106,11 @@ def setup(config: RunConfig, process: Process, tokenizer: Tokenizer, task: Task)
             config.validation.eval_micro_batch_size or batch_size.micro_batch_size,
         ),
     )
-    optimizer.timers = run.timers
     if config.model.measures_attention_logits:
-        optimizer.after_update = AttentionLogits(config.model, model, optimizer, groups)
-    if task.process_non_loss_data is not None:
-        hooks = run.hooks.hooks  # type: ignore[attr-defined]
-        tensorboard = next((hook for hook in hooks if isinstance(hook, TensorBoardHook)), None)
-        hooks.append(NonLossDataHook(task.process_non_loss_data, task.non_loss_data, tensorboard))
+        optimizer.call_after_update(AttentionLogits(config.model, model, optimizer, groups))
     load_checkpoint(run)
     if config.validation.skip_train:
-        progress.target_iterations = progress.iteration
+        progress.end_here()
     return run
 
 
@@ -185,7 +158,7 @@ def target_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) 
     return iterations + max(0, samples - consumed) // batch_size.running_global_batch_size(consumed)
 
 
-def build_model(config: RunConfig, process: Process, task: Task) -> list[DistributedDataParallel]:
+def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[DistributedDataParallel]:
     """This rank's pipeline chunks on its device, compiled if asked for, in flat buffers."""
     groups = process.groups
     shape = virtual_stages(config.model)
@@ -195,8 +168,10 @@ def build_model(config: RunConfig, process: Process, task: Task) -> list[Distrib
         content = layout[shape.index(groups.pp.rank(), index)]
         offered = {"vp_stage": index if shape.chunks > 1 else None, "pg_collection": groups}
         with torch.device(process.device):
-            module = task.build_model(
-                pre_process=content.has_embedding, post_process=content.has_loss, **_accepted(task.build_model, offered)
+            module = recipe.build_model(
+                pre_process=content.has_embedding,
+                post_process=content.has_loss,
+                **_accepted(recipe.build_model, offered),
             )
         if config.model.compile:
             compile_layers(module)
@@ -237,12 +212,18 @@ def tie_chunks(modules: Sequence[nn.Module]) -> None:
 
 
 def build_executor(
-    config: RunConfig, process: Process, model: Sequence[nn.Module], batch_size: NumMicrobatchesCalculator
+    config: RunConfig,
+    process: Process,
+    model: Sequence[nn.Module],
+    batch_size: NumMicrobatchesCalculator,
+    optimizer: MegatronOptimizer,
 ) -> Executor:
     """What runs the chunks. Raises ConfigError when a batch size of the run does not fill the pipeline."""
     assert config.data.seq_length is not None, "checked by read_run_config"
     shape = activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
-    executor = Executor(model, process.groups, config.model, activation_shape=shape)
+    executor = Executor(
+        model, process.groups, config.model, activation_shape=shape, grad_scale_func=optimizer.grad_scale_func
+    )
     sizes = {step.global_batch_size for step in batch_size.steps}
     for size in sorted(sizes):
         problem = executor.pipeline.problem(size // batch_size.samples_per_microbatch)
@@ -294,9 +275,9 @@ def build_timers(config: RunConfig, process: Process) -> Timers:
     return Timers(logger.timing_log_level, synchronizes=True, barrier_group=process.groups.world if waits else None)
 
 
-def metered(process: Process, traffic: Traffic, task: Task) -> Process:
+def metered(process: Process, traffic: Traffic, recipe: Recipe) -> Process:
     """The process with groups that count. Raises ConfigError for a model that is not handed its groups."""
-    parameters = inspect.signature(task.build_model).parameters
+    parameters = inspect.signature(recipe.build_model).parameters
     if "pg_collection" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(
             "--log-comm-volume counts in the process groups that the model is handed: give model_provider the "

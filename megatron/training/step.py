@@ -30,7 +30,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 
     # 2. Forward and backward. The schedule is the order, the executor runs it.
     with run.timers("forward-backward", 1, barrier=True):
-        outputs = run.executor.run(run.schedule(num_microbatches), run.forward_step, batches)
+        outputs = run.executor.run(run.schedule(num_microbatches), run.recipe.forward_step, batches)
     if run.config.training.empty_unused_memory_level >= 1:
         release_cached_memory()
 

@@ -1,4 +1,4 @@
-"""pretrain(): the whole of a training script after its model, data and loss. The name and arguments are upstream's."""
+"""run_recipe(): a training program once it has settings and a recipe. pretrain(): the same by upstream's arguments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from megatron.training.launch.initialize import (
     shut_down,
 )
 from megatron.training.loop import train
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.run import Run
-from megatron.training.setup import Task, describe_machine, setup
+from megatron.training.recipes.build import wrap_providers
+from megatron.training.recipes.recipe import Recipe
+from megatron.training.run import Hook, Run
+from megatron.training.setup import describe_machine, setup
 
 
 def pretrain(
@@ -43,7 +44,7 @@ def pretrain(
     optimizer_provider: Callable[..., MegatronOptimizer] | None = None,
     scheduler_provider: Callable[..., Any] | None = None,
 ) -> Run:
-    """Join the job, set up, train, and leave in order; returns the finished run.
+    """Train the model of a script that is written against upstream; returns the finished run. See `run_recipe`.
 
     train_valid_test_dataset_provider: (training, validation, test) samples -> three datasets, or None for some; see
     docs/data.md.
@@ -70,26 +71,36 @@ def pretrain(
     if run_config is None:
         run_config = settings_from_command_line(extra_args_provider, args_defaults or {})
 
-    process = initialize(run_config)
-    if process.launch.rank == 0:
-        print(describe_machine(process), *(f"note: {note}" for note in run_config.notes), sep="\n", flush=True)
-    tokenizer = tokenizer or tokenizer_of(run_config)
-    task = Task(
-        model_provider,
-        train_valid_test_dataset_provider,
-        forward_step_func,
+    recipe = wrap_providers(
+        run_config,
+        tokenizer,
+        build_model=model_provider,
+        build_datasets=train_valid_test_dataset_provider,
+        forward_step=forward_step_func,
         process_non_loss_data=process_non_loss_data_func,
-        non_loss_data=non_loss_data_func,
+        collect_non_loss_data=non_loss_data_func,
         build_optimizer=optimizer_provider,
         build_scheduler=scheduler_provider,
     )
+    return run_recipe(run_config, recipe)
+
+
+def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
+    """Join the job, set up, train, and leave in order; returns the finished run.
+
+    hooks: of your own, called after those of the settings. Inside, the recipe's functions may call get_args(),
+    get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend.
+    """
+    process = initialize(config)
+    if process.launch.rank == 0:
+        print(describe_machine(process), *(f"note: {note}" for note in config.notes), sep="\n", flush=True)
     additions = {
-        "padded_vocab_size": padded_vocab_size_of(run_config, tokenizer),
+        "padded_vocab_size": recipe.padded_vocab_size,
         "rank": process.launch.rank,
         "local_rank": process.launch.local_rank,
     }
-    CurrentRun.show(config=run_config, additions=additions, tokenizer=tokenizer)
-    run = setup(run_config, process, tokenizer, task)
+    CurrentRun.show(config=config, additions=additions, tokenizer=recipe.tokenizer)
+    run = setup(config, process, recipe, hooks)
     CurrentRun.show(timers=run.timers)
     try:
         train(run)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 import torch
 
-import pretrain_gpt
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import Process, rank_grid
 from megatron.training.launch.launch import Launch
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Run
-from megatron.training.setup import Task, setup
+from megatron.training.setup import setup
 from megatron.training.verify.parity import Share, run_share
 from megatron.training.verify.parity_layouts import parse_layout
 
@@ -36,30 +34,25 @@ STYLES = {
 
 def share(style: str, text: str) -> Share:
     """This process's part of three iterations; all of them where the layout is one process."""
-    config, tokenizer, task = _read(style, text)
-    return run_share(config, tokenizer, task, rank=_rank(), iterations=ITERATIONS)
+    config, recipe = _read(style, text)
+    return run_share(config, recipe, rank=_rank(), iterations=ITERATIONS)
 
 
 def prepared_run(style: str, text: str) -> Run:
     """A run before its first step."""
-    config, tokenizer, task = _read(style, text)
+    config, recipe = _read(style, text)
     groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), _rank())
     launch = Launch(rank=_rank(), world_size=config.world_size, local_rank=_rank())
-    return setup(config, Process(launch, torch.device("cpu"), groups), tokenizer, task)
+    return setup(config, Process(launch, torch.device("cpu"), groups), recipe)
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _read(style: str, text: str) -> tuple[RunConfig, Tokenizer, Task]:
+def _read(style: str, text: str) -> tuple[RunConfig, Recipe]:
     layout = parse_layout(text)
     argv = [*COMMON.split(), *STYLES[style].split(), *layout.flags]
     config = read_run_config(argv, {"WORLD_SIZE": str(layout.world_size)})
-    tokenizer = tokenizer_of(config)
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
-    return config, tokenizer, task
+    recipe = build_gpt_recipe(config)
+    return config, recipe

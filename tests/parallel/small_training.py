@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch.distributed as dist
 
-import pretrain_gpt
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.setup import Task
+from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.recipes.recipe import Recipe
 from megatron.training.verify.parity_layouts import parse_layout
 
 COMMON = """
@@ -55,20 +51,15 @@ OPTIONS = {
 }
 
 
-def training(flags: str, layout_text: str) -> tuple[RunConfig, Tokenizer, Task]:
-    """Settings, tokenizer and task of the run under a layout; flags given later win."""
+def training(flags: str, layout_text: str) -> tuple[RunConfig, Recipe]:
+    """Settings and recipe of the run under a layout; flags given later win."""
     layout = parse_layout(layout_text)
     # 128 rows whatever the tensor-parallel size: rows of padding take part in the softmax.
     padding = ["--make-vocab-size-divisible-by", str(128 // layout.sizes["tp"])]
     argv = [*COMMON.split(), *padding, *flags.split(), *layout.flags]
     config = read_run_config(argv, {"WORLD_SIZE": str(layout.world_size)})
-    tokenizer = tokenizer_of(config)
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
-    return config, tokenizer, task
+    recipe = build_gpt_recipe(config)
+    return config, recipe
 
 
 def own_rank(config: RunConfig) -> int:

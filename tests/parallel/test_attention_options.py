@@ -109,8 +109,8 @@ ITERATIONS = 3
 
 def share(text: str) -> Share:
     """One rank's part of the run; the whole run where the layout is one process."""
-    config, tokenizer, task = training(STYLE, text)
-    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
+    config, recipe = training(STYLE, text)
+    return run_share(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
 
 
 @functools.cache

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import pretrain_gpt
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import Process, rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
-from megatron.training.setup import Task, setup
+from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.setup import setup
 from megatron.training.step import train_step
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
@@ -36,14 +34,9 @@ def work(world_size: int, flags: str, iterations: int) -> None:
     config = read_run_config([*SMALL.split(), *flags.split()], {"WORLD_SIZE": str(world_size)})
     groups = ProcessGroupCollection.build(rank_grid(config, world_size), rank)
     set_seeds(config.model.seed, groups)
-    tokenizer = tokenizer_of(config)
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
+    recipe = build_gpt_recipe(config)
     process = Process(Launch(rank=rank, world_size=world_size, local_rank=rank), torch.device("cpu"), groups)
-    run = setup(config, process, tokenizer, task)
+    run = setup(config, process, recipe)
     batches = run.data.open("train", 0)
     for _ in range(iterations):
         train_step(run, batches)

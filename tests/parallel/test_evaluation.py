@@ -33,8 +33,8 @@ def evaluated(layout: str) -> tuple[int, str | None, list[float]]:
         "--eval-interval=1,--eval-iters=2,--eval-global-batch-size=8,--eval-micro-batch-size=4,"
         "--exit-signal-handler,--exit-signal=SIGUSR1"
     )
-    config, tokenizer, task = training(STYLES["gpt2"], f"{layout},{flags}")
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(STYLES["gpt2"], f"{layout},{flags}")
+    with local_run(config, recipe, own_rank(config)) as run:
         watch = Watch()
         run.hooks.hooks.append(watch)  # type: ignore[attr-defined]
         train(run)

@@ -46,8 +46,8 @@ LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
 
 def share(text: str, style: str = "moe") -> Share:
     """One rank's part of the run; the whole run where the layout is one process."""
-    config, tokenizer, task = training(EXPERTS[style], text)
-    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
+    config, recipe = training(EXPERTS[style], text)
+    return run_share(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
 
 
 @functools.cache
@@ -81,8 +81,8 @@ def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str
 
 def expert_bytes(text: str) -> tuple[int, int]:
     """(bytes of this process's weights of experts, of its gradients of them)."""
-    config, tokenizer, task = training(EXPERTS["moe"], text)
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(EXPERTS["moe"], text)
+    with local_run(config, recipe, own_rank(config)) as run:
         chunk = run.model[0]
         params = [p for n, p in chunk.module.named_parameters() if placement_of(p, n).is_expert]
         return sum(p.nbytes for p in params), sum(b.grad_data.nbytes for b in chunk.flat_buffers if b.is_expert)
@@ -98,8 +98,8 @@ def biases_and_losses(text: str, directory: str, save: bool) -> tuple[list[torch
     """Three steps, after loading or, where `save` says so, before saving: biases of the routers, the last step's
     logged losses and its loss."""
     flags = f"{EXPERTS['picky']} --save {directory} --save-interval 99 --moe-per-layer-logging"
-    config, tokenizer, task = training(flags if save else f"{flags} --load {directory}", text)
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(flags if save else f"{flags} --load {directory}", text)
+    with local_run(config, recipe, own_rank(config)) as run:
         if not save:
             load_checkpoint(run)
         batches = run.data.open("train", run.progress.consumed_train_samples)

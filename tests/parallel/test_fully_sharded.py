@@ -26,8 +26,8 @@ from tests.unit.run_flags import run_config
 
 def kept(layout: str, flags: str) -> dict[str, Any]:
     """Elements that this process keeps after a step, and in which number format."""
-    config, tokenizer, task = training(STYLES["llama"] + flags, layout)
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(STYLES["llama"] + flags, layout)
+    with local_run(config, recipe, own_rank(config)) as run:
         train_step(run, run.data.open("train", 0))
         (chunk,) = run.model
         chunk.finish_param_sync()
@@ -61,8 +61,8 @@ def gathered(strategy_flags: list[str]) -> list[dict[str, bool]]:
     """For each set of flags: is the first layer whole after its forward, and before the second microbatch's?"""
     found = []
     for flags in strategy_flags:
-        config, tokenizer, task = training(STYLES["llama"] + flags, "dp2,fsdp2")
-        with local_run(config, tokenizer, task, own_rank(config)) as run:
+        config, recipe = training(STYLES["llama"] + flags, "dp2,fsdp2")
+        with local_run(config, recipe, own_rank(config)) as run:
             network = run.model[0].module
             layer: nn.Module = network.decoder.layers[0]  # type: ignore[assignment, union-attr, index]
             weight = layer.self_attention.linear_qkv  # type: ignore[union-attr]
@@ -136,7 +136,7 @@ def test_bf16_weights_come_and_go(tmp_path: Path) -> None:
 
 def built(flags: str) -> tuple[list[int], dict[str, Any]]:
     """Elements with memory whenever a unit is divided, and this process's rows of every parameter."""
-    config, tokenizer, task = training(STYLES["llama"] + flags, "dp2,fsdp2")
+    config, recipe = training(STYLES["llama"] + flags, "dp2,fsdp2")
     in_memory: list[int] = []
     prepare = TorchFullyShardedDataParallel._prepare
     network: list[nn.Module] = []
@@ -154,7 +154,7 @@ def built(flags: str) -> tuple[list[int], dict[str, Any]]:
     TorchFullyShardedDataParallel._shard = recorded_shard  # type: ignore[method-assign]
     TorchFullyShardedDataParallel._prepare = recorded_prepare  # type: ignore[method-assign]
     try:
-        with local_run(config, tokenizer, task, own_rank(config)) as run:
+        with local_run(config, recipe, own_rank(config)) as run:
             train_step(run, run.data.open("train", 0))
             run.model[0].finish_param_sync()
             named = run.model[0].module.named_parameters()

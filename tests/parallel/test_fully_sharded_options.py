@@ -52,8 +52,8 @@ class Kept(NamedTuple):
 def kept_in(formats: list[str]) -> list[tuple[Kept, Share]]:
     found = []
     for flags in formats:
-        config, tokenizer, task = training(f"{SHORT} {flags} --log-comm-volume", "dp2,fsdp2")
-        with local_run(config, tokenizer, task, own_rank(config)) as run:
+        config, recipe = training(f"{SHORT} {flags} --log-comm-volume", "dp2,fsdp2")
+        with local_run(config, recipe, own_rank(config)) as run:
             train(run)
             (hook,) = (hook for hook in run.hooks.hooks if isinstance(hook, TrafficHook))  # type: ignore[attr-defined]
             params = list(run.model[0].module.parameters())
@@ -65,7 +65,7 @@ def kept_in(formats: list[str]) -> list[tuple[Kept, Share]]:
                 hook.step["dp", "reduce_scatter"],
                 sum(param.numel() for param in params),
             )
-        found.append((kept, run_share(config, tokenizer, task, rank=own_rank(config), iterations=2)))
+        found.append((kept, run_share(config, recipe, rank=own_rank(config), iterations=2)))
     return found
 
 
@@ -74,8 +74,8 @@ def kept_in(formats: list[str]) -> list[tuple[Kept, Share]]:
 )
 def test_number_formats() -> None:
     """The band is that of test_bf16_band.py."""
-    config, tokenizer, task = training(SHORT, "1")
-    reference = join([run_share(config, tokenizer, task, rank=0, iterations=2)])
+    config, recipe = training(SHORT, "1")
+    reference = join([run_share(config, recipe, rank=0, iterations=2)])
     ranks = run_distributed(kept_in, 2, list(FORMATS), timeout=240.0)
     for flags, results in zip(FORMATS, zip(*ranks, strict=True), strict=True):
         params, grads, sent = FORMATS[flags]
@@ -120,8 +120,8 @@ def gathered_with(flag_list: list[str]) -> list[tuple[bool, bool, float]]:
     begins, and the gradient norm."""
     found = []
     for flags in flag_list:
-        config, tokenizer, task = training(f"{STYLES['llama']} {flags}", "dp2,fsdp2")
-        with local_run(config, tokenizer, task, own_rank(config)) as run:
+        config, recipe = training(f"{STYLES['llama']} {flags}", "dp2,fsdp2")
+        with local_run(config, recipe, own_rank(config)) as run:
             layers: nn.ModuleList = run.model[0].module.decoder.layers  # type: ignore[assignment, union-attr]
             seen: list[tuple[bool, bool]] = []
 
@@ -157,8 +157,8 @@ def memory_asked_for(flags: str) -> int:
 
     FSDPModule.set_allocate_memory_from_process_group_for_comm = recorded  # type: ignore[method-assign]
     try:
-        config, tokenizer, task = training(f"{STYLES['llama']} {flags}", "dp2,fsdp2")
-        with local_run(config, tokenizer, task, own_rank(config)) as run:
+        config, recipe = training(f"{STYLES['llama']} {flags}", "dp2,fsdp2")
+        with local_run(config, recipe, own_rank(config)) as run:
             train_step(run, run.data.open("train", 0))
             assert len(asked) in (0, sum(isinstance(part, FSDPModule) for part in run.model[0].modules()))
         return len(asked)
@@ -178,8 +178,8 @@ def test_registered_memory() -> None:
 
 def divided(flags: str) -> tuple[int, int, int]:
     """Elements of parameters, gradients and moments that this process keeps."""
-    config, tokenizer, task = training(STYLES["llama"], f"dp4,--use-megatron-fsdp,--micro-batch-size=1,{flags}")
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(STYLES["llama"], f"dp4,--use-megatron-fsdp,--micro-batch-size=1,{flags}")
+    with local_run(config, recipe, own_rank(config)) as run:
         train_step(run, run.data.open("train", 0))
         run.model[0].finish_param_sync()
         params = list(run.model[0].module.parameters())
@@ -195,7 +195,7 @@ def test_each_instance_divides_a_copy() -> None:
     """That they train alike is said by test_layouts.py, and what they send by test_traffic.py."""
     ranks = run_distributed(divided, 4, "--num-distributed-optimizer-instances=2")
     assert len({ranks[0], ranks[2]}) == len({ranks[1], ranks[3]}) == 1
-    config, tokenizer, task = training(STYLES["llama"], "1")
-    with local_run(config, tokenizer, task, 0) as run:
+    config, recipe = training(STYLES["llama"], "1")
+    with local_run(config, recipe, 0) as run:
         whole = sum(param.numel() for param in run.model[0].parameters())
     assert [a + b for a, b in zip(ranks[0], ranks[1], strict=True)] == [whole] * 3

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-import pretrain_gpt
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
-from megatron.training.recipes.gpt import padded_vocab_size_of
-from megatron.training.setup import Task
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
@@ -57,33 +55,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def training(flags: str, layout_text: str) -> Any:
-    """Settings, tokenizer and task of the run under a layout; flags given later win."""
+    """Settings and recipe of the run under a layout; flags given later win."""
     layout = parse_layout(layout_text)
     padding = f"--make-vocab-size-divisible-by {128 // layout.sizes['tp']}"
     argv = [*f"{BASE} {padding} {flags}".split(), *layout.flags]
     config = read_run_config(argv, {"WORLD_SIZE": str(layout.world_size)})
-    tokenizer = Letters()
-    task = Task(
-        functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer)),
-        functools.partial(pretrain_gpt.train_valid_test_datasets_provider, config, tokenizer),
-        pretrain_gpt.forward_step,
-    )
-    return config, tokenizer, task
+    return config, build_gpt_recipe(config, Letters())
 
 
 def share_and_microbatches(flags: str, layout: str) -> tuple[Share, list[tuple[int, int]]]:
     """One rank's part of the run, and (tokens on this rank, ranks that share them) of its microbatches."""
-    config, tokenizer, task = training(flags, layout)
+    config, recipe = training(flags, layout)
     microbatches = []
 
     def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> Any:
         batch = next(batches)
         ranks = int(batch.get("local_cp_size", 1))
         microbatches.append((batch["tokens"].shape[1] // ranks, ranks))
-        return task.forward_step(iter([batch]), model)
+        return recipe.forward_step(iter([batch]), model)
 
-    recording = dataclasses.replace(task, forward_step=forward_step)
-    return run_share(config, tokenizer, recording, rank=own_rank(config), iterations=ITERATIONS), microbatches
+    recording = dataclasses.replace(recipe, forward_step=forward_step)
+    return run_share(config, recording, rank=own_rank(config), iterations=ITERATIONS), microbatches
 
 
 @functools.cache
@@ -111,8 +103,8 @@ def test_it_is_the_run_of_one_process(style: str, layout: str, sizes: set[int], 
 
 
 def train_on(flags: str, layout: str) -> None:
-    config, tokenizer, task = training(flags, layout)
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(flags, layout)
+    with local_run(config, recipe, own_rank(config)) as run:
         train(run)
 
 

@@ -36,9 +36,9 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
 
 def train_on(flags: str, layout: str) -> list[float]:
     """Go on from where --load is, or start, to --train-iters, and save; the gradient norms on the way."""
-    config, tokenizer, task = training(flags, layout)
+    config, recipe = training(flags, layout)
     norms = []
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    with local_run(config, recipe, own_rank(config)) as run:
         update = run.optimizer.step
 
         def recorded() -> Any:

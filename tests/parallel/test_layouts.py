@@ -58,8 +58,8 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
 
 def share(style: str, text: str) -> Share:
     """One rank's part of the run; the whole run where the layout is one process."""
-    config, tokenizer, task = training(f"{(STYLES | OPTIONS)[style]} {MICRO_BATCH}", text)
-    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=ITERATIONS)
+    config, recipe = training(f"{(STYLES | OPTIONS)[style]} {MICRO_BATCH}", text)
+    return run_share(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
 
 
 @functools.cache

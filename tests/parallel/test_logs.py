@@ -28,8 +28,8 @@ class Counting(Hook):
 
 def statistics(layout: str) -> Statistics:
     """Norms and zeros after a step, and what the timers report."""
-    config, tokenizer, task = training(STYLES["llama"], f"{layout},--timing-log-level=1")
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(STYLES["llama"], f"{layout},--timing-log-level=1")
+    with local_run(config, recipe, own_rank(config)) as run:
         run.hooks = found = Counting()
         train_step(run, run.data.open("train", 0))
         parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")

@@ -19,9 +19,9 @@ OVERFLOWS_AT = 2
 
 def train(layout: str) -> list[tuple[bool, float, float, float]]:
     """(skipped, loss scale, loss, gradient norm) of each step; in one of them the last process has an infinity."""
-    config, tokenizer, task = training(FLAGS, layout)
+    config, recipe = training(FLAGS, layout)
     found: list[tuple[bool, float, float, float]] = []
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    with local_run(config, recipe, own_rank(config)) as run:
         update = run.optimizer.step
 
         def overflowing() -> Any:

@@ -34,8 +34,8 @@ CASES = [
 
 
 def share(flags: str, layout: str) -> Share:
-    config, tokenizer, task = training(f"{STYLES['llama']} {flags}", layout)
-    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=4)
+    config, recipe = training(f"{STYLES['llama']} {flags}", layout)
+    return run_share(config, recipe, rank=own_rank(config), iterations=4)
 
 
 @functools.cache
@@ -51,8 +51,8 @@ def test_layout_is_the_same_run(flags: str, layout: str, tolerances: Tolerances)
 
 
 def clipped_share(flags: str, layout: str) -> Share:
-    config, tokenizer, task = training(f"--qk-clip --init-method-std 0.2 {flags}", layout)
-    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=3)
+    config, recipe = training(f"--qk-clip --init-method-std 0.2 {flags}", layout)
+    return run_share(config, recipe, rank=own_rank(config), iterations=3)
 
 
 @pytest.mark.flags("--qk-clip")

@@ -20,8 +20,8 @@ from tests.parallel.small_training import STYLES, own_rank, training
 
 def traced(layout: str, directory: str) -> list[str]:
     flags = f"--pipeline-trace-dir={directory},--profile-step-start=1,--profile-step-end=3,--train-iters=4"
-    config, tokenizer, task = training(STYLES["gpt2"], f"{layout},{flags},--timing-log-level=2,--log-interval=100")
-    with local_run(config, tokenizer, task, own_rank(config)) as run:
+    config, recipe = training(STYLES["gpt2"], f"{layout},{flags},--timing-log-level=2,--log-interval=100")
+    with local_run(config, recipe, own_rank(config)) as run:
         train(run)
         return run.timers.names()
 

@@ -24,8 +24,8 @@ CASES = [
 
 def share(style: str, layout: str) -> Share:
     dropout = "--hidden-dropout=0.1,--attention-dropout=0.1,--attention-backend=local"
-    config, tokenizer, task = training(STYLES[style], f"{layout},{dropout}" if "cp2" not in layout else layout)
-    return run_share(config, tokenizer, task, rank=own_rank(config), iterations=2)
+    config, recipe = training(STYLES[style], f"{layout},{dropout}" if "cp2" not in layout else layout)
+    return run_share(config, recipe, rank=own_rank(config), iterations=2)
 
 
 def differing() -> list[str]:

@@ -35,9 +35,9 @@ Sent = dict[tuple[str, str], int]
 def sent(layout: str) -> tuple[Sent, int, str]:
     """What this rank sends in a step, the bytes of its gradients, and what is printed."""
     flags = "--log-comm-volume,--log-interval=2,--train-iters=2,--lr-warmup-iters=0"
-    config, tokenizer, task = training(STYLES["gpt2"], f"{layout},{flags}")
+    config, recipe = training(STYLES["gpt2"], f"{layout},{flags}")
     printed = io.StringIO()
-    with local_run(config, tokenizer, task, own_rank(config)) as run, contextlib.redirect_stdout(printed):
+    with local_run(config, recipe, own_rank(config)) as run, contextlib.redirect_stdout(printed):
         train(run)
         (hook,) = (hook for hook in run.hooks.hooks if isinstance(hook, TrafficHook))  # type: ignore[attr-defined]
         gradient_bytes = sum(buffer.grad_data.nbytes for chunk in run.model for buffer in chunk.flat_buffers)

@@ -57,7 +57,7 @@ def test_as_transformers(kept_in: str, add_generation_prompt: bool, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["text", "file"])
 def test_template_of_the_flag(kind: str, tmp_path: Path) -> None:
     from megatron.training.flags.read import read_run_config
-    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer
     from tests.unit.run_flags import SMALLEST_RUN
 
     text = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
@@ -67,7 +67,7 @@ def test_template_of_the_flag(kind: str, tmp_path: Path) -> None:
         [*SMALLEST_RUN.split(), "--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "1000", "--tokenizer-model",
          str(model(tmp_path, chat_template="own")), "--chat-template", value], {},
     )  # fmt: skip
-    assert tokenizer_of(config).render_chat(MESSAGES[1:]) == "[naïve][never seen]"
+    assert build_tokenizer(config).render_chat(MESSAGES[1:]) == "[naïve][never seen]"
 
 
 def test_tokens_that_a_post_processor_adds_are_not_added(tmp_path: Path) -> None:

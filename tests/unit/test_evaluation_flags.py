@@ -16,7 +16,7 @@ from megatron.core.errors import ConfigError
 from megatron.training.flags.read import read_run_config
 from megatron.training.run import Hook, Run
 from tests.unit.run_flags import run_config
-from tests.unit.tiny_training import FLAGS, finish, prepare, train_tiny
+from tests.unit.tiny_training import FLAGS, finish, prepare, replace_forward_step, train_tiny
 
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
@@ -30,7 +30,7 @@ def evaluated_batches(*flags: str) -> list[tuple[int, int]]:
     run = prepare("--eval-interval", "6", "--eval-iters", "2", *flags)
     seen: list[tuple[int, int]] = []
     opened: list[int] = []
-    forward_step, open_split = run.forward_step, run.data.open
+    forward_step, open_split = run.recipe.forward_step, run.data.open
 
     def counting(batches: Any, model: Any) -> Any:
         if not model.training:
@@ -43,7 +43,7 @@ def evaluated_batches(*flags: str) -> list[tuple[int, int]]:
         opened.append(at)
         return open_split(split, at, *part)
 
-    run.forward_step = counting
+    replace_forward_step(run, counting)
     run.data.open = opening  # type: ignore[method-assign]
     run.data.datasets["test"] = None
     finish(run)

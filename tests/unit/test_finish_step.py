@@ -36,7 +36,7 @@ def biases(model: nn.Module) -> list[Tensor]:
 def test_a_library_user_moves_expert_biases_as_training_does() -> None:
     """No hook, nothing of megatron.training around the step: upstream's own way to write a training loop."""
     flags = f"{EXPERTS['picky']} --lr-warmup-iters 0 --lr-decay-style constant"
-    config, tokenizer, task = training(flags, "1")
+    config, recipe = training(flags, "1")
     seen: list[Any] = []
 
     def recorded(batches: Iterator[Any]) -> Iterator[Any]:
@@ -44,7 +44,7 @@ def test_a_library_user_moves_expert_biases_as_training_does() -> None:
             seen.append({name: tensor.clone() for name, tensor in batch.items()})
             yield batch
 
-    with local_run(config, tokenizer, task, 0) as run:
+    with local_run(config, recipe, 0) as run:
         batches = recorded(run.data.open("train", 0))
         for _ in range(STEPS):
             run.hooks.on_step_start(run)

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
+from megatron.core.traffic import Traffic
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.outliers import FACTOR, SAMPLES
+from megatron.training.recipes.gpt import build_gpt_recipe
 from tests.functional.test_progress_bar import step as measured
 from tests.unit.run_flags import run_config
 
 
 def warnings_of(flags: str, values: list[tuple[float, float]], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What a run with these (loss, gradient norm) prints on standard error."""
-    hooks = {type(hook).__name__: hook for hook in build_hooks(run_config(flags), None)}
+    config = run_config(flags)
+    hooks = {type(hook).__name__: hook for hook in build_hooks(config, build_gpt_recipe(config), Traffic())}
     if "OutlierHook" not in hooks:
         return []
     run: Any = SimpleNamespace(is_first_rank=True)

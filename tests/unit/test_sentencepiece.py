@@ -48,12 +48,12 @@ def test_directory_that_holds_the_model(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("text", ["hello  world", " hello world  ", "hello world"])
 def test_extra_spaces(text: str, tmp_path: Path) -> None:
-    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer
 
     model = trained(tmp_path / "tiny.model")
     base = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
-    usual = tokenizer_of(run_config(f"{base} --tokenizer-sentencepiece-ignore-extra-whitespaces"))
-    keeping = tokenizer_of(run_config(f"{base} --no-tokenizer-sentencepiece-ignore-extra-whitespaces"))
+    usual = build_tokenizer(run_config(f"{base} --tokenizer-sentencepiece-ignore-extra-whitespaces"))
+    keeping = build_tokenizer(run_config(f"{base} --no-tokenizer-sentencepiece-ignore-extra-whitespaces"))
     assert usual.detokenize(usual.tokenize(text)) == " ".join(text.split())
     assert keeping.detokenize(keeping.tokenize(text)) == text
     assert usual.tokenize("hello world") == keeping.tokenize("hello world")
@@ -62,13 +62,13 @@ def test_extra_spaces(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.flags("--tokenizer-special-tokens", "--tokenizer-sentencepiece-legacy")
 def test_special_tokens_in_legacy_mode(tmp_path: Path) -> None:
-    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer
 
     model = trained(tmp_path / "tiny.model")
     base = f"--tokenizer-type Llama2Tokenizer --tokenizer-model {model}"
-    plain = tokenizer_of(run_config(base))
+    plain = build_tokenizer(run_config(base))
     special = "--tokenizer-special-tokens <one> <sep> <two>"
-    tokenizer = tokenizer_of(run_config(f"{base} {special} --tokenizer-sentencepiece-legacy"))
+    tokenizer = build_tokenizer(run_config(f"{base} {special} --tokenizer-sentencepiece-legacy"))
     size = plain.vocab_size
     assert (tokenizer.vocab_size, tokenizer.max_id) == (size + 2, size + 1), "<sep> is a piece of the model already"
     known = sentencepiece.SentencePieceProcessor(model_file=model).piece_to_id("<sep>")
@@ -80,7 +80,7 @@ def test_special_tokens_in_legacy_mode(tmp_path: Path) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert tokenizer.tokenize("") == []
     with pytest.raises(ConfigError, match="--tokenizer-special-tokens needs --tokenizer-sentencepiece-legacy"):
-        tokenizer_of(run_config(f"{base} {special}"))
+        build_tokenizer(run_config(f"{base} {special}"))
 
 
 @pytest.mark.flags("--vocab-extra-ids")

@@ -41,13 +41,14 @@ def test_without_a_size_the_whole_file() -> None:
 
 @pytest.mark.flags("--tiktoken-pattern")
 def test_patterns_cut_differently() -> None:
-    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer
 
     flags = (
         f"--tokenizer-type TikTokenizer --tokenizer-model {MODEL} --tiktoken-num-special-tokens 20 --vocab-size 1019"
     )
     usual, v1, v2 = (
-        tokenizer_of(run_config(f"{flags} {more}")) for more in ("", "--tiktoken-pattern v1", "--tiktoken-pattern v2")
+        build_tokenizer(run_config(f"{flags} {more}"))
+        for more in ("", "--tiktoken-pattern v1", "--tiktoken-pattern v2")
     )
     text = (DATA / "corpus" / "public_small.jsonl").read_text()[:200_000]
     assert v1.tokenize(text) != v2.tokenize(text) == usual.tokenize(text)
@@ -69,17 +70,17 @@ def test_special_tokens_come_first() -> None:
 @pytest.mark.flags("--tokenizer-special-tokens", "--vocab-extra-ids", "--tiktoken-special-tokens")
 @pytest.mark.parametrize("spelling", ["--tokenizer-special-tokens", "--tiktoken-special-tokens"])
 def test_own_special_tokens(spelling: str) -> None:
-    from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
 
     names = ["<s>", "</s>", "<im_start>", "<unk>", "<mask>", "<pad>", "<cls>", "<sep>"]
     config = run_config(
         f"--tokenizer-type TikTokenizer --tokenizer-model {MODEL} --tiktoken-num-special-tokens 10 --vocab-size 512 "
         f"--vocab-extra-ids 2 --make-vocab-size-divisible-by 1 {spelling} {' '.join(names)}"
     )
-    tokenizer = tokenizer_of(config)
+    tokenizer = build_tokenizer(config)
     assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (0, 1, 5)
     assert tokenizer.tokenize("<im_start><extra_id_1><extra_id_0><SPECIAL_9>") == [2, 513, 512, 9]
-    assert tokenizer.vocab_size == padded_vocab_size_of(config, tokenizer) == 514
+    assert tokenizer.vocab_size == compute_padded_vocab_size(config, tokenizer) == 514
 
 
 @pytest.mark.flags("--tiktoken-num-special-tokens", "--tokenizer-special-tokens", "--vocab-size")

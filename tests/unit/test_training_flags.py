@@ -17,7 +17,7 @@ from megatron.training import setup as run_setup
 from megatron.training.hooks import tensorboard as tensorboard_module
 from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.run import Run
-from tests.unit.tiny_training import finish, prepare, train_tiny
+from tests.unit.tiny_training import finish, prepare, replace_forward_step, train_tiny
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -74,13 +74,13 @@ def test_train_samples_with_a_growing_batch() -> None:
 def test_microbatches(micro_batch_size: int, microbatches: int) -> None:
     run = prepare("--micro-batch-size", str(micro_batch_size), "--global-batch-size", "8", "--train-iters", "1")
     seen: list[int] = []
-    forward_step = run.forward_step
+    forward_step = run.recipe.forward_step
 
     def counting(batches: Any, model: Any) -> Any:
         seen.append(1)
         return forward_step(batches, model)
 
-    run.forward_step = counting
+    replace_forward_step(run, counting)
     finish(run)
     assert len(seen) == microbatches
     assert next(run.data.open("train", 0))["tokens"].shape[0] == micro_batch_size
@@ -211,7 +211,7 @@ class Diverging:
     """A forward_step whose loss becomes NaN at the third microbatch-pair."""
 
     def __init__(self, run: Run) -> None:
-        self.forward_step, self.calls = run.forward_step, 0
+        self.forward_step, self.calls = run.recipe.forward_step, 0
 
     def __call__(self, batches: Any, model: Any) -> Any:
         self.calls += 1
@@ -222,13 +222,13 @@ class Diverging:
 @pytest.mark.flags("--check-for-nan-in-loss-and-grad")
 def test_a_nan_stops_the_run_or_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare("--save", tmp_path / "ckpt", "--save-interval", "1")
-    run.forward_step = Diverging(run)
+    replace_forward_step(run, Diverging(run))
     with pytest.raises(NonFiniteError):
         finish(run)
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
     run = prepare("--no-check-for-nan-in-loss-and-grad", "--metrics-dir", tmp_path, "--log-interval", "6")
-    run.forward_step = Diverging(run)
+    replace_forward_step(run, Diverging(run))
     finish(run)
     found = rows(tmp_path)
     assert [row["skipped"] for row in found] == [False, False, True, False, False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ def data(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(*sets: RandomTokens) -> None:
         real = tiny_training.setup
 
-        def with_sets(config: Any, process: Any, tokenizer: Any, task: Any) -> Run:
+        def with_sets(config: Any, process: Any, recipe: Any) -> Run:
             def build(counts: tuple[int, int | None, int]) -> list[Any]:
                 return [RandomTokens(counts[0]), list(sets) if len(sets) > 1 else sets[0], None]
 
-            return real(config, process, tokenizer, type(task)(task.build_model, build, task.forward_step))
+            return real(config, process, dataclasses.replace(recipe, build_datasets=build))
 
         monkeypatch.setattr(tiny_training, "setup", with_sets)
 

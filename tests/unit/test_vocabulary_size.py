@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of, vocab_size_of
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size, compute_vocab_size
 from tests.preprocess_runs import DATA
 from tests.unit.run_flags import run_config
 
@@ -16,7 +16,7 @@ HF = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {DATA / 'tok' / '
 
 def rows(flags: str) -> int:
     config = run_config(flags)
-    return padded_vocab_size_of(config, tokenizer_of(config))
+    return compute_padded_vocab_size(config, build_tokenizer(config))
 
 
 @pytest.mark.flags("--padded-vocab-size", "--no-pad-vocab-size", "--pad-vocab-size", "--make-vocab-size-divisible-by")
@@ -43,13 +43,13 @@ def test_rows_that_cannot_be(flags: str, message: str) -> None:
     config = run_config(flags)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, tensor_model_parallel_size=2))
     with pytest.raises(ConfigError, match=message):
-        padded_vocab_size_of(config, tokenizer_of(config))
+        compute_padded_vocab_size(config, build_tokenizer(config))
 
 
 @pytest.mark.flags("--vocab-size")
 def test_size_beside_a_tokenizer_with_a_vocabulary() -> None:
     config = run_config(f"{HF} --vocab-size 1100")
-    assert vocab_size_of(config, tokenizer_of(config)) == 1100
+    assert compute_vocab_size(config, build_tokenizer(config)) == 1100
     with pytest.raises(ConfigError, match="--vocab-size 900 does not hold the 1000 tokens of the tokenizer"):
         rows(f"{HF} --vocab-size 900")
 
@@ -57,16 +57,16 @@ def test_size_beside_a_tokenizer_with_a_vocabulary() -> None:
 @pytest.mark.flags("--vocab-extra-ids", "--tokenizer-special-tokens")
 def test_added_tokens_of_huggingface() -> None:
     config = run_config(f"{HF} --vocab-size 1100 --vocab-extra-ids 2 --tokenizer-special-tokens <tool> <|endoftext|>")
-    tokenizer = tokenizer_of(config)
+    tokenizer = build_tokenizer(config)
     assert tokenizer.vocab_size == 1003
     assert tokenizer.tokenize("<tool><extra_id_1><|endoftext|>") == [1000, 1002, 0]
     with pytest.raises(ConfigError, match="--tokenizer-special-tokens names 'a' twice"):
-        tokenizer_of(run_config(f"{HF} --vocab-size 1100 --tokenizer-special-tokens a b a"))
+        build_tokenizer(run_config(f"{HF} --vocab-size 1100 --tokenizer-special-tokens a b a"))
 
 
 @pytest.mark.flags("--null-tokenizer-eod-id", "--null-tokenizer-pad-id", "--vocab-size")
 def test_ids_of_the_null_tokenizer() -> None:
-    tokenizer = tokenizer_of(run_config("--vocab-size 50 --null-tokenizer-eod-id 7 --null-tokenizer-pad-id 3"))
+    tokenizer = build_tokenizer(run_config("--vocab-size 50 --null-tokenizer-eod-id 7 --null-tokenizer-pad-id 3"))
     assert (tokenizer.eod, tokenizer.pad) == (7, 3)
     with pytest.raises(ConfigError, match="--null-tokenizer-eod-id 50 is outside --vocab-size 50"):
-        tokenizer_of(run_config("--vocab-size 50 --null-tokenizer-eod-id 50"))
+        build_tokenizer(run_config("--vocab-size 50 --null-tokenizer-eod-id 50"))

@@ -33,13 +33,13 @@ def vocab_file(tmp_path: Path) -> Path:
 @pytest.mark.flags("--tokenizer-type", "--vocab-file", "--tokenizer-hf-no-include-special-tokens")
 @pytest.mark.parametrize("lower_case", [True, False])
 def test_as_transformers(lower_case: bool, vocab_file: Path) -> None:
-    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer
 
     transformers = pytest.importorskip("transformers")
     expected = transformers.BertTokenizer(vocab=str(vocab_file), do_lower_case=lower_case)
     kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
-    tokenizer = tokenizer_of(run_config(f"--tokenizer-type {kind} --vocab-file {vocab_file} --vocab-size 200"))
-    bare = tokenizer_of(
+    tokenizer = build_tokenizer(run_config(f"--tokenizer-type {kind} --vocab-file {vocab_file} --vocab-size 200"))
+    bare = build_tokenizer(
         run_config(
             f"--tokenizer-type {kind} --vocab-file {vocab_file} --vocab-size 200 "
             "--tokenizer-hf-no-include-special-tokens"
@@ -65,9 +65,9 @@ def test_case_matters(vocab_file: Path) -> None:
 
 @pytest.mark.flags("--tokenizer-special-tokens", "--vocab-extra-ids")
 def test_more_special_tokens(vocab_file: Path) -> None:
-    from megatron.training.recipes.gpt import tokenizer_of
+    from megatron.training.recipes.vocabulary import build_tokenizer
 
-    tokenizer = tokenizer_of(
+    tokenizer = build_tokenizer(
         run_config(
             f"--tokenizer-type BertWordPieceCase --vocab-file {vocab_file} --vocab-size 200 --vocab-extra-ids 1 "
             "--tokenizer-special-tokens <one> <two>"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import pretrain_gpt
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import initialize, shut_down
 from megatron.training.loop import train
-from megatron.training.recipes.gpt import padded_vocab_size_of, tokenizer_of
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Run
-from megatron.training.setup import Task, setup
+from megatron.training.setup import setup
 
 SEQUENCE, VOCABULARY = 16, 50
 
@@ -46,18 +45,16 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def prepare(*flags: str | Path, **task_options: Any) -> Run:
-    """Everything up to the first step, loading included."""
+def prepare(*flags: str | Path, **recipe_parts: Any) -> Run:
+    """Everything up to the first step, loading included; recipe_parts replace those of the GPT recipe."""
     config = read_run_config([*FLAGS.split(), *map(str, flags)], {})
-    tokenizer = tokenizer_of(config)
-    model = functools.partial(pretrain_gpt.model_provider, config, padded_vocab_size_of(config, tokenizer))
-    task = Task(
-        model,
-        lambda counts: [RandomTokens(n) if n else None for n in counts],
-        pretrain_gpt.forward_step,
-        **task_options,
-    )
-    return setup(config, initialize(config), tokenizer, task)
+    parts = {"build_datasets": lambda counts: [RandomTokens(n) if n else None for n in counts]} | recipe_parts
+    return setup(config, initialize(config), dataclasses.replace(build_gpt_recipe(config), **parts))
+
+
+def replace_forward_step(run: Run, forward_step: Any) -> None:
+    """Let the run call this one from now on."""
+    run.recipe = dataclasses.replace(run.recipe, forward_step=forward_step)
 
 
 def finish(run: Run) -> Run:

@@ -70,7 +70,6 @@ class MegatronOptimizer:
         self.groups = groups
         self.model_chunks = list(model_chunks)
         self.timers = Timers(log_level=0)
-        """Of the parts of a step; whoever wants times sets others."""
         self.check_for_nan_in_grad = any(chunk.ddp_config.check_for_nan_in_grad for chunk in model_chunks)
         buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
         if not buffers:
@@ -89,8 +88,6 @@ class MegatronOptimizer:
         self._step = torch.zeros((), device=self._device)
         self.grad_scaler = make_grad_scaler(config, self._device)
         self.after_update: Callable[[Tensor], None] | None = None
-        """Called in every step, with 1 where gradients were not finite, before the network gets its parameters: it may
-        change them further (`scale_rows`)."""
 
     def _rule(self, name: str) -> UpdateRule:
         match name:
@@ -99,6 +96,17 @@ class MegatronOptimizer:
             case "soap":
                 return Soap(self.config, self.groups)
         return elementwise_rule(name, self.config)
+
+    def use_timers(self, timers: Timers) -> None:
+        """Measure the parts of an update with these stopwatches from now on."""
+        self.timers = timers
+
+    def call_after_update(self, action: Callable[[Tensor], None]) -> None:
+        """Let `action(found_inf)` run in every step after the update and before the network gets its parameters, which
+        it may change further (`scale_rows`). found_inf: 1 where gradients were not finite, else 0; a float32 scalar.
+        One action at a time, and not with --overlap-param-gather-with-optimizer-step, which updates chunks in turn.
+        """
+        self.after_update = action
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -44,7 +44,6 @@ from megatron.training.checkpoint import rng_state
 from megatron.training.checkpoint.differences import shape_differences, trajectory_differences
 from megatron.training.checkpoint.tokenizer_assets import tokenizer_files
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.recipes.gpt import vocab_size_of
 from megatron.training.run import Run
 
 STATE, RNG, CONFIG = "state", "rng", "config"
@@ -261,13 +260,12 @@ def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
 
 def _placed_parameters(run: Run) -> Iterator[tuple[DistributedDataParallel, torch.nn.Parameter, Placement]]:
     """Parameters, each with its chunk and placement; those with a row for each token know which rows are padding."""
-    vocabulary = vocab_size_of(run.config, run.tokenizer)
     for chunk in run.model:
         chunk.finish_param_sync()
         for name, parameter in chunk.module.named_parameters():
             placement = placement_of(parameter, name)
             if placement.name in _VOCABULARY_WEIGHTS and placement.valid_rows is None:
-                placement = dataclasses.replace(placement, valid_rows=vocabulary)
+                placement = dataclasses.replace(placement, valid_rows=run.recipe.vocab_size)
             yield chunk, parameter, placement
 
 

@@ -19,10 +19,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.save_and_load import CONFIG
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.container import RunConfig
-from megatron.training.recipes.gpt import build_gpt_model, padded_vocab_size_of, tokenizer_of, vocab_size_of
+from megatron.training.recipes.build import build_recipe
+from megatron.training.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from torch import nn
+
     from megatron.core.tokenizers.base import Tokenizer
 
 
@@ -32,19 +34,23 @@ class TrainedModel:
 
     path: Path
     config: RunConfig
-    tokenizer: Tokenizer
-    model: GPTModel
+    recipe: Recipe
+    model: nn.Module
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that the model was trained with."""
+        return self.recipe.tokenizer
 
     @property
     def max_sequence_length(self) -> int | None:
         """Positions that the model has; None where it has no table of them."""
-        learned = self.config.model.position_embedding_type == "learned_absolute"
-        return self.config.gpt.max_position_embeddings if learned else None
+        return self.recipe.max_sequence_length
 
     @property
     def vocab_size(self) -> int:
         """Tokens without padding."""
-        return vocab_size_of(self.config, self.tokenizer)
+        return self.recipe.vocab_size
 
 
 def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool = False) -> TrainedModel:
@@ -61,13 +67,13 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
         what = "holds no checkpoint" if root.is_dir() else "does not exist"
         raise CheckpointError(f"--load {root} {what}")
     config = _read_config(found.path, bf16)
-    tokenizer = tokenizer_of(config)
+    recipe = build_recipe(config)
     device = current_device()
     with torch.device(device):
-        model = build_gpt_model(config, padded_vocab_size_of(config, tokenizer), pg_collection=groups)
+        model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
     parameters = ((parameter, placement_of(parameter, name)) for name, parameter in model.named_parameters())
     serialization.load(model_state(parameters), found, groups.world)
-    return TrainedModel(found.path, config, tokenizer, model.eval())
+    return TrainedModel(found.path, config, recipe, model.eval())
 
 
 def _read_config(path: Path, bf16: bool) -> RunConfig:

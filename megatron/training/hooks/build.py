@@ -20,6 +20,7 @@ from megatron.training.hooks.memory import MemoryHook
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.hooks.metrics import MetricsHook
 from megatron.training.hooks.named_ranges import NamedRangesHook
+from megatron.training.hooks.non_loss_data import NonLossDataHook
 from megatron.training.hooks.outliers import OutlierHook
 from megatron.training.hooks.pipeline_clock import PipelineClockHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
@@ -29,12 +30,13 @@ from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.hooks.timing import TimingHook
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.hooks.wandb import WandbHook
+from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook
 
 PROGRAM_STARTED_AT = time.monotonic()
 
 
-def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
+def build_hooks(config: RunConfig, recipe: Recipe, traffic: Traffic) -> list[Hook]:
     """Everything periodic, in the order of one iteration: measure, report, check, evaluate, decide, save."""
     hooks: list[Hook] = reporting_hooks(config, traffic, meter := MeterHook())
     spiky, large = config.training.check_for_spiky_loss, config.training.check_for_large_grads
@@ -61,6 +63,9 @@ def build_hooks(config: RunConfig, traffic: Traffic) -> list[Hook]:
         hooks.append(ExitSignalHook(config.training.exit_signal))
     if config.checkpoint.save is not None:
         hooks.append(CheckpointHook(config.checkpoint))
+    if recipe.process_non_loss_data is not None:
+        tensorboard = next((hook for hook in hooks if isinstance(hook, TensorBoardHook)), None)
+        hooks.append(NonLossDataHook(recipe.process_non_loss_data, recipe.collect_non_loss_data, tensorboard))
     return hooks
 
 

@@ -62,7 +62,8 @@ class ConsoleHook(Hook):
             self.bar = ProgressBar(run.progress.iteration, run.progress.target_iterations)
         used = "" if active == parameters else f", {active:,} of them active for each token,"
         share = "" if own == parameters else f" ({own:,} on this rank)"
-        for operation, how in operations_of(run).items():
+        chunks = [chunk.module for chunk in run.model]
+        for operation, how in run.recipe.describe_operations(chunks, run.groups, run.device).items():
             self._print(f"{operation}: {how}")
         yardstick = self.meter.yardstick
         mfu = "MFU is not known"
@@ -110,22 +111,6 @@ class ConsoleHook(Hook):
             self.bar.redraw()
 
 
-def operations_of(run: Run) -> dict[str, str]:
-    """Which implementation each operation got; nothing for a model or a layer of the user's own."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.operations import describe_operations
-
-    models = [chunk.module for chunk in run.model]
-    if run.config.gpt.spec not in (None, ["local"]) or any(type(model) is not GPTModel for model in models):
-        return {}
-    described = describe_operations(run.config.model, run.device)
-    if run.groups.cp.size() > 1:
-        parts = (part for model in models for part in model.modules() if isinstance(part, DotProductAttention))
-        described["attention"] = "; ".join(dict.fromkeys(part.backend.name for part in parts))
-    return described
-
-
 def parameter_count(run: Run) -> tuple[int, int]:
     """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
     router chooses. Every rank calls this."""
@@ -151,7 +136,7 @@ def progress_line(step: StepMetrics, interval: Interval, target_iterations: int)
         f"iteration {step.iteration:8d}/{target_iterations:8d}",
         f"consumed samples: {step.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {step.tflops * speed:.3g}",
+        f"throughput per GPU (TFLOP/s/GPU): {'n/a' if step.tflops is None else f'{step.tflops * speed:.3g}'}",
         f"MFU (%): {'n/a' if step.mfu is None else f'{step.mfu * speed * 100:.1f}'}",
         f"tokens per second: {interval.tokens / interval.elapsed_seconds:.0f}",
         f"learning rate: {step.learning_rate:.6E}",

@@ -30,7 +30,8 @@ def step_points(step: StepMetrics, config: LoggerConfig, world_size: int) -> dic
     if config.log_world_size_to_tensorboard:
         points["world-size"] = world_size
     if config.log_throughput:
-        points |= {"throughput": step.tflops, "tokens-per-second": step.tokens_per_second}
+        points["tokens-per-second"] = step.tokens_per_second
+        points |= {} if step.tflops is None else {"throughput": step.tflops}
         points |= {} if step.mfu is None else {"mfu": step.mfu}
     return points
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core import device
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.optimizer.grad_statistics import count_zeros
-from megatron.planner.throughput import Yardstick, build_yardstick, training_flops_per_token
+from megatron.planner.throughput import Yardstick, build_yardstick
 from megatron.training.run import Hook, Run, StepResult
 
 
@@ -31,10 +31,10 @@ class StepMetrics:
     elapsed_seconds: float
     tokens_per_second: float
     """Over all devices."""
-    tflops: float
-    """10^12 floating-point operations per second and device."""
+    tflops: float | None
+    """10^12 floating-point operations per second and device; None for a model whose operations nobody has counted."""
     mfu: float | None
-    """Model FLOPs utilisation: share of the device's peak, 0 to 1; None where that is unknown."""
+    """Model FLOPs utilisation: share of the device's peak, 0 to 1; None where either is unknown."""
     memory_bytes: int
     """In use by this process: allocated on the device, or resident on the host."""
     peak_memory_bytes: int
@@ -107,11 +107,10 @@ class MeterHook(Hook):
         losses = {name: float(value) for name, value in result.losses.items()}
         grad_norm = None if result.grad_norm is None else float(result.grad_norm)
         elapsed = time.perf_counter() - self._started_at
-        flops_per_token = training_flops_per_token(
-            run.config.model, seq_length=run.seq_length, padded_vocab_size=run.padded_vocab_size
-        )
         tokens_per_second = result.samples * run.seq_length / elapsed
-        flops_per_device = flops_per_token * tokens_per_second / run.groups.world.size()
+        flops_per_device = None
+        if run.flops_per_token is not None:
+            flops_per_device = run.flops_per_token * tokens_per_second / run.groups.world.size()
         memory = device.memory_stats()
         self.step = StepMetrics(
             iteration=run.progress.iteration,
@@ -125,8 +124,8 @@ class MeterHook(Hook):
             loss_scale=result.loss_scale,
             elapsed_seconds=elapsed,
             tokens_per_second=tokens_per_second,
-            tflops=flops_per_device / 1e12,
-            mfu=self.yardstick.utilisation(flops_per_device),
+            tflops=None if flops_per_device is None else flops_per_device / 1e12,
+            mfu=None if flops_per_device is None else self.yardstick.utilisation(flops_per_device),
             memory_bytes=memory["allocated_bytes"],
             peak_memory_bytes=memory["peak_bytes"],
             num_zeros_in_grad=None if self._zeros is None else int(self._zeros),

@@ -48,7 +48,7 @@ class NonLossDataHook(Hook):
         with contextlib.closing(run.data.open(evaluation.split, consumed)) as batches:  # type: ignore[type-var]
             outputs = run.executor.run(
                 actions,
-                run.forward_step,
+                run.recipe.forward_step,
                 batches,
                 forward_only=True,
                 collect_non_loss_data=True,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.errors import StorageError
-from megatron.planner.throughput import training_flops_per_token
 from megatron.training.run import Hook, Run
 
 FILE_NAME = "progress.txt"
@@ -55,10 +54,7 @@ class ProgressHistoryHook(Hook):
                           f"Tokens (in billions): {tokens / 1e9:.6g}")  # fmt: skip
 
     def _flops(self, run: Run) -> float:
-        per_token = training_flops_per_token(
-            run.config.model, seq_length=run.seq_length, padded_vocab_size=run.padded_vocab_size
-        )
-        return float(per_token) * run.seq_length * run.progress.consumed_train_samples
+        return (run.flops_per_token or 0.0) * run.seq_length * run.progress.consumed_train_samples
 
     def _append(self, run: Run, text: str) -> None:
         if not run.is_first_rank:

@@ -1,68 +1,100 @@
-"""From the settings of a run to its tokenizer and its GPT model."""
+"""The recipe of GPT models: from the settings of a run to its model, its data, its forward step and its loss.
+
+torch is imported only where it is used, so that a program answers `--help` and mistakes at once.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.errors import ConfigError
-from megatron.core.tokenizers.build import pad_vocab_size, tokenizer_from
 from megatron.training.config.container import RunConfig
-from megatron.training.recipes.layer_spec import layer_spec
+from megatron.training.recipes.gpt_data import build_gpt_datasets
+from megatron.training.recipes.recipe import Recipe
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size, compute_vocab_size
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tokenizers.base import Tokenizer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+LossOutput = tuple["Tensor", "Tensor", dict[str, "Tensor"]]
 
 
-def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """The tokenizer that the settings name. Raises ConfigError or DataError."""
-    return tokenizer_from(config.tokenizer)
+def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> Recipe:
+    """What the trainer needs to train the GPT model that the settings describe.
 
-
-def vocab_size_of(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Tokens without padding: the tokenizer's, or the larger --vocab-size.
-
-    Raises ConfigError for a --vocab-size that does not hold the tokenizer's tokens.
+    tokenizer: built from the settings when None. Raises ConfigError or DataError for a vocabulary that cannot be used.
     """
-    asked = config.tokenizer.vocab_size
-    if asked is None or asked == tokenizer.vocab_size - config.tokenizer.vocab_extra_ids:
-        return tokenizer.vocab_size
-    if asked < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {asked} does not hold the {tokenizer.vocab_size} tokens of the tokenizer; leave it out"
-        )
-    return asked
+    tokenizer = tokenizer or build_tokenizer(config)
+    padded_vocab_size = compute_padded_vocab_size(config, tokenizer)
+    learns_positions = config.model.position_embedding_type == "learned_absolute"
+    return Recipe(
+        tokenizer=tokenizer,
+        vocab_size=compute_vocab_size(config, tokenizer),
+        padded_vocab_size=padded_vocab_size,
+        build_model=functools.partial(build_gpt_model, config, padded_vocab_size),
+        build_datasets=functools.partial(build_gpt_datasets, config, tokenizer),
+        forward_step=forward_step,
+        max_sequence_length=config.gpt.max_position_embeddings if learns_positions else None,
+        count_flops_per_token=functools.partial(count_gpt_flops_per_token, config, padded_vocab_size),
+        describe_operations=functools.partial(describe_gpt_operations, config),
+    )
 
 
-def padded_vocab_size_of(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding: the vocabulary, padded so that every tensor-parallel rank holds equally many.
+# ---- the forward step
 
-    Raises ConfigError for a --padded-vocab-size that is too small or cannot be divided.
+
+def forward_step(
+    batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel
+) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
+    """The model on this rank's tokens of the next microbatch: each token's loss [b, s], and how to reduce it."""
+    from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
+    from megatron.core.packed_seq_params import pack_batch
+
+    batch, packed_seq_params = pack_batch(next(batches), model.groups.hybrid_cp)
+    own_group = None if packed_seq_params is None else packed_seq_params.cp_group
+    batch = get_batch_on_this_cp_rank(batch, own_group or model.groups.cp)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_seq_params,
+    )
+    return output, functools.partial(loss_func, batch["loss_mask"])
+
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> LossOutput:
+    """Loss of one microbatch: its sum over the tokens that count, their number, and both once more for the log.
+
+    loss_mask, output: [b, s], output being each token's loss in float32.
     """
-    settings, ranks = config.tokenizer, config.model.tensor_model_parallel_size
-    vocab_size = vocab_size_of(config, tokenizer)
-    if settings.padded_vocab_size is None and settings.pad_vocab_size:
-        return pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by, ranks)
-    rows = settings.padded_vocab_size or vocab_size
-    if rows < vocab_size:
-        raise ConfigError(
-            f"--padded-vocab-size {rows} does not hold the {vocab_size} tokens of the vocabulary; "
-            "raise it or leave it out"
-        )
-    if rows % ranks:
-        flag = "--padded-vocab-size" if settings.padded_vocab_size else "--no-pad-vocab-size with a vocabulary of"
-        raise ConfigError(
-            f"{flag} {rows} cannot be divided among --tensor-model-parallel-size {ranks}; "
-            f"use --padded-vocab-size {-(-rows // ranks) * ranks}"
-        )
-    return rows
+    import torch
+
+    mask = loss_mask.flatten()
+    loss_sum = (output.flatten() * mask).sum()
+    num_tokens = mask.sum()
+    return loss_sum, num_tokens, {"lm loss": torch.stack([loss_sum.detach(), num_tokens])}
+
+
+# ---- the model
 
 
 def build_gpt_model(
     config: RunConfig,
     padded_vocab_size: int,
-    *,
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
@@ -77,7 +109,7 @@ def build_gpt_model(
     assert config.gpt.max_position_embeddings is not None, "checked by read_run_config"
     return GPTModel(
         config=config.model,
-        transformer_layer_spec=layer_spec(config.gpt.spec, config.model),
+        transformer_layer_spec=read_layer_spec(config.gpt.spec, config.model),
         vocab_size=padded_vocab_size,
         max_sequence_length=config.gpt.max_position_embeddings,
         pre_process=pre_process,
@@ -92,3 +124,70 @@ def build_gpt_model(
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
+
+
+def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks: Sequence[nn.Module]) -> float | None:
+    """Floating-point operations for one token, forward and backward; None where the chunks are no GPT models."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.planner.throughput import training_flops_per_token
+
+    if not all(isinstance(chunk, GPTModel) for chunk in chunks):
+        return None
+    assert config.data.seq_length is not None, "checked by read_run_config"
+    return training_flops_per_token(
+        config.model, seq_length=config.data.seq_length, padded_vocab_size=padded_vocab_size
+    )
+
+
+def describe_gpt_operations(
+    config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, device: torch.device
+) -> Mapping[str, str]:
+    """Which implementation each operation got; nothing for a model or a layer of the user's own."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.operations import describe_operations
+
+    if config.gpt.spec not in (None, ["local"]) or any(type(chunk) is not GPTModel for chunk in chunks):
+        return {}
+    described = describe_operations(config.model, device)
+    if groups.cp.size() > 1:
+        parts = (part for chunk in chunks for part in chunk.modules() if isinstance(part, DotProductAttention))
+        described["attention"] = "; ".join(dict.fromkeys(part.backend.name for part in parts))
+    return described
+
+
+# ---- layers of the user's own (--spec)
+
+
+def read_layer_spec(words: Sequence[str] | None, config: TransformerConfig) -> ModuleSpec:
+    """The ModuleSpec of one transformer layer.
+
+    words: of --spec: a module and the name of a function in it, without parameters or with one for the config, or of a
+    ModuleSpec; None or `local`: our own layer. Raises ConfigError where they lead nowhere.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    if words is None or list(words) == ["local"]:
+        return get_gpt_layer_local_spec()
+    found = _import_named(*words)
+    if callable(found) and not isinstance(found, ModuleSpec):
+        found = found(config) if inspect.signature(found).parameters else found()
+    if not isinstance(found, ModuleSpec):
+        raise ConfigError(f"--spec {' '.join(words)} gives a {type(found).__name__}; it must give a ModuleSpec")
+    return found
+
+
+def _import_named(module_name: str, name: str) -> Any:
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module itself imports
+        raise ConfigError(
+            f"--spec {module_name} {name}: there is no module {error.name}; "
+            "add its directory to the environment variable PYTHONPATH"
+        ) from None
+    if not hasattr(module, name):
+        raise ConfigError(f"--spec {module_name} {name}: {module.__file__} has no {name}")
+    return getattr(module, name)

@@ -6,18 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.errors import ConfigError, DataError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.recipes.recipe import SampleCounts
 
 if TYPE_CHECKING:
+    from megatron.core.datasets.blend import Blend
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.megatron_dataset import MegatronDataset
     from megatron.core.tokenizers.base import Tokenizer
-
-SampleCounts = tuple[int | None, int | None, int | None]
-"""Training, validation and test samples; None: all there are, once."""
 
 _SPLITS = ("train", "valid", "test")
 
@@ -35,11 +33,11 @@ def build_gpt_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: Sam
             "--dataloader-type external needs a script that provides the batches (see docs/data.md), which this one "
             "does not; use single or cyclic"
         )
-    dataset_class, dataset_config = gpt_dataset_of(config, tokenizer)
+    dataset_class, dataset_config = choose_dataset(config, tokenizer)
     return BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: True, dataset_config).build()
 
 
-def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[MegatronDataset], GPTDatasetConfig]:
+def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[MegatronDataset], GPTDatasetConfig]:
     """The class of dataset that the settings ask for, and its settings."""
     from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -47,7 +45,7 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     from megatron.core.datasets.sft_dataset import SFTDataset
 
     data = config.data
-    blend, per_split = blends_of(data)
+    blend, per_split = read_blends(data)
     _check_protocols(data, [entry for entry in (blend, *(per_split or ())) if entry is not None])
     if blend is None and per_split is None and not data.mock_data:
         # Upstream would silently train on made-up tokens.
@@ -86,20 +84,22 @@ def gpt_dataset_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     if data.sft:
         return SFTDataset, GPTDatasetConfig(**settings)
     if data.fim_data:
-        return GPTFIMDataset, GPTFIMDatasetConfig(**settings, **_fill_in_the_middle(data))
+        return GPTFIMDataset, GPTFIMDatasetConfig(**settings, **_fill_in_the_middle_settings(data))
     return MockGPTDataset if data.mock_data else GPTDataset, GPTDatasetConfig(**settings)
 
 
-def blends_of(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None]:
+def read_blends(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None]:
     """(one blend to be split, or None; a blend for each split, or None). Reads the files that hold them, if any."""
+    from megatron.core.datasets.blend import parse_blend
+
     if data.mock_data:
         return None, None
     if data.data_args_path is not None:
-        return parse_blend(_text_of(data.data_args_path, "--data-args-path").split(), "--data-args-path"), None
+        return parse_blend(_read_text(data.data_args_path, "--data-args-path").split(), "--data-args-path"), None
     if data.data_path is not None:
         return parse_blend(data.data_path), None
     if data.per_split_data_args_path is not None:
-        return None, _blends_of_file(data.per_split_data_args_path)
+        return None, _read_blends_of_splits(data.per_split_data_args_path)
     per_split = [
         None if paths is None else parse_blend(paths, flag)
         for flag, paths in (
@@ -118,10 +118,12 @@ def _check_protocols(data: DataConfig, blends: Sequence[Blend]) -> None:
         raise ConfigError(f"{found} is read through the multi-storage client; add --enable-msc to allow that")
 
 
-def _blends_of_file(path: str) -> list[Blend | None]:
+def _read_blends_of_splits(path: str) -> list[Blend | None]:
+    from megatron.core.datasets.blend import parse_blend
+
     flag = "--per-split-data-args-path"
     try:
-        content = json.loads(_text_of(path, flag))
+        content = json.loads(_read_text(path, flag))
     except ValueError as error:
         raise ConfigError(f"{flag} {path}: not JSON: {error}") from error
     if not isinstance(content, dict) or set(content) - set(_SPLITS):
@@ -142,7 +144,7 @@ def _blends_of_file(path: str) -> list[Blend | None]:
     return blends
 
 
-def _text_of(path: str, flag: str) -> str:
+def _read_text(path: str, flag: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -151,7 +153,7 @@ def _text_of(path: str, flag: str) -> str:
         raise DataError(f"{flag} {path}: {reason}; give a file that can be read") from error
 
 
-def _fill_in_the_middle(data: DataConfig) -> dict[str, Any]:
+def _fill_in_the_middle_settings(data: DataConfig) -> dict[str, Any]:
     """The settings of GPTFIMDatasetConfig beyond those of GPTDatasetConfig."""
     roles = ("prefix", "middle", "suffix", "pad", "eod")
     return {

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
 from megatron.training.launch.initialize import Process, rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
-from megatron.training.run import Run
-from megatron.training.setup import Task, setup
+from megatron.training.recipes.recipe import Recipe
+from megatron.training.run import Hook, Run
+from megatron.training.setup import setup
 from megatron.training.step import train_step
-
-if TYPE_CHECKING:
-    from megatron.core.tokenizers.base import Tokenizer
 
 # ---- on every rank
 
@@ -56,14 +54,14 @@ class Share:
 
 
 @contextlib.contextmanager
-def local_run(config: RunConfig, tokenizer: Tokenizer, task: Task, rank: int) -> Iterator[Run]:
+def local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence[Hook] = ()) -> Iterator[Run]:
     """A run on this machine's CPU, ready to step, in a process whose torch.distributed is initialised if there are
     several; closed afterwards."""
     groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), rank)
     groups.set_current()
     set_seeds(config.model.seed, groups)
     launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank)
-    run = setup(config, Process(launch, torch.device("cpu"), groups), tokenizer, task)
+    run = setup(config, Process(launch, torch.device("cpu"), groups), recipe, hooks)
     try:
         yield run
     finally:
@@ -72,23 +70,27 @@ def local_run(config: RunConfig, tokenizer: Tokenizer, task: Task, rank: int) ->
         ProcessGroupCollection.clear_current()
 
 
-def run_share(config: RunConfig, tokenizer: Tokenizer, task: Task, *, rank: int, iterations: int) -> Share:
+def run_share(config: RunConfig, recipe: Recipe, *, rank: int, iterations: int) -> Share:
     """Train for some iterations and keep what must not depend on the layout."""
-    with local_run(config, tokenizer, task, rank) as run:
-        return _train(run, iterations)
+    first = FirstGradients()
+    with local_run(config, recipe, rank, [first]) as run:
+        return _train(run, iterations, first)
 
 
-def _train(run: Run, iterations: int) -> Share:
+class FirstGradients(Hook):
+    """Keeps the gradients of the first step, as full tensors of this process's placed parameters, in their order."""
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor] = []
+
+    def on_gradients(self, run: Run) -> None:
+        """Every rank takes part."""
+        if not self.grads:
+            self.grads = _whole_grads(run)
+
+
+def _train(run: Run, iterations: int, first: FirstGradients) -> Share:
     losses, grad_norms = [], []
-    grads: list[Tensor] = []
-    update = run.optimizer.step
-
-    def step_and_keep_gradients() -> object:
-        if not grads:
-            grads.extend(_whole_grads(run))
-        return update()
-
-    run.optimizer.step = step_and_keep_gradients  # type: ignore[method-assign, assignment]
     batches = run.data.open("train", 0)
     for _ in range(iterations):
         result = train_step(run, batches)
@@ -98,7 +100,7 @@ def _train(run: Run, iterations: int) -> Share:
         chunk.finish_param_sync()
     held = [
         Held(placement, grad, _whole(param).float().clone())
-        for (placement, param), grad in zip(placed_parameters(run), grads, strict=True)
+        for (placement, param), grad in zip(placed_parameters(run), first.grads, strict=True)
     ]
     return Share(losses, grad_norms, held)
 

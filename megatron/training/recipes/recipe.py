@@ -1,0 +1,92 @@
+"""Recipe: everything that depends on the kind of model, so that the trainer itself knows none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tokenizers.base import Tokenizer
+    from megatron.training.config.container import RunConfig
+
+SampleCounts = tuple[int | None, int | None, int | None]
+"""Training, validation and test samples; None: all there are, once."""
+
+_FLAG_OF_AXIS = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+
+
+def count_no_flops(chunks: Sequence[nn.Module]) -> float | None:
+    """For a model whose arithmetic nobody has counted."""
+    return None
+
+
+def describe_nothing(
+    chunks: Sequence[nn.Module], groups: ProcessGroupCollection, device: torch.device
+) -> Mapping[str, str]:
+    """For a model whose operations have one implementation."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One kind of model with the settings of one run: its tokens, its chunks, its data, its forward step.
+
+    `build_gpt_recipe` makes GPT's. Another kind of model replaces what differs:
+    `dataclasses.replace(build_gpt_recipe(config), build_model=..., count_flops_per_token=count_no_flops)`; see
+    docs/models.md.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Tokens without padding."""
+    padded_vocab_size: int
+    """Token ids that the data may have are below this: rows of the embedding, for a model that has one."""
+    build_model: Callable[..., nn.Module]
+    """(pre_process, post_process[, vp_stage][, pg_collection]) -> one pipeline chunk on torch's default device; the two
+    booleans say whether it has the embedding and the output layer."""
+    build_datasets: Callable[[Any], Sequence[Any]]
+    """(SampleCounts) -> training, validation and test data, None where there is none; the second may be a list. With
+    --full-validation the number of validation samples is None: all there are, once."""
+    forward_step: Callable[..., Any]
+    """(iterator over microbatches, chunk) -> (output, loss function), as Executor.run expects."""
+    parallel_axes: tuple[str, ...] = tuple(_FLAG_OF_AXIS)
+    """The axes that may have more than one process; data-parallel replicas are always possible."""
+    max_sequence_length: int | None = None
+    """Positions that the model has a table for, in tokens; None where it takes sequences of any length."""
+    count_flops_per_token: Callable[[Sequence[nn.Module]], float | None] = count_no_flops
+    """(this rank's chunks) -> floating-point operations of the whole model for one token, forward and backward; None
+    where nobody has counted them: then throughput and MFU are not reported."""
+    describe_operations: Callable[[Sequence[nn.Module], ProcessGroupCollection, torch.device], Mapping[str, str]] = (
+        describe_nothing
+    )
+    """(chunks, groups, device) -> operation and its implementation, for the beginning of the log."""
+    build_optimizer: Callable[[RunConfig, Sequence[nn.Module], ProcessGroupCollection], MegatronOptimizer] | None = None
+    """(settings, wrapped chunks, groups) -> the optimizer; that of the flags when None."""
+    build_scheduler: Callable[[RunConfig, Any], Any] | None = None
+    """(settings, optimizer) -> what sets its learning rates; that of the flags when None."""
+    process_non_loss_data: Callable[[Any, int, Any], Any] | None = None
+    """(data, iteration, TensorBoard writer), called on the first rank after each evaluation."""
+    collect_non_loss_data: Callable[[Any], Any] | None = None
+    """(chunks) -> that data; what the loss function returns with non_loss_data=True when None."""
+
+    def check_layout(self, config: ModelParallelConfig) -> None:
+        """Raises ConfigError where the settings divide the model over an axis that it cannot be divided over."""
+        for axis, field in _FLAG_OF_AXIS.items():
+            size = getattr(config, field)
+            if size > 1 and axis not in self.parallel_axes:
+                flag = f"--{field.replace('_', '-')}"
+                raise ConfigError(f"this model cannot be divided: {flag} is {size}; leave it at 1")

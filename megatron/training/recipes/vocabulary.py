@@ -1,0 +1,56 @@
+"""The vocabulary of a language model: the tokenizer that the settings name, and how many rows the embedding has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.errors import ConfigError
+from megatron.core.tokenizers.build import pad_vocab_size, tokenizer_from
+from megatron.training.config.container import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
+
+
+def build_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer that the settings name. Raises ConfigError or DataError."""
+    return tokenizer_from(config.tokenizer)
+
+
+def compute_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Tokens without padding: the tokenizer's, or the larger --vocab-size.
+
+    Raises ConfigError for a --vocab-size that does not hold the tokenizer's tokens.
+    """
+    requested = config.tokenizer.vocab_size
+    if requested is None or requested == tokenizer.vocab_size - config.tokenizer.vocab_extra_ids:
+        return tokenizer.vocab_size
+    if requested < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {requested} does not hold the {tokenizer.vocab_size} tokens of the tokenizer; leave it out"
+        )
+    return requested
+
+
+def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: the vocabulary, padded so that every tensor-parallel rank holds equally many.
+
+    Raises ConfigError for a --padded-vocab-size that is too small or cannot be divided.
+    """
+    settings, ranks = config.tokenizer, config.model.tensor_model_parallel_size
+    vocab_size = compute_vocab_size(config, tokenizer)
+    if settings.padded_vocab_size is None and settings.pad_vocab_size:
+        return pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by, ranks)
+    rows = settings.padded_vocab_size or vocab_size
+    if rows < vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {rows} does not hold the {vocab_size} tokens of the vocabulary; "
+            "raise it or leave it out"
+        )
+    if rows % ranks:
+        flag = "--padded-vocab-size" if settings.padded_vocab_size else "--no-pad-vocab-size with a vocabulary of"
+        raise ConfigError(
+            f"{flag} {rows} cannot be divided among --tensor-model-parallel-size {ranks}; "
+            f"use --padded-vocab-size {-(-rows // ranks) * ranks}"
+        )
+    return rows
