@@ -34,7 +34,6 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.fusions.activation import bias_gated_activation
 from megatron.core.fusions.bias_dropout import bias_dropout_add
-from megatron.core.fusions.causal_attention import blocked_causal_attention
 from megatron.core.fusions.norm import rms_norm
 from megatron.core.fusions.rope import Rotation, split_and_rotate
 from megatron.core.host_memory import keep_freed_host_memory
@@ -47,6 +46,7 @@ from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.products import Matmul, TableLookup, multiply
+from megatron.core.transformer.core_attention.query_blocks import blocked_causal_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 EPSILON, LEARNING_RATE, WEIGHT_DECAY = 1e-5, 1e-4, 0.1

@@ -16,7 +16,7 @@ MODULES = """
     megatron.core.models.gpt.gpt_layer_specs
     megatron.core.models.gpt.gpt_model
     megatron.core.tokenizers.null
-    megatron.core.transformer.core_attention.select_backend
+    megatron.core.transformer.core_attention.select
     megatron.training.recipes.gpt
     megatron.training.recipes.gpt_data
     megatron.training.verify.parity

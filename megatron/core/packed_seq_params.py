@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class PackedSeqParams:
 
     cu_seqlens_*: int32 [documents + 1], starts and the end of the last one; entries may repeat (empty documents). The
     `_padded` ones are where the documents lie in memory, when each is followed by padding. Queries and keys have the
-    same documents. Bounds are read on the host: where they lie on a device, it is waited for once per microbatch.
+    same documents. Bounds are read on the host, once: where they lie on a device, it is waited for once per microbatch.
     """
 
     qkv_format: str = "thd"
@@ -39,12 +39,19 @@ class PackedSeqParams:
     max_seqlen_kv: int | Tensor | None = None
     cp_group: Group | None = None
     """The ranks that share this sequence; those that share every sequence when None."""
+    _documents: Documents | None = field(default=None, init=False, repr=False, compare=False)
 
     def documents(self, length: int) -> Documents:
         """The documents of a sequence of `length` tokens; tokens after the last one are one more.
 
         Raises DataError for bounds that do not describe `length` tokens.
         """
+        # Every layer asks, and to read the bounds of a tensor on a device is to wait for it.
+        if self._documents is None or self._documents.length != length:
+            self._documents = self._read(length)
+        return self._documents
+
+    def _read(self, length: int) -> Documents:
         # Padding comes after a document's tokens, so that under a causal mask none of them sees it.
         given = self.cu_seqlens_q_padded if self.cu_seqlens_q_padded is not None else self.cu_seqlens_q
         if given is None or self.qkv_format != "thd":
@@ -55,7 +62,7 @@ class PackedSeqParams:
                 f"cu_seqlens must rise from 0 to at most the {length} tokens of the sequence; found {bounds[:8]}"
                 + (f" ... {bounds[-1]}" if len(bounds) > 8 else "")
             )
-        return Documents(tuple(sorted({*bounds, length})), self.cp_group)
+        return Documents(tuple(sorted({*bounds, length})))
 
 
 class Stretch(NamedTuple):
@@ -68,11 +75,9 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length. cp_group: the
-    ranks that share this sequence; those that share every sequence when None."""
+    """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length."""
 
     bounds: tuple[int, ...]
-    cp_group: Group | None = None
 
     @property
     def length(self) -> int:

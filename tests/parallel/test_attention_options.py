@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
-from megatron.core.packed_seq_params import Documents
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.training.verify.parity import Share, Trace, compare, join, run_share
 from megatron.training.verify.parity_layouts import parse_layout
@@ -54,7 +54,7 @@ def attend(layout: Layout, options: dict[str, Any], query_groups: int, seen: str
     groups = build_groups(layout)
     rank, size = groups.cp.rank(), groups.cp.size()
     attention = DotProductAttention(
-        model_config(layout, num_query_groups=query_groups, kv_channels=8, **options), 1, groups
+        model_config(layout, num_query_groups=query_groups, kv_channels=8, **options), 1, pg_collection=groups
     )
     generator = torch.Generator().manual_seed(1)
     offset = attention.softmax_offset
@@ -66,8 +66,12 @@ def attend(layout: Layout, options: dict[str, Any], query_groups: int, seen: str
     mask = (torch.rand(BATCH, 1, LENGTH, LENGTH, generator=generator) < 0.3).triu(1)
     mask |= torch.ones(LENGTH, LENGTH).triu(4).bool()
     own = {name: shard_sequence(x, rank, size).requires_grad_() for name, x in whole.items()}
-    visible = {"causal": None, "mask": shard_sequence(mask, rank, size, dim=2), "documents": Documents(BOUNDS)}
-    output = attention(own["query"], own["key"], own["value"], visible[seen])
+    visible = {
+        "causal": {},
+        "mask": {"attention_mask": shard_sequence(mask, rank, size, dim=2)},
+        "documents": {"packed_seq_params": PackedSeqParams(cu_seqlens_q=torch.tensor(BOUNDS))},
+    }
+    output = attention(own["query"], own["key"], own["value"], **visible[seen])
     output.backward(own["grad"].flatten(2))
     parts = {"output": output.detach()} | {name: own[name].grad for name in ("query", "key", "value")}
     found = {name: join_sequence(all_gather_object(part, groups.cp)) for name, part in parts.items()}

@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.megatron_optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.packed_seq_params import Documents, pack_batch
+from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.placement import placement_of
@@ -65,15 +65,19 @@ def attention_worker(layout: Layout, heads: int, groups: int, backend: str, seen
     config = model_config(
         layout, num_attention_heads=heads, num_query_groups=groups, kv_channels=8, attention_backend=backend
     )
-    attention = DotProductAttention(config, 1, collection)
+    attention = DotProductAttention(config, 1, pg_collection=collection)
     torch.manual_seed(1)
     shapes = {"query": heads, "key": groups, "value": groups, "grad": heads}
     batch = 1 if seen == "documents" else BATCH
     whole = {name: torch.randn(LENGTH, batch, count, 8) for name, count in shapes.items()}
     mask = (torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.3).triu(1) | torch.ones(LENGTH, LENGTH).triu(4).bool()
     own = {name: shard_sequence(x, rank, size).requires_grad_() for name, x in whole.items()}
-    visible = {"causal": None, "mask": shard_sequence(mask, rank, size, dim=2), "documents": Documents(BOUNDS)}
-    output = attention(own["query"], own["key"], own["value"], visible[seen])
+    visible = {
+        "causal": {},
+        "mask": {"attention_mask": shard_sequence(mask, rank, size, dim=2)},
+        "documents": {"packed_seq_params": PackedSeqParams(cu_seqlens_q=torch.tensor(BOUNDS))},
+    }
+    output = attention(own["query"], own["key"], own["value"], **visible[seen])
     output.backward(own["grad"].flatten(2))
     parts = {"output": output.detach()} | {name: own[name].grad for name in ("query", "key", "value")}
     return {name: join_sequence(all_gather_object(part, collection.cp)) for name, part in parts.items()}
@@ -252,7 +256,7 @@ def exchanges_of_layers(flags: str) -> list[str]:
     world = dist.get_world_size()
     config = read_run_config([*MODEL.split(), *flags.split()], {"WORLD_SIZE": str(world)})
     groups = ProcessGroupCollection.build(rank_grid(config, world), dist.get_rank())
-    return [DotProductAttention(config.model, layer, groups).backend.name for layer in (1, 2)]
+    return [DotProductAttention(config.model, layer, pg_collection=groups).backend.name for layer in (1, 2)]
 
 
 RING, GATHER, EXCHANGE = "passed around {} ranks", "gathered from {} ranks", "exchanged for heads among {} ranks"
@@ -306,7 +310,7 @@ def construct_with_two_heads() -> str:
     """The sentence for users who build the model themselves."""
     config = model_config({"cp": 4, "comm": "a2a"}, num_attention_heads=2)
     with pytest.raises(ConfigError) as error:
-        DotProductAttention(config, 1, build_groups({"cp": 4}))
+        DotProductAttention(config, 1, pg_collection=build_groups({"cp": 4}))
     return str(error.value)
 
 
@@ -318,10 +322,10 @@ def test_heads_that_cannot_be_shared_are_refused_by_the_layer() -> None:
 def outputs_with_dropout() -> list[Tensor]:
     """In evaluation, then twice in training, and without dropout."""
     groups = build_groups({"cp": 2})
-    attention = DotProductAttention(model_config({"cp": 2}, attention_dropout=0.5), 1, groups)
+    attention = DotProductAttention(model_config({"cp": 2}, attention_dropout=0.5), 1, pg_collection=groups)
     torch.manual_seed(5)
     q, k, v = (torch.randn(8, 1, 4, 8) for _ in range(3))
-    plain = DotProductAttention(model_config({"cp": 2}), 1, groups)
+    plain = DotProductAttention(model_config({"cp": 2}), 1, pg_collection=groups)
     return [attention.eval()(q, k, v), attention.train()(q, k, v), attention(q, k, v), plain(q, k, v)]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.core_attention import cpu
-from megatron.core.transformer.core_attention.base import AttentionOptions
+from megatron.core.transformer.core_attention import query_blocks
+from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.operations import describe_operations
@@ -60,25 +60,25 @@ def test_backends_that_cannot_refuse() -> None:
 
 def test_auto_on_the_cpu_goes_by_blocks_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(cpu, "blocked_causal_attention", lambda q, *rest: called.append(q.shape) or q)
-    backend = cpu.CPUAttention(AttentionOptions.of(read_config("--attention-dropout 0.1").model, 1))
+    monkeypatch.setattr(query_blocks, "blocked_causal_attention", lambda q, *rest: called.append(q.shape) or q)
+    backend = query_blocks.CPUAttention(AttentionOptions.of(read_config("--attention-dropout 0.1").model, 1))
     q, few = torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8)
     longer, mask = torch.randn(7, 2, 4, 8), torch.zeros(1, 1, 6, 6, dtype=torch.bool)
-    backend(q, q, q, None, False)
+    backend(AttentionInputs(q, q, q))
     assert called == [q.shape]
-    backend(q, q, q, None, True)  # dropout
-    backend(q, few, few, None, False)  # groups
-    backend(q, longer, longer, None, False)  # a cache
-    backend(q, q, q, mask, False)
-    backend(*[q.bfloat16()] * 3, None, False)
-    backend(*[torch.randn(2100, 1, 8, 2)] * 3, None, False)  # 71 MB of probabilities
+    backend(AttentionInputs(q, q, q, training=True))  # dropout
+    backend(AttentionInputs(q, few, few))  # groups
+    backend(AttentionInputs(q, longer, longer))  # a cache
+    backend(AttentionInputs(q, q, q, Visible.build(mask)))
+    backend(AttentionInputs(*[q.bfloat16()] * 3))
+    backend(AttentionInputs(*[torch.randn(2100, 1, 8, 2)] * 3))  # 71 MB of probabilities
     assert len(called) == 1
 
 
 def test_the_reference_is_the_formula() -> None:
     q, k, v = (torch.randn(5, 2, 3, 8) for _ in range(3))
     options = AttentionOptions.of(read_config("").model, 1)
-    found = LocalAttention(options)(q, k, v, None, training=True)
+    found = LocalAttention(options)(AttentionInputs(q, k, v, training=True))
     for batch in range(2):
         for head in range(3):
             scores = q[:, batch, head] @ k[:, batch, head].t() / 8**0.5
@@ -121,12 +121,12 @@ def test_softmax_in_fp32() -> None:
     torch.manual_seed(0)
     q, k, v = (2 * torch.randn(16, 2, 4, 8, dtype=torch.bfloat16) for _ in range(3))
     exact = SDPAttention(AttentionOptions.of(read_config("").model, 1), "unfused")(
-        q.double(), k.double(), v.double(), None, False
+        AttentionInputs(q.double(), k.double(), v.double())
     )
 
     def error(flags: str) -> float:
         options = AttentionOptions.of(read_config(f"--attention-backend local {flags}").model, 1)
-        return (LocalAttention(options)(q, k, v, None, False).double() - exact).abs().mean().item()
+        return (LocalAttention(options)(AttentionInputs(q, k, v)).double() - exact).abs().mean().item()
 
     assert error("--bf16 --attention-softmax-in-fp32") < error("--bf16")
 
@@ -138,7 +138,7 @@ def test_query_key_layer_scaling_saves_float16_scores_from_overflow() -> None:
 
     def attend(flags: str) -> Tensor:
         config = read_config(f"--attention-backend local {flags}").model
-        return LocalAttention(AttentionOptions.of(config, layer_number=8))(q, q, v, None, False)
+        return LocalAttention(AttentionOptions.of(config, layer_number=8))(AttentionInputs(q, q, v))
 
     assert not attend("").isfinite().all()
     means = torch.stack([v[: i + 1].float().mean(0) for i in range(4)]).flatten(2)  # equal scores: running means
@@ -155,7 +155,7 @@ def test_qk_layernorm() -> None:
     model = build_model(f"--qk-layernorm --normalization RMSNorm {ROPE}")
     attention = first_attention(model)
     assert attention.q_layernorm.weight.shape == attention.k_layernorm.weight.shape == (8,)
-    query, key, _ = attention.query_key_value(torch.randn(4, 2, 32), None)
+    query, key, _ = attention.get_query_key_value_tensors(torch.randn(4, 2, 32))
     torch.testing.assert_close(query.square().mean(-1), torch.ones(4, 2, 4), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(key.square().mean(-1), torch.ones(4, 2, 4), rtol=1e-2, atol=1e-2)
     _, grads = losses_and_grads(model)
@@ -169,7 +169,7 @@ def test_qk_l2_norm() -> None:
     model, plain = build_model(f"--qk-l2-norm {flags}"), build_model(flags)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     x = torch.randn(4, 2, 32)
-    found, raw = (first_attention(built).query_key_value(x, None) for built in (model, plain))
+    found, raw = (first_attention(built).get_query_key_value_tensors(x) for built in (model, plain))
     for normalised, given in zip(found[:2], raw[:2], strict=True):
         torch.testing.assert_close(normalised, given / (given.square().mean(-1, keepdim=True) + 1e-3).sqrt())
     assert torch.equal(found[2], raw[2])
@@ -223,8 +223,8 @@ def test_rotary_options() -> None:
     plain = first_attention(build_model(ROPE))
     for flags, pairs in (("", ([0, 1], [4, 5])), ("--rotary-percent 0.5 --rotary-interleaved", ([0, 2], [1, 3]))):
         model = build_model(f"{ROPE} {flags}")
-        unrotated = plain.query_key_value(x, None)[0]
-        rotated = first_attention(model).query_key_value(x, model.rotary_pos_emb.rotation(3))[0]
+        unrotated = plain.get_query_key_value_tensors(x)[0]
+        rotated = first_attention(model).get_query_key_value_tensors(x, rotation=model.rotary_pos_emb.rotation(3))[0]
         first, second = pairs
         for one, two in zip(first, second, strict=True):  # rotation keeps the length of each pair
             before = unrotated[..., one] ** 2 + unrotated[..., two] ** 2

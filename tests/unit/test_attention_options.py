@@ -12,14 +12,18 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
-from megatron.core.packed_seq_params import Documents
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.core_attention import query_blocks, sdpa
-from megatron.core.transformer.core_attention.base import AttentionOptions, causal_mask
-from megatron.core.transformer.core_attention.cpu import CPUAttention
-from megatron.core.transformer.core_attention.documents import ByDocument
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention.interface import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionOptions,
+    Visible,
+    causal_mask,
+)
 from megatron.core.transformer.core_attention.local import LocalAttention
-from megatron.core.transformer.core_attention.query_blocks import QueryBlocksAttention
+from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer, window_of_layer
 from megatron.core.transformer.operations import describe_operations
@@ -144,17 +148,19 @@ def test_blocks_take_a_mask_that_is_not_causal() -> None:
     q, k, v = (torch.randn(12, 2, 4, 8) for _ in range(3))
     mask = (torch.rand(2, 1, 12, 12) < 0.4) & ~torch.eye(12, dtype=torch.bool)
     options = AttentionOptions.of(read_config(OPTIONS["cap"]).model, 1)
-    found, expected = (kind(options)(q, k, v, mask, False) for kind in (QueryBlocksAttention, LocalAttention))
+    inputs = AttentionInputs(q, k, v, Visible.build(mask))
+    found, expected = (kind(options)(inputs) for kind in (QueryBlocksAttention, LocalAttention))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_windows_within_documents() -> None:
     core = attention(OPTIONS["all"], "auto")
-    assert isinstance(core.attention, ByDocument)
     q, k, v = (torch.randn(16, 1, heads, 8) for heads in (4, 2, 2))
     bounds = (0, 6, 7, 16)
     alone = [core(q[a:b], k[a:b], v[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-    torch.testing.assert_close(core(q, k, v, Documents(bounds)), torch.cat(alone))
+    torch.testing.assert_close(
+        core(q, k, v, packed_seq_params=PackedSeqParams(cu_seqlens_q=torch.tensor(bounds))), torch.cat(alone)
+    )
 
 
 def test_dropout_of_blocks_is_for_training_and_its_gradient_true() -> None:
@@ -185,7 +191,12 @@ def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatc
     scores = backend.kernel._scores
     monkeypatch.setattr(backend.kernel, "_scores", lambda q, k: widths.append(k.shape[-2]) or scores(q, k))
     q = torch.randn(400, 1, 1, 4, requires_grad=True)
-    backend(q, q, q, None, True).sum().backward()
+
+    def attend(backend: AttentionBackend, queries: Tensor, keys: Tensor) -> Tensor:
+        visible = Visible.build(None, window=backend.options.window)
+        return backend(AttentionInputs(queries, keys, keys, visible, training=True))
+
+    attend(backend, q, q).sum().backward()
     assert max(widths) == 36 and len(widths) == 2 * 25
 
     spans = []
@@ -195,11 +206,12 @@ def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatc
         "scaled_dot_product_attention",
         lambda q, k, *rest, **named: spans.append((q.shape[-2], k.shape[-2])) or operator(q, k, *rest, **named),
     )
-    SDPAttention(backend.options, "auto")(q, q, q, None, True)
+    by_operator = SDPAttention(backend.options, "auto")
+    attend(by_operator, q, q)
     assert spans[:3] == [(16, 16), (16, 32), (16, 36)] and spans[-1] == (16, 36) and len(spans) == 25
     spans.clear()
-    SDPAttention(backend.options, "auto")(q[-1:], q, q, None, False)
-    SDPAttention(backend.options, "auto")(q[:21], q[:21], q[:21], None, True)
+    attend(by_operator, q[-1:], q)
+    attend(by_operator, q[:21], q[:21])
     assert spans == [(1, 21), (21, 21)], "one step of generation; a window that reaches everything"
 
 
@@ -357,7 +369,7 @@ def test_the_bound_is_on_whole_scores_with_layer_scaling() -> None:
     q, k, v = (3 * torch.randn(8, 1, 4, 8) for _ in range(3))
     flags = ("", "--apply-query-key-layer-scaling")
     options = (AttentionOptions.of(read_config(f"{OPTIONS['cap']} {flag}").model, 5) for flag in flags)
-    plain, scaled = (LocalAttention(each)(q, k, v, None, False) for each in options)
+    plain, scaled = (LocalAttention(each)(AttentionInputs(q, k, v)) for each in options)
     torch.testing.assert_close(scaled, plain)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.transformer.core_attention.base import AttentionOptions
+from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.training.run import Run
@@ -37,8 +37,12 @@ def test_largest_score_of_what_is_seen(window: int | None, masked: bool, groups:
         mask |= torch.ones(140, 140, dtype=torch.bool).triu(1)
         mask[..., 0] = False
     measuring = MaxLogits(LocalAttention(options), options)
-    output = measuring(query, key, key, mask, True)
-    assert torch.equal(output, LocalAttention(options)(query, key, key, mask, True))
+
+    def inputs(query: Tensor, training: bool) -> AttentionInputs:
+        return AttentionInputs(query, key, key, Visible.build(mask, window=window), training=training)
+
+    output = measuring(inputs(query, True))
+    assert torch.equal(output, LocalAttention(options)(inputs(query, True)))
     expected = []
     for head in range(4):
         scores = 0.3 * torch.einsum("sbd,tbd->bst", query[:, :, head], key[:, :, head * groups // 4])
@@ -52,9 +56,9 @@ def test_largest_score_of_what_is_seen(window: int | None, masked: bool, groups:
     assert measuring.largest is not None
     torch.testing.assert_close(measuring.largest, torch.stack(expected))
     before = measuring.largest.clone()
-    measuring(100 * query, key, key, mask, False)
+    measuring(inputs(100 * query, False))
     assert torch.equal(measuring.largest, before), "evaluation does not count"
-    measuring(2 * query, key, key, mask, True)
+    measuring(inputs(2 * query, True))
     assert (measuring.largest > before).all(), "all microbatches count"
 
 

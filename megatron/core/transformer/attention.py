@@ -1,4 +1,10 @@
-"""Self-attention: one projection to queries, keys and values, positions, the core, one projection back.
+"""Attention as a part of a layer: projections to queries, keys and values, positions, the core, one projection back.
+
+    Attention         what every kind shares: key-value cache, the core and its recomputation, gate, output projection
+    SelfAttention     one packed projection of the hidden states to queries, keys and values
+    CrossAttention    queries of the hidden states; keys and values of another sequence
+
+A further kind of attention is a subclass that says how wide its values are and writes `get_query_key_value_tensors`.
 
 The packed projection is group-interleaved, as upstream stores it: each query group's query heads, its key, its value.
 
@@ -9,24 +15,27 @@ With an output gate a group's queries are followed by as many gates: | q0 q1 .. 
 Tensor-parallel ranks share the groups; where they are more than the groups, several of them share a group's queries and
 each holds its key and value (Placement.replicated_parts), whose gradients are summed over them before the update.
 
-b: batch, s: sequence, n: query heads, g: query groups (key-value heads), d: channels of a head; n and g per rank.
+b: batch, s: sequence, t: keys, n: query heads, g: query groups (key-value heads), d: channels of a query or key head,
+dv: of a value head; n and g per rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.fusions.rope import Rotation, apply_rotary, split_and_rotate, split_qkv
 from megatron.core.inference_context import InferenceContext
-from megatron.core.packed_seq_params import Documents
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, grouped_parts
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
@@ -48,6 +57,16 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
 
+@dataclass
+class CrossAttentionSubmodules:
+    """The parts of cross-attention: specs or classes."""
+
+    linear_q: Any
+    linear_kv: Any
+    core_attention: Any
+    linear_proj: Any
+
+
 def uses_fused_rope(config: TransformerConfig) -> bool:
     """Whether split and rotation run as one operation; norms of queries and keys come in between, and a compiler fuses
     the elementary ones itself."""
@@ -55,34 +74,144 @@ def uses_fused_rope(config: TransformerConfig) -> bool:
     return config.apply_rope_fusion and not has_more and not config.compile
 
 
-class SelfAttention(MegatronModule):
-    """[s, b, h] -> [s, b, h] and the bias that is still to be added."""
+class Attention(MegatronModule):
+    """[s, b, h] -> [s, b, h] and the bias that is still to be added; what all kinds of attention share."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: str = "self",
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        value_width: int | None = None,
+    ) -> None:
+        """Upstream's signature. submodules: with core_attention and linear_proj. layer_number: counted from 1.
+        attention_type: self or cross. cp_comm_type: the config's when None. value_width: channels of a value head, as
+        many as of a query head when None.
+
+        Calls `build_projections` before the core and the output projection are built: parameters lie in memory in the
+        order in which modules are built.
+        """
+        super().__init__(config)
+        self.groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        heads, query_groups = config.num_attention_heads, config.num_query_groups
+        assert config.kv_channels is not None
+        self.layer_number, self.attention_type = layer_number, attention_type
+        self.head_width = config.kv_channels
+        tp_size = self.groups.tp.size()
+        _check_tensor_parallel_size(heads, query_groups, tp_size)
+        # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
+        self.heads_per_group = heads // max(query_groups, tp_size)
+        self.recomputes_core = recomputes(config, "core_attn")
+        self.build_projections(submodules)
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            cp_comm_type=cp_comm_type,
+            pg_collection=self.groups,
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * (self.head_width if value_width is None else value_width),
+            config.hidden_size,
+            config=config,
+            init_method=output_initialiser(config),
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=self.groups.tp,
+        )
+
+    @abstractmethod
+    def build_projections(self, submodules: Any) -> None:
+        """Build what `get_query_key_value_tensors` multiplies with; `groups`, `head_width` and `heads_per_group` are
+        there already."""
+
+    @abstractmethod
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, ...]:
+        """[s, b, h] -> query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv], normalised as configured, and rotated
+        where there is a rotation; with output_gate also the gate [s, b, n * dv], before its sigmoid.
+
+        key_value_states: [t, b, h] of the other sequence, in cross-attention.
+        """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+        inference_context: InferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        key_value_states: Tensor | None = None,
+    ) -> LayerOutput:
+        """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask and packed_seq_params as in DotProductAttention,
+        causal when None."""
+        query, key, value, *gate = self.get_query_key_value_tensors(
+            hidden_states, key_value_states, self.config.attention_output_gate, rotation
+        )
+        if inference_context is not None:
+            key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, ...]
+        context = self._attend(query, key, value, attention_mask, packed_seq_params)  # [s, b, n * dv]
+        if gate:
+            context = context * torch.sigmoid(gate[0].float()).to(context.dtype)
+        output: LayerOutput = self.linear_proj(context)
+        return output
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> Tensor:
+        """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
+        inputs = (query, key, value, attention_mask, None, None, packed_seq_params)  # the module's mask type, no bias
+        context: Tensor = (
+            checkpoint(self.core_attention, False, *inputs) if self.recomputes_core else self.core_attention(*inputs)
+        )
+        return context
+
+
+class SelfAttention(Attention):
+    """Attention of a sequence to itself."""
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(config)
-        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        heads, query_groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        assert config.hidden_size is not None and heads is not None and query_groups is not None and width is not None
-        self.layer_number = layer_number
-        _check_tensor_parallel_size(heads, query_groups, groups.tp.size())
-        # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
-        self.heads_per_group = heads // max(query_groups, groups.tp.size())
-        self.head_width = width
+        """See Attention."""
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
+        self.q_layernorm = self._build_head_norm(submodules.q_layernorm, config.num_attention_heads)
+        self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
+
+    def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
+        """The packed projection."""
+        config, tp_group = self.config, self.groups.tp
+        heads, query_groups, width = config.num_attention_heads, config.num_query_groups, self.head_width
         self.is_rope_fused = uses_fused_rope(config)
-        self.recomputes_core = recomputes(config, "core_attn")
-        queries = Part(heads // query_groups * width, name="query")
         self.gates = self.heads_per_group if config.attention_output_gate else 0
+        queries = Part(heads // query_groups * width, name="query")
         group_blocks = (
             queries,
             *([dataclasses.replace(queries, name="gate")] if self.gates else []),
-            Part(width, replicated=True, name="key"),
-            Part(width, replicated=True, name="value"),
+            *_key_and_value(width),
         )
         self.linear_qkv = build_module(
             submodules.linear_qkv,
@@ -91,26 +220,11 @@ class SelfAttention(MegatronModule):
             config=config,
             init_method=input_initialiser(config),
             bias=config.add_bias_linear or config.add_qkv_bias,
-            parts=grouped_parts(query_groups, group_blocks, groups.tp.size()),
-            tp_group=groups.tp,
+            parts=grouped_parts(query_groups, group_blocks, tp_group.size()),
+            tp_group=tp_group,
         )
-        self.core_attention = build_module(
-            submodules.core_attention, config=config, layer_number=layer_number, pg_collection=groups
-        )
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            heads * width,
-            config.hidden_size,
-            config=config,
-            init_method=output_initialiser(config),
-            bias=config.add_bias_linear,
-            skip_bias_add=True,
-            tp_group=groups.tp,
-        )
-        self.q_layernorm = self._norm_of_heads(submodules.q_layernorm, heads, groups.tp)
-        self.k_layernorm = self._norm_of_heads(submodules.k_layernorm, query_groups, groups.tp)
 
-    def _norm_of_heads(self, norm: Any, heads: int, tp_group: Group) -> Any:
+    def _build_head_norm(self, norm: Any, heads: int) -> Any:
         """The norm of so many query or key heads of the whole model; None where there is none."""
         if self.config.qk_l2_norm:
             return HeadL2Norm(self.config)
@@ -119,46 +233,22 @@ class SelfAttention(MegatronModule):
         if self.config.qk_norm_scope == "head":
             # Each rank normalises its own heads.
             return build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
+        tp_group = self.groups.tp
         assert heads % tp_group.size() == 0, f"{heads} heads cannot be normalised together on {tp_group.size()} ranks"
         return AllHeadsRMSNorm(self.config, heads, self.head_width, tp_group)
 
-    def forward(
+    def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | Documents | None = None,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
         rotation: Rotation | None = None,
-        inference_context: InferenceContext | None = None,
-    ) -> LayerOutput:
-        """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask as in DotProductAttention, causal when
-        None."""
-        packed = self._packed(hidden_states)
-        query, key, value = self._split_and_rotate(packed, rotation)
-        if inference_context is not None:
-            key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, d]
-        context = self._core(query, key, value, attention_mask)  # [s, b, n * d]
-        if self.gates:
-            gate = packed[..., self.heads_per_group : 2 * self.heads_per_group, :].flatten(2)  # [s, b, n * d]
-            context = context * torch.sigmoid(gate.float()).to(context.dtype)
-        output: LayerOutput = self.linear_proj(context)
-        return output
-
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None) -> Tensor:
-        inputs = (query, key, value, attention_mask)
-        context: Tensor = (
-            checkpoint(self.core_attention, False, *inputs) if self.recomputes_core else self.core_attention(*inputs)
-        )
-        return context
-
-    def query_key_value(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, h] -> query [s, b, n, d], key and value [s, b, g, d], normalised and rotated as configured."""
-        return self._split_and_rotate(self._packed(hidden_states), rotation)
-
-    def _packed(self, hidden_states: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, g, n/g + 2, d], and with an output gate n/g more."""
-        packed: Tensor = self.linear_qkv(hidden_states)[0]
-        return packed.unflatten(-1, (-1, self.heads_per_group + self.gates + 2, self.head_width))
-
-    def _split_and_rotate(self, packed: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
+        """See Attention."""
+        assert key_value_states is None, "self-attention has one sequence; use CrossAttention for two"
+        packed = self.linear_qkv(hidden_states)[0].unflatten(
+            -1, (-1, self.heads_per_group + self.gates + 2, self.head_width)
+        )  # [s, b, g, n/g + 2, d], and with an output gate n/g more
         if self.is_rope_fused:
             return split_and_rotate(packed, self.heads_per_group, rotation)
         query, key, value = split_qkv(packed, self.heads_per_group)
@@ -168,7 +258,68 @@ class SelfAttention(MegatronModule):
             key = self.k_layernorm(key)
         if rotation is not None:
             query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
-        return query, key, value
+        if not output_gate:
+            return query, key, value
+        gate = packed[..., self.heads_per_group : 2 * self.heads_per_group, :].flatten(2)
+        return query, key, value, gate
+
+
+class CrossAttention(Attention):
+    """Attention of a sequence to another one, of which it sees everything unless a mask hides it."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: CrossAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.no_mask,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """See Attention. Raises ConfigError for what only self-attention has."""
+        for name in ("attention_output_gate", "qk_layernorm", "qk_l2_norm"):
+            if getattr(config, name):
+                raise ConfigError(f"cross-attention has no --{name.replace('_', '-')}; leave it out")
+        super().__init__(config, submodules, layer_number, attn_mask_type, "cross", cp_comm_type, pg_collection)
+
+    def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
+        """One projection to queries, and one to keys and values."""
+        config, width = self.config, self.head_width
+        options: dict[str, Any] = {
+            "config": config,
+            "init_method": input_initialiser(config),
+            "bias": config.add_bias_linear,
+            "tp_group": self.groups.tp,
+        }
+        self.linear_q = build_module(
+            submodules.linear_q, config.hidden_size, config.num_attention_heads * width, **options
+        )
+        self.linear_kv = build_module(
+            submodules.linear_kv,
+            config.hidden_size,
+            2 * config.num_query_groups * width,
+            parts=grouped_parts(config.num_query_groups, _key_and_value(width), self.groups.tp.size()),
+            **options,
+        )
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, ...]:
+        """See Attention; rows of linear_kv are | k v | k v | ..., each group's key and its value."""
+        assert key_value_states is not None, "cross-attention needs key_value_states, the other sequence"
+        assert rotation is None and not output_gate, "cross-attention has neither rotary positions nor a gate"
+        query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
+        packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
+        return query, packed[..., 0, :], packed[..., 1, :]
+
+
+def _key_and_value(width: int) -> tuple[Part, Part]:
+    """A group's, of which every rank that shares the group holds a copy."""
+    return Part(width, replicated=True, name="key"), Part(width, replicated=True, name="value")
 
 
 def _check_tensor_parallel_size(heads: int, query_groups: int, tp_size: int) -> None:

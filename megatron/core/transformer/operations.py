@@ -9,7 +9,8 @@ from megatron.core.device import current_device
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.transformer.attention import uses_fused_rope
-from megatron.core.transformer.core_attention.select_backend import build_attention_backend
+from megatron.core.transformer.core_attention.interface import AttentionOptions
+from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.norms import uses_fused_norm
@@ -28,7 +29,8 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
         return fused if is_fused else plain
 
-    layer_backends = [build_attention_backend(config, index + 1, device).name for index in range(config.num_layers)]
+    layers = [AttentionOptions.of(config, index + 1) for index in range(config.num_layers)]
+    layer_backends = [build_attention_backend(config, options, device).name for options in layers]
     experts = {} if config.num_moe_experts is None else operations_of_experts(config, device)
     gate = "gated " if config.gated_linear_unit else ""
     fused_rope = fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place")

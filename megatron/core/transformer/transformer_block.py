@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
-from megatron.core.packed_seq_params import Documents
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer
@@ -52,19 +52,22 @@ class TransformerBlock(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | Documents | None = None,
+        attention_mask: Tensor | None = None,
         rotation: Rotation | None = None,
         inference_context: InferenceContext | None = None,
         local_rotation: Rotation | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None. local_rotation: for
-        layers with a sliding window, where these have angles of their own."""
+        """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None.
+        local_rotation: for layers with a sliding window, where these have angles of their own."""
         rotations = {"global": rotation, "local": local_rotation, "none": None}
 
         def run(indices: range, hidden_states: Tensor) -> Tensor:
             for index in indices:
                 rotation = rotations[self.rotary_kinds[index]]
-                hidden_states = self.layers[index](hidden_states, attention_mask, rotation, inference_context)
+                hidden_states = self.layers[index](
+                    hidden_states, attention_mask, rotation, inference_context, packed_seq_params
+                )
             return hidden_states
 
         distribute = self.config.distribute_saved_activations

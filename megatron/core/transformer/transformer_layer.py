@@ -21,7 +21,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.fusions.bias_dropout import bias_dropout_add, bias_dropout_add_reference
 from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
-from megatron.core.packed_seq_params import Documents
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
@@ -89,15 +89,16 @@ class TransformerLayer(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | Documents | None = None,
+        attention_mask: Tensor | None = None,
         rotation: Rotation | None = None,
         inference_context: InferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; attention_mask as in DotProductAttention, causal when None."""
+        """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
         layer_input = hidden_states
         normed, residual = self._enter(self.input_layernorm, layer_input)
         with _kept_or_not(self.recomputes_attention_norm, self.input_layernorm, normed, layer_input):
-            output, bias = self.self_attention(normed, attention_mask, rotation, inference_context)
+            output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
         hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
         mlp_input = layer_input if self.config.parallel_residual else hidden_states
         normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input)

@@ -17,7 +17,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
-from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -171,12 +171,13 @@ class GPTModel(LanguageModule):
             self._rotation(angles, hidden_states, offset, sequence)
             for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
         )
-        visible: Tensor | Documents | None = attention_mask
         if packed_seq_params is not None:
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
-            assert attention_mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
-            visible = packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
-        hidden_states = self.decoder(hidden_states, visible, rotation, inference_context, local_rotation)
+            # Wrong bounds are refused, and right ones read from their device, before the first layer.
+            packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
+        hidden_states = self.decoder(
+            hidden_states, attention_mask, rotation, inference_context, local_rotation, packed_seq_params
+        )
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

@@ -1,4 +1,10 @@
-"""The core of attention, softmax(Q K^T) V: backends compute it (`select_backend.py` chooses, `local.py` is the
-reference); where context parallelism splits the sequence, an exchange brings queries and keys together
-(`gathered_keys.py`, `ring.py`, `head_exchange.py`; `select_exchange.py` chooses). The way in is
-`dot_product_attention.py`."""
+"""The core of attention, softmax(scale * Q K^T) V.
+
+dot_product_attention.py   the module of a layer: upstream's signature, sinks, random stream
+interface.py               what every implementation takes and returns, and what is visible to a query
+select.py                  which implementation a config means
+backends                   local.py (the reference), sdpa.py (torch's operator), query_blocks.py
+context parallelism        exchanges.py (gathered keys, heads for tokens), ring.py: around a backend or a kernel
+block_kernels.py           attention over some keys, in a form in which results can be merged
+max_logits.py              a backend that notes the largest score
+"""

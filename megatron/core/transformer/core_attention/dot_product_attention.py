@@ -1,5 +1,4 @@
-"""The core of attention as a module: a backend, the sinks' scores where it has sinks, and the random stream for its
-dropout."""
+"""The core of attention as a module: upstream's signature outside, AttentionInputs inside."""
 
 from __future__ import annotations
 
@@ -9,73 +8,117 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import current_device
-from megatron.core.packed_seq_params import Documents
+from megatron.core.enums import AttnMaskType
+from megatron.core.errors import ConfigError
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
 from megatron.core.tensor_parallel.random import model_parallel_stream
-from megatron.core.transformer.core_attention.base import AttentionBackend, SequenceAttention
-from megatron.core.transformer.core_attention.documents import ByDocument
-from megatron.core.transformer.core_attention.select_exchange import build_sequence_attention
+from megatron.core.transformer.core_attention.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    CoreAttention,
+    Visible,
+)
+from megatron.core.transformer.core_attention.select import build_core_attention
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class DotProductAttention(MegatronModule):
-    """softmax(Q K^T / sqrt(d)) V over this rank's heads, and with context parallelism for this rank's tokens."""
+    """softmax(scale * Q K^T) V over this rank's heads, and with context parallelism for this rank's tokens.
+
+    It holds what the implementation does not: the sinks' scores, and the random stream of its dropout.
+    """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection | None = None
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        """Upstream's signature; attention_dropout, softmax_scale and cp_comm_type are the config's when None.
+
+        layer_number: counted from 1. attn_mask_type: what is visible where forward is not told (`Visible.build`).
+        attention_type: self or cross; cross-attention has no window.
+        """
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        self.tp_size = groups.tp.size()
-        heads = config.num_attention_heads
-        assert heads is not None
-        self.num_heads_per_rank = heads // self.tp_size
+        self.tp_size, self.cp_group = groups.tp.size(), groups.cp
+        self.num_heads_per_rank = config.num_attention_heads // self.tp_size
+        self.attn_mask_type = attn_mask_type
+        options = AttentionOptions.of(config, layer_number)
+        self.options = dataclasses.replace(
+            options,
+            scale=options.scale if softmax_scale is None else softmax_scale,
+            dropout=options.dropout if attention_dropout is None else attention_dropout,
+            window=options.window if attention_type == "self" else None,
+        )
         self.softmax_offset: nn.Parameter | None = None  # scores of the sinks, [n]
         if config.softmax_type == "learnable":
             splits = tensor_parallel_split(0, groups.tp)
             self.softmax_offset = declare_parameter(
-                (heads,), init=input_initialiser(config), dtype=parameter_dtype(config), splits=splits
+                (config.num_attention_heads,),
+                init=input_initialiser(config),
+                dtype=parameter_dtype(config),
+                splits=splits,
             )
         # The device modules are being built on, which GPTModel sets; or ours, where they are built without memory.
         building_on = torch.get_default_device()
         device = current_device() if building_on.type == "meta" else building_on
-        self.attention = build_sequence_attention(config, layer_number, groups, device)
-        self.attention_of_sharers = {
-            group.size(): build_sequence_attention(
-                config, layer_number, dataclasses.replace(groups, cp=group, hcp=()), device
-            )
-            for group in groups.hybrid_cp
-        }
-        """Number of ranks that share a sequence, where each has its own number -> the implementation."""
 
-    @property
-    def backend(self) -> AttentionBackend | SequenceAttention:
-        """The implementation."""
-        return self.attention.backend if isinstance(self.attention, ByDocument) else self.attention
+        def build(groups: ProcessGroupCollection) -> CoreAttention:
+            return build_core_attention(config, self.options, groups, device, cp_comm_type)
+
+        self.backend = build(groups)
+        """The implementation, with an exchange around it where ranks share sequences."""
+        self.backend_by_cp_size = {
+            group.size(): build(dataclasses.replace(groups, cp=group, hcp=())) for group in groups.hybrid_cp
+        }
+        """Where each sequence has its own number of ranks that share it: that number -> the implementation."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Documents | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [t, b, g, d] -> [s, b, n * d]; attention_mask as in AttentionBackend, or
-        the documents of a packed sequence (b = 1).
+        """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]. Upstream's signature.
 
-        With context parallelism s and t are this rank's tokens, and a mask has all keys: [b or 1, 1, s, s * cp].
-        Documents may name other ranks that share their sequence, of a size in the collection's hybrid_cp.
+        attention_mask: bool [b or 1, 1, s, t], True where a position may not be seen; causal when None, the queries
+        being the last of the positions. attn_mask_type: this module's when None. packed_seq_params: documents of a
+        packed sequence (b = 1) in place of a mask, and the ranks that share it, of a size in the collection's
+        hybrid_cp. With context parallelism s and t are this rank's tokens, and a mask has all keys: [b or 1, 1, s,
+        s * cp]. Raises ConfigError for an attention_bias.
         """
+        if attention_bias is not None:
+            raise ConfigError("attention_bias is not supported: no backend adds to scores; use attention_mask")
+        backend, documents = self.backend, None
+        if packed_seq_params is not None:
+            sharers = packed_seq_params.cp_group
+            backend = backend if sharers is None else self.backend_by_cp_size[sharers.size()]
+            size = (self.cp_group if sharers is None else sharers).size()
+            documents = packed_seq_params.documents(key.shape[0] * size)
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        visible = Visible.build(attention_mask, mask_type, self.options.window, documents)
+        inputs = AttentionInputs(query, key, value, visible, self._sinks(query), self.training)
         # With sequence parallelism the whole block draws from the rank's own stream already.
         is_drawn_alike = self.tp_size > 1 and not self.config.sequence_parallel
-        sinks = self._sinks(query)
-        attention = self.attention
-        if isinstance(attention_mask, Documents) and attention_mask.cp_group is not None:
-            attention = self.attention_of_sharers[attention_mask.cp_group.size()]
-        if not self.training or self.config.attention_dropout == 0.0 or not is_drawn_alike:
-            return attention(query, key, value, attention_mask, self.training, sinks)
+        if not self.training or self.options.dropout == 0.0 or not is_drawn_alike:
+            return backend(inputs)
         with model_parallel_stream(self.tp_size):  # each rank's heads drop other elements
-            return attention(query, key, value, attention_mask, self.training, sinks)
+            return backend(inputs)
 
     def _sinks(self, query: Tensor) -> Tensor | None:
         """The score of each head's further key, float32 [n]; None without one."""
@@ -85,4 +128,4 @@ class DotProductAttention(MegatronModule):
 
     def extra_repr(self) -> str:
         """The implementation, for print(model)."""
-        return self.attention.name
+        return self.backend.name

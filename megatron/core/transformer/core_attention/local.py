@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions.softmax import scaled_masked_softmax, scaled_masked_softmax_reference
-from megatron.core.transformer.core_attention.base import AttentionOptions, whole_mask
+from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 
 
-class LocalAttention:
+class LocalAttention(AttentionBackend):
     """softmax(scale * Q K^T) V in plain operations; memory grows with s * t."""
 
     def __init__(self, options: AttentionOptions) -> None:
@@ -28,32 +28,24 @@ class LocalAttention:
         self.softmax = scaled_masked_softmax if options.masked_softmax_fusion else scaled_masked_softmax_reference
         self.name = "local reference, " + ("fused" if options.masked_softmax_fusion else "plain") + " softmax"
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        training: bool,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionBackend."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention."""
+        query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
         heads_per_group = query.shape[2] // key.shape[2]
         if heads_per_group > 1:
             key = key.repeat_interleave(heads_per_group, dim=2)  # [t, b, g, d] -> [t, b, n, d]
             value = value.repeat_interleave(heads_per_group, dim=2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
         scores = self._scores(q, k)  # [b, n, s, t]
-        mask = whole_mask(attention_mask, query, key, self.options.window)
         if sinks is None and self.options.softcap is None:
-            probabilities = self.softmax(scores, mask, self.softmax_scale, self.options.softmax_in_fp32)
+            probabilities = self.softmax(scores, inputs.hidden(), self.softmax_scale, self.options.softmax_in_fp32)
         else:
             probabilities = scaled_masked_softmax_reference(
-                scores, mask, self.softmax_scale, self.options.softmax_in_fp32, self.options.softcap, sinks
+                scores, inputs.hidden(), self.softmax_scale, self.options.softmax_in_fp32, self.options.softcap, sinks
             )
-        probabilities = F.dropout(probabilities.to(v.dtype), p=self.options.dropout, training=training)
-        context = torch.matmul(probabilities, v)  # [b, n, s, d]
-        return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
+        probabilities = F.dropout(probabilities.to(v.dtype), p=self.options.dropout, training=inputs.training)
+        context = torch.matmul(probabilities, v)  # [b, n, s, dv]
+        return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, dv] -> [s, b, n * dv]
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """score_scale * Q K^T, [b, n, s, d] x [b, n, t, d] -> [b, n, s, t], scaled before it is rounded."""

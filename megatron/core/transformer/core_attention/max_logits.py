@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.core_attention.base import AttentionBackend, AttentionOptions, whole_mask
+from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 
 _BLOCK = 128
 """Queries whose scores are in memory at a time."""
 
 
-class MaxLogits:
+class MaxLogits(AttentionBackend):
     """A backend that notes scale * max(q k) of each head over everything it sees in training, before any bound on
     scores. Costs one more product of queries and keys, a block at a time."""
 
@@ -21,25 +21,17 @@ class MaxLogits:
         self.largest: Tensor | None = None
         """float32 [n]; None before the first call."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        training: bool,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionBackend."""
-        if training:
-            found = self._measure(query.detach(), key.detach(), attention_mask)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention."""
+        if inputs.training:
+            found = self._measure(inputs)
             self.largest = found if self.largest is None else torch.maximum(self.largest, found)
-        return self.backend(query, key, value, attention_mask, training, sinks)
+        return self.backend(inputs)
 
     @torch.no_grad()
-    def _measure(self, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """query [s, b, n, d], key [t, b, g, d] -> [n]."""
-        mask = whole_mask(attention_mask, query, key, self.options.window)
+    def _measure(self, inputs: AttentionInputs) -> Tensor:
+        """float32 [n]."""
+        query, key, mask = inputs.query.detach(), inputs.key.detach(), inputs.hidden()
         key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 3, 0)  # [b, n, d, t]
         largest = query.new_full((query.shape[2],), -torch.inf, dtype=torch.float32)
         for first in range(0, query.shape[0], _BLOCK):

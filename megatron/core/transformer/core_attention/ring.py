@@ -1,6 +1,7 @@
 """p2p: every rank keeps its queries, and keys and values go round (Liu et al., "Ring Attention", 2023).
 
-Rank r at step i holds the keys and values of rank j = r - i, and with the zigzag split (sharding.py) sees of them
+Rank r at step i holds the keys and values of rank j = r - i, and with the zigzag split (context_parallel/sharding.py)
+sees of them
 
     j = r    its own: causal               j < r    the first piece, with all queries: no mask
                                            j > r    both pieces, with the queries of its second piece: no mask
@@ -22,12 +23,36 @@ from torch import Tensor
 
 from megatron.core.collectives import pass_on
 from megatron.core.context_parallel.sharding import positions_of_rank, shard_sequence
-from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import Group
-from megatron.core.transformer.core_attention.block_attention import BlockKernel, Merged, grad_of_sinks, with_sinks
+from megatron.core.transformer.core_attention.block_kernels import (
+    BlockKernel,
+    Merged,
+    draw_seed,
+    grad_of_sinks,
+    with_sinks,
+)
+from megatron.core.transformer.core_attention.interface import AttentionInputs, Visible
 
+# In backward both are on their way between the same two ranks at once: a tag keeps a gradient from being received as a
+# block of keys.
 _KEYS_TAG, _GRADS_TAG = 1, 2
 _ALL = slice(None)
+
+
+class RingAttention:
+    """Attention over sequences whose zigzag shards the group's ranks hold."""
+
+    def __init__(self, kernel: BlockKernel, group: Group, *, draws_dropout: bool = False) -> None:
+        """kernel: attention of some queries over some keys. draws_dropout: whether it has dropout in training."""
+        self.kernel, self.group, self.draws_dropout = kernel, group, draws_dropout
+        self.name = f"keys and values passed around {group.size()} ranks, {kernel.name}"
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention."""
+        seed = draw_seed() if self.draws_dropout and inputs.training else None
+        call = _Call(self.kernel, self.group, inputs.visible, seed)
+        result: Tensor = _RingAttention.apply(inputs.query, inputs.key, inputs.value, inputs.sinks, call)
+        return result.flatten(2)  # [s/cp, b, n, dv] -> [s/cp, b, n * dv]
 
 
 class Block(NamedTuple):
@@ -36,30 +61,19 @@ class Block(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
+    mask: Tensor | None = None
 
 
-def visible_block(rank: int, source: int, length: int) -> Block:
+def causal_block(rank: int, source: int, length: int) -> Block:
     """What the queries of `rank` see of the keys of `source` under a causal mask; both hold `length` tokens."""
     half = length // 2
     if source == rank:
+        # Within a rank's two pieces a later index is a later position, so that the triangle is the usual one.
         return Block(_ALL, _ALL, True)
     if source < rank:
+        # All its tokens come after the first piece of `source`, and before the second one.
         return Block(_ALL, slice(0, half), False)
     return Block(slice(half, None), _ALL, False)
-
-
-class _Passing:
-    """A tensor on its way to the next rank, and the one that comes from the previous rank."""
-
-    def __init__(self, sent: Tensor, group: Group, tag: int) -> None:
-        self.sent, self.received = sent.contiguous(), torch.empty_like(sent, memory_format=torch.contiguous_format)
-        self.works = pass_on(self.sent, self.received, group, tag)
-
-    def wait(self) -> Tensor:
-        """What has come."""
-        for work in self.works:
-            work.wait()
-        return self.received
 
 
 @dataclass(frozen=True)
@@ -68,58 +82,100 @@ class _Call:
 
     kernel: BlockKernel
     group: Group
-    mask: Tensor | Documents | None
-    window: int | None
+    visible: Visible
     seed: int | None
 
-    def block(self, step: int, like: Tensor) -> tuple[Block, dict[str, Any]] | None:
-        """The block of one step, for tokens [s/cp, ...], and the kernel's options for it; None for nothing to see."""
-        rank, size = self.group.rank(), self.group.size()
-        source = (rank - step) % size
-        options: dict[str, Any] = {"seed": None if self.seed is None else self.seed + source}
-        whole = like.shape[0] * size
-        if isinstance(self.mask, Tensor):
-            mask = shard_sequence(self.mask, source, size, dim=-1)
-            if self.window is not None:
-                queries, keys = (positions_of_rank(whole, r, size, like.device) for r in (rank, source))
-                own = queries.unsqueeze(1)
-                mask = mask | (keys > own) | (keys < own - self.window)
-            return Block(_ALL, _ALL, False), options | {"causal": False, "mask": mask}
-        block = visible_block(rank, source, like.shape[0])
-        if self.mask is not None or self.window is not None:
-            positions = (positions_of_rank(whole, r, size) for r in (rank, source))
-            queries, keys = (own[part] for own, part in zip(positions, block[:2], strict=True))
-            firsts = self._first_visible(queries)
-            if firsts.min() > keys.max():
-                return None
-            if firsts.max() > keys.min():
-                options["mask"] = (keys < firsts.unsqueeze(1)).to(like.device, non_blocking=True)
-        return block, options | {"causal": block.causal}
+    def source(self, step: int) -> int:
+        """The rank whose keys are here in this step."""
+        return (self.group.rank() - step) % self.group.size()
 
-    def _first_visible(self, queries: Tensor) -> Tensor:
-        """For each of these positions the first that it sees, by its document and by the window."""
-        firsts = torch.zeros_like(queries) if self.window is None else queries - self.window
-        return torch.maximum(firsts, self.mask.starts[queries]) if isinstance(self.mask, Documents) else firsts
+    def seed_of(self, step: int) -> int | None:
+        """Of the dropout of a step: backward meets the blocks of the same ranks in the same steps."""
+        return None if self.seed is None else self.seed + self.source(step)
+
+    def block(self, step: int, tokens: int, device: torch.device) -> Block | None:
+        """What meets in one step, every rank having so many tokens; None where nothing is seen."""
+        rank, size, source = self.group.rank(), self.group.size(), self.source(step)
+        visible, whole = self.visible, tokens * self.group.size()
+        if visible.mask is not None or not visible.causal:
+            mask = None if visible.mask is None else shard_sequence(visible.mask, source, size, dim=-1)
+            if visible.causal:
+                queries, keys = (positions_of_rank(whole, each, size, device) for each in (rank, source))
+                own = queries.unsqueeze(1)
+                outside = (keys > own) | (keys < visible.first_seen(queries).unsqueeze(1))
+                mask = outside if mask is None else mask | outside
+            return Block(_ALL, _ALL, False, mask)
+        block = causal_block(rank, source, tokens)
+        if visible.documents is None and visible.window is None:
+            return block
+        # On the host, where the documents' bounds are: to look at a result on a device would mean to wait for it, in
+        # every step of every layer.
+        queries = positions_of_rank(whole, rank, size)[block.queries]
+        keys = positions_of_rank(whole, source, size)[block.keys]
+        firsts = visible.first_seen(queries)
+        if firsts.min() > keys.max():
+            return None
+        if firsts.max() <= keys.min():  # nothing more is hidden, and a kernel without a mask will do
+            return block
+        return block._replace(mask=(keys < firsts.unsqueeze(1)).to(device, non_blocking=True))
+
+
+class _KeysAndValues:
+    """Keys [s, b, g, d] and values [s, b, g, dv] of one rank in one stretch of memory, to be sent as one message."""
+
+    def __init__(self, flat: Tensor, shapes: tuple[torch.Size, torch.Size]) -> None:
+        self.flat, self.shapes = flat, shapes
+        keys, values = flat.split([shape.numel() for shape in shapes])
+        self.keys, self.values = keys.view(shapes[0]), values.view(shapes[1])
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> _KeysAndValues:
+        """A copy of both."""
+        return cls(torch.cat((key.reshape(-1), value.reshape(-1))), (key.shape, value.shape))
+
+    def zeros(self) -> _KeysAndValues:
+        """Of the same shapes in float32, for sums of gradients."""
+        return _KeysAndValues(torch.zeros_like(self.flat, dtype=torch.float32), self.shapes)
+
+    def blocks(self, keys: slice) -> tuple[Tensor, Tensor]:
+        """Of some tokens, [b, g, t, d] and [b, g, t, dv]: views."""
+        return _heads_first(self.keys)[:, :, keys], _heads_first(self.values)[:, :, keys]
+
+
+class _Passing:
+    """Keys and values, or their gradients, on their way to the next rank, and those coming from the previous one."""
+
+    def __init__(self, sent: _KeysAndValues, group: Group, tag: int) -> None:
+        self.sent, self.received = sent, torch.empty_like(sent.flat)
+        self.works = pass_on(sent.flat, self.received, group, tag)
+
+    def wait(self) -> _KeysAndValues:
+        """What has come."""
+        for work in self.works:
+            work.wait()
+        return _KeysAndValues(self.received, self.sent.shapes)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
-        q = _heads_first(query)
-        size = call.group.size()
-        merged, at_hand = Merged(q), torch.stack((key, value))  # [2, s, b, g, d]
+        q, size = _heads_first(query), call.group.size()
+        merged, at_hand = Merged(q, value.shape[-1]), _KeysAndValues.of(key, value)
         for step in range(size):
+            # Sent before they are computed with, so that the next block is here when this one is done. The last block
+            # need not go on: backward begins with the own keys again.
             passing = _Passing(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
-            visible = call.block(step, query)
-            if visible is not None:
-                (rows, keys, _), options = visible
-                k, v = (_heads_first(x)[:, :, keys] for x in at_hand)
+            block = call.block(step, query.shape[0], query.device)
+            if block is not None:
+                rows, keys, causal, mask = block
+                k, v = at_hand.blocks(keys)
+                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.seed_of(step)}
                 merged.add(rows, *call.kernel.forward(q[:, :, rows], k, v, **options))
             at_hand = passing.wait() if passing is not None else at_hand
         out, log_sum = merged.out, merged.log_sum
         if sinks is not None:
             out, log_sum = with_sinks(out, log_sum, sinks)
-        output = out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, d] -> [s, b, n, d]
+        output = out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, dv] -> [s, b, n, dv]
         ctx.call = call
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         return output
@@ -131,57 +187,33 @@ class _RingAttention(torch.autograd.Function):
         size = call.group.size()
         q, out, grad = (_heads_first(x) for x in (query, output, grad_output))
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        at_hand = torch.stack((key, value))
+        at_hand = _KeysAndValues.of(key, value)
         grads_under_way: _Passing | None = None
         for step in range(size):
             passing = _Passing(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
-            visible = call.block(step, query)
-            additions: list[Tensor] = []
-            if visible is not None:
-                (rows, keys, _), options = visible
-                k, v = (_heads_first(x)[:, :, keys] for x in at_hand)
+            block = call.block(step, query.shape[0], query.device)
+            additions: tuple[Tensor, Tensor] | None = None
+            if block is not None:
+                rows, keys, causal, mask = block
+                k, v = at_hand.blocks(keys)
                 result = (out[:, :, rows], log_sum[:, :, rows])
-                add_q, *additions = call.kernel.backward(grad[:, :, rows], (q[:, :, rows], k, v), result, **options)
+                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.seed_of(step)}
+                add_q, *add = call.kernel.backward(grad[:, :, rows], (q[:, :, rows], k, v), result, **options)
                 grad_q[:, :, rows] += add_q
-            if grads_under_way is None:
-                grads = torch.zeros(at_hand.shape, dtype=torch.float32, device=q.device)
-            else:
-                grads = grads_under_way.wait()
-            for target, addition in zip(grads, additions, strict=False):
-                _heads_first(target)[:, :, keys] += addition
+                additions = (add[0], add[1])
+            # The gradients of this block, as the ranks before have left them, were under way during the products.
+            grads = at_hand.zeros() if grads_under_way is None else grads_under_way.wait()
+            if block is not None and additions is not None:
+                for target, addition in zip(grads.blocks(block.keys), additions, strict=True):
+                    target += addition
             # After the last step the block's owner is the next rank: one more stage, and the gradients are home.
             grads_under_way = _Passing(grads, call.group, _GRADS_TAG)
             at_hand = passing.wait() if passing is not None else at_hand
         assert grads_under_way is not None
-        grad_key, grad_value = grads_under_way.wait().to(key.dtype)
+        own = grads_under_way.wait()
         grad_sinks = None if sinks is None else grad_of_sinks(grad, out, log_sum, sinks)
-        return grad_q.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, grad_sinks, None
-
-
-class RingAttention:
-    """Attention over sequences whose zigzag shards the group's ranks hold."""
-
-    def __init__(
-        self, kernel: BlockKernel, group: Group, *, draws_dropout: bool = False, window: int | None = None
-    ) -> None:
-        self.kernel, self.group, self.draws_dropout, self.window = kernel, group, draws_dropout, window
-        self.name = f"keys and values passed around {group.size()} ranks, {kernel.name}"
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | Documents | None,
-        training: bool,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See SequenceAttention."""
-        # From the stream that the caller chose, on the CPU: nothing has to wait for the device.
-        seed = int(torch.randint(2**40, ())) if self.draws_dropout and training else None
-        call = _Call(self.kernel, self.group, attention_mask, self.window, seed)
-        result: Tensor = _RingAttention.apply(query, key, value, sinks, call)
-        return result.flatten(2)  # [s/cp, b, n, d] -> [s/cp, b, n * d]
+        grad_query = grad_q.permute(2, 0, 1, 3).to(query.dtype)
+        return grad_query, own.keys.to(key.dtype), own.values.to(value.dtype), grad_sinks, None
 
 
 def _heads_first(x: Tensor) -> Tensor:

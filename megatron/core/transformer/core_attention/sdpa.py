@@ -1,5 +1,9 @@
 """Attention through torch's scaled_dot_product_attention: one operator, several kernels.
 
+Its flash kernels want queries, keys and values of one width. Narrower ones are padded with zeros, which change neither
+scores nor the rest of the output, and the output is cut back; the kernels that take several widths as they are store
+all scores (on the CPU) or are slower.
+
 The [s, b, n, d] tensors are handed over as [b, n, s, d] views; the CPU flash kernel reads them in place and answers in
 the same memory order, so nothing is copied on the way in or out. All its kernels compute scores and softmax in float32.
 
@@ -21,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.transformer.core_attention.base import AttentionOptions, whole_mask
+from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 
 _SMALLEST_BLOCK = 256
 """Queries in a block of a layer with a window, at least; a quarter of a wide window."""
@@ -32,7 +36,7 @@ _KERNELS: dict[str, SDPBackend] = {
 }
 
 
-class SDPAttention:
+class SDPAttention(AttentionBackend):
     """softmax(scale * Q K^T) V by torch's operator, its own choice of kernel or a given one."""
 
     def __init__(self, options: AttentionOptions, kernel: str) -> None:
@@ -47,52 +51,49 @@ class SDPAttention:
             return contextlib.nullcontext()
         return sdpa_kernel(self.kernel)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        training: bool,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See AttentionBackend."""
-        assert sinks is None and self.options.softcap is None, "torch's operator has neither sinks nor a bound"
-        window, queries, keys = self.options.window, query.shape[0], key.shape[0]
-        if window is None or keys <= window + 1:
-            return self._attend((query, key, value), attention_mask, window, training)
-        contexts, block = [], max(_SMALLEST_BLOCK, window // 4)
-        for first in range(0, queries, block):
-            end = min(first + block, queries)
-            seen = slice(max(0, keys - queries + first - window), keys - queries + end)
-            rows = slice(first, end) if attention_mask is not None and attention_mask.shape[-2] > 1 else slice(None)
-            mask = None if attention_mask is None else attention_mask[..., rows, seen]
-            contexts.append(self._attend((query[first:end], key[seen], value[seen]), mask, window, training))
-        return torch.cat(contexts)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention."""
+        assert inputs.sinks is None and self.options.softcap is None, "torch's operator has neither sinks nor a bound"
+        visible, queries, keys = inputs.visible, inputs.query.shape[0], inputs.key.shape[0]
+        if visible.window_reaches(keys):
+            return self._attend_at_once(inputs)
+        assert visible.window is not None
+        size = max(_SMALLEST_BLOCK, visible.window // 4)
+        blocks = visible.blocks(queries, keys, size)
+        return torch.cat([self._attend_at_once(inputs.cut(rows, seen)) for rows, seen in blocks])
 
-    def _attend(
-        self, inputs: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, window: int | None, training: bool
-    ) -> Tensor:
-        """The queries being the last of the positions of the keys."""
-        query, key, value = inputs
-        sees_all = window is None or key.shape[0] <= window + 1
-        is_causal = attention_mask is None and sees_all and query.shape[0] == key.shape[0]
-        if not is_causal:
-            attention_mask = whole_mask(attention_mask, query, key, window)
+    def _attend_at_once(self, inputs: AttentionInputs) -> Tensor:
+        """One call of the operator."""
+        query, key, value, visible = inputs.query, inputs.key, inputs.value, inputs.visible
+        # Told that attention is causal, the kernels leave out the hidden half; they mean s = t by it.
+        is_square = query.shape[0] == key.shape[0] and visible.window_reaches(key.shape[0])
+        is_causal = visible.causal and visible.mask is None and is_square
+        hidden = None if is_causal else inputs.hidden()
         heads_per_group = query.shape[2] // key.shape[2]
-        if attention_mask is not None and heads_per_group > 1 and not query.is_cpu:
+        if hidden is not None and heads_per_group > 1 and not query.is_cpu:
             # Only its math kernel, which stores all scores, takes both a mask and grouped heads there.
             key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
+        width = value.shape[-1]
+        is_padded = width != query.shape[-1] and self.kernel in (None, SDPBackend.FLASH_ATTENTION)
+        if is_padded:
+            query, key, value = _padded(query, key, value)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d], views
         with self._chosen():
             context = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=None if attention_mask is None else ~attention_mask,  # torch: True takes part
-                dropout_p=self.options.dropout if training else 0.0,
+                attn_mask=None if hidden is None else ~hidden,  # torch: True takes part
+                dropout_p=self.options.dropout if inputs.training else 0.0,
                 is_causal=is_causal,
                 scale=self.options.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-        return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
+        context = context[..., :width] if is_padded else context
+        return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, dv] -> [s, b, n * dv]
+
+
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """All with the width, in the last dimension, of the widest, filled up with zeros."""
+    widest = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, widest - x.shape[-1])) for x in tensors]

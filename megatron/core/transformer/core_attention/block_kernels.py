@@ -9,8 +9,9 @@
 
 (Dao et al., "FlashAttention", 2022, section 3.1; Liu et al., "Ring Attention", 2023.)
 
-Legend: b batch, n query heads, g key-value heads, s queries, t keys of a block, d channels. All tensors [b, n, s, d] or
-[b, g, t, d]; L is [b, n, s] float32, minus infinity for a query that sees no key of the block.
+Legend: b batch, n query heads, g key-value heads, s queries, t keys of a block, d width of queries and keys, dv of
+values. Q and dQ are [b, n, s, d], K [b, g, t, d], V [b, g, t, dv], O [b, n, s, dv]; L is [b, n, s] float32, minus
+infinity for a query that sees no key of the block.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class PlainKernel:
     ) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
         scores = self._masked(self._scores(q, k), causal, mask)
-        log_sum = scores.logsumexp(-1)
+        log_sum = scores.logsumexp(-1)  # the largest score is taken out first, so that no exponential overflows
         probabilities = (scores - _finite(log_sum).unsqueeze(-1)).exp_()
         self._drop_(probabilities, seed)
         out = torch.matmul(_by_group(probabilities.to(v.dtype), k), v)
@@ -88,8 +89,10 @@ class PlainKernel:
         """See BlockKernel. With dropout M: dP = M * (dO V^T), and rowsum(P * dP) = rowsum(dO * O) all the same."""
         (q, k, v), (out, log_sum) = inputs, merged
         scores = self._scores(q, k)
+        # Of the tanh that bounds the scores, from the bounded scores, before masking writes over them.
         slope = None if self.softcap is None else 1 - (scores / self.softcap).square()
         p = (self._masked(scores, causal, mask) - _finite(log_sum).unsqueeze(-1)).exp_()
+        # The softmax runs over all blocks, and so does this row sum; O and its gradient give it without the others.
         row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
         grad_p = _by_head(torch.matmul(_by_group(grad, k), v.transpose(-1, -2)), q).float()
         dropped = p.clone() if self.dropout else p
@@ -130,7 +133,8 @@ class PlainKernel:
 
 
 class CPUFlashKernel:
-    """torch's flash kernel for the CPU; no dropout, masks by the plain kernel."""
+    """torch's flash kernel for the CPU; no dropout. Masks, and values of another width than keys, go to the plain
+    kernel."""
 
     name = "torch's CPU flash kernel"
 
@@ -142,7 +146,7 @@ class CPUFlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
-        if mask is not None:
+        if mask is not None or v.shape[-1] != k.shape[-1]:
             return self.plain.forward(q, k, v, causal=causal, mask=mask)
         result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, _per_head(k, q), _per_head(v, q), 0.0, causal, scale=self.scale
@@ -160,9 +164,9 @@ class CPUFlashKernel:
         seed: int | None = None,
     ) -> Gradients:
         """See BlockKernel."""
-        if mask is not None:
-            return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
         (q, k, v), (out, log_sum) = inputs, merged
+        if mask is not None or v.shape[-1] != k.shape[-1]:
+            return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
         # The kernel reads L in the memory order in which it writes it: [b, s, n].
         log_sum = log_sum.transpose(1, 2).contiguous().transpose(1, 2)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -172,20 +176,28 @@ class CPUFlashKernel:
 
 
 class Merged:
-    """The running O and L over the blocks that came by, for queries of a fixed shape [b, n, s, d]."""
+    """The running O and L over the blocks that came by, in float32, for queries [b, n, s, d]."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.out = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        self.log_sum = torch.full(like.shape[:-1], float("-inf"), dtype=torch.float32, device=like.device)
+    def __init__(self, q: Tensor, value_width: int) -> None:
+        self.out = torch.zeros((*q.shape[:-1], value_width), dtype=torch.float32, device=q.device)
+        self.log_sum = torch.full(q.shape[:-1], float("-inf"), dtype=torch.float32, device=q.device)
 
     def add(self, queries: slice, out: Tensor, log_sum: Tensor) -> None:
         """Merge a block's result for some of the queries."""
+        # A block's output is normalised by its own sum; weighted by its part of the sum over all blocks so far, it is
+        # what a softmax over all of them at once gives. Sums are kept as logarithms: exp(score) alone would overflow.
         before = self.log_sum[:, :, queries]
         total = torch.logaddexp(before, log_sum)
         shift = _finite(total)
         own = self.out[:, :, queries]
         own.mul_((before - shift).exp().unsqueeze(-1)).add_(out.float() * (log_sum - shift).exp().unsqueeze(-1))
         self.log_sum[:, :, queries] = total
+
+
+def draw_seed() -> int:
+    """A seed for the dropout of one call, from the stream that the caller chose, on the CPU: a number drawn on a device
+    would have to be waited for."""
+    return int(torch.randint(2**40, ()))
 
 
 def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

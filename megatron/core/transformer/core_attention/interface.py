@@ -1,0 +1,220 @@
+"""What every implementation of core attention, softmax(scale * Q K^T) V, takes and returns.
+
+    AttentionInputs    query, key, value, what is visible, sinks, whether dropout is drawn
+    Visible            causal, within a window, by a mask, within documents; and how to cut that to blocks
+    CoreAttention      inputs -> [s, b, n * dv]; backends compute it on one rank, exchanges among ranks around a backend
+    AttentionOptions   what a layer's config says about it, once per layer
+
+Legend: s queries, t keys, b batch, n query heads, g key-value heads (groups), d width of a query and of a key, dv width
+of a value.
+
+**Positions.** Where attention is causal, the queries are the last s of the t positions of the keys. That covers a
+sequence by itself (s = t), one new token with a cache (s = 1), and a block of queries with the keys up to its end, so
+that blocks need no positions of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.packed_seq_params import Documents
+from megatron.core.transformer.layer_patterns import window_of_layer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query sees: all that none of the four rules hides."""
+
+    causal: bool = True
+    """A query sees no key after its own position."""
+    window: int | None = None
+    """A query sees so many keys before its own position; None for all. Only where causal."""
+    mask: Tensor | None = None
+    """bool [b or 1, 1, s or 1, t], True where a key is hidden."""
+    documents: Documents | None = None
+    """A query sees only keys of its own document; the keys begin where the packed sequence does. Only where causal,
+    without a mask, and with b = 1."""
+
+    @classmethod
+    def build(
+        cls,
+        attention_mask: Tensor | None,
+        mask_type: AttnMaskType = AttnMaskType.causal,
+        window: int | None = None,
+        documents: Documents | None = None,
+    ) -> Visible:
+        """What upstream's arguments of attention mean.
+
+        A mask takes the place of the causal rule, except with padding_causal or in a layer with a window, where it only
+        hides more. Without one attention is causal unless the mask type is no_mask.
+        """
+        if documents is not None:
+            assert attention_mask is None, "packed documents say what may be seen; leave out attention_mask"
+            return cls(True, window, None, documents)
+        if window is not None or mask_type is AttnMaskType.padding_causal:
+            return cls(True, window, attention_mask)
+        return cls(attention_mask is None and mask_type is not AttnMaskType.no_mask, None, attention_mask)
+
+    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """bool [s, t] or [b or 1, 1, s or 1, t], True where a query may not see a key; None where it sees every key."""
+        assert self.documents is None, "documents are computed one by one"
+        if not self.causal or (queries == 1 and self.window_reaches(keys)):
+            return self.mask
+        band = causal_mask(queries, keys, device, None if self.window_reaches(keys) else self.window)
+        return band if self.mask is None else band | self.mask
+
+    def window_reaches(self, keys: int) -> bool:
+        """Whether every query sees back to the first of these keys."""
+        return self.window is None or keys <= self.window + 1
+
+    def first_seen(self, positions: Tensor) -> Tensor:
+        """For queries at these positions of the whole sequence, int64 [s], the first position that each sees."""
+        firsts = torch.zeros_like(positions) if self.window is None else positions - self.window
+        return firsts if self.documents is None else torch.maximum(firsts, self.documents.starts[positions])
+
+    def blocks(self, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice]]:
+        """Blocks of at most `size` queries, each with the keys that its queries see any of."""
+        before = keys - queries  # keys of earlier calls, from a cache
+        for first in range(0, queries, size):
+            end = min(first + size, queries)
+            if not self.causal:
+                yield slice(first, end), slice(0, keys)
+                continue
+            start = 0 if self.window is None else max(0, before + first - self.window)
+            yield slice(first, end), slice(start, before + end)
+
+    def cut(self, queries: slice, keys: slice) -> Visible:
+        """The same for some of the queries and of the keys; where causal, the last of each are at one position."""
+        assert self.documents is None or not keys.start, "documents are counted from the first key"
+        if self.mask is None:
+            return self
+        rows = queries if self.mask.shape[-2] > 1 else _ALL
+        return dataclasses.replace(self, mask=self.mask[..., rows, keys])
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One call of core attention."""
+
+    query: Tensor
+    """[s, b, n, d]."""
+    key: Tensor
+    """[t, b, g, d]."""
+    value: Tensor
+    """[t, b, g, dv]."""
+    visible: Visible = Visible()
+    sinks: Tensor | None = None
+    """float32 [n]: for each head the score of one further key, which has no value; None without one."""
+    training: bool = False
+    """Whether dropout, where the config has any, is drawn."""
+
+    def hidden(self) -> Tensor | None:
+        """`Visible.hidden` of these queries and keys."""
+        return self.visible.hidden(self.query.shape[0], self.key.shape[0], self.query.device)
+
+    def cut(self, queries: slice, keys: slice) -> AttentionInputs:
+        """Some of the queries with some of the keys; see `Visible.cut`."""
+        return AttentionInputs(
+            self.query[queries],
+            self.key[keys],
+            self.value[keys],
+            self.visible.cut(queries, keys),
+            self.sinks,
+            self.training,
+        )
+
+    def by_document(self) -> Iterator[AttentionInputs]:
+        """The queries of each document with the keys of their own document: causal attention of one sequence each.
+
+        The work is the sum over the documents, not the square of the packed sequence.
+        """
+        assert self.visible.documents is not None
+        visible = Visible(window=self.visible.window)
+        end = self.key.shape[0]
+        first = end - self.query.shape[0]
+        for start, begin, stop in self.visible.documents.stretches(first, end):
+            own = self.query[begin - first : stop - first]
+            yield AttentionInputs(own, self.key[start:stop], self.value[start:stop], visible, self.sinks, self.training)
+
+
+class CoreAttention(Protocol):
+    """softmax(scale * Q K^T) V over what is visible."""
+
+    name: str
+    """For the log: which implementation, in words."""
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv], in the dtype of the query.
+
+        Among the ranks of an exchange, these are a rank's own queries and keys in the order of
+        `context_parallel/sharding.py`; a mask has this rank's queries and all keys in the order of the sequence, and
+        documents are those of the whole sequence.
+        """
+        ...
+
+
+class AttentionBackend(ABC):
+    """Core attention on one rank, which has all the keys; documents are computed one after another."""
+
+    name: str
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention."""
+        if inputs.visible.documents is None:
+            return self.attend(inputs)
+        return torch.cat([self.attend(document) for document in inputs.by_document()])
+
+    @abstractmethod
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """The same, without documents."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What of the config concerns core attention, in one layer."""
+
+    scale: float
+    """Factor on the scores, such as 1 / sqrt(d)."""
+    layer_number: int
+    dropout: float
+    softmax_in_fp32: bool
+    query_key_layer_scaling: bool
+    masked_softmax_fusion: bool
+    window: int | None
+    """Keys before its own position that a query sees; None for all."""
+    softcap: float | None
+    """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
+
+    @classmethod
+    def of(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
+        """The options of one layer, counted from 1."""
+        assert config.kv_channels is not None
+        return cls(
+            scale=config.attention_scale,
+            layer_number=layer_number,
+            dropout=config.attention_dropout,
+            softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
+            query_key_layer_scaling=config.apply_query_key_layer_scaling,
+            masked_softmax_fusion=config.masked_softmax_fusion and not config.compile,
+            window=window_of_layer(config, layer_number),
+            softcap=config.attn_logit_softcapping,
+        )
+
+
+def causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> Tensor:
+    """bool [s, t], True where a query may not look: the queries are the last of the key positions, and with a window
+    see only as many keys before their own."""
+    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    future = every.triu(keys - queries + 1)
+    return future if window is None else future | every.tril(keys - queries - window - 1)

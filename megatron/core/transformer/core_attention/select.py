@@ -1,0 +1,155 @@
+"""Which backend --attention-backend means on this device, which exchange --cp-comm-type means in a layer, and what
+they cannot do.
+
+| --cp-comm-type | travels                          | attention on each rank                    |
+|----------------|----------------------------------|-------------------------------------------|
+| p2p            | keys and values, round a ring    | own queries, one block of keys at a time  |
+| all_gather     | keys and values, all at once     | own queries, all keys                     |
+| a2a            | heads for tokens, and back       | whole sequences, some heads               |
+| a2a+p2p        | a2a among neighbours, p2p beyond | as p2p, some heads                        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.transformer.core_attention.block_kernels import BlockKernel, CPUFlashKernel, PlainKernel
+from megatron.core.transformer.core_attention.exchanges import (
+    GatheredKeysAttention,
+    HeadExchangeAttention,
+    check_heads,
+)
+from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionOptions, CoreAttention
+from megatron.core.transformer.core_attention.local import LocalAttention
+from megatron.core.transformer.core_attention.max_logits import MaxLogits
+from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
+from megatron.core.transformer.core_attention.ring import RingAttention
+from megatron.core.transformer.core_attention.sdpa import SDPAttention
+from megatron.core.transformer.layer_patterns import has_windows
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def attention_problems(config: TransformerConfig, device: torch.device) -> list[str]:
+    """Why the configured backend cannot honour the configured options on this device; empty when it can."""
+    backend, on_cpu = config.attention_backend, device.type == "cpu"
+    problems = []
+    if backend == "flash" and on_cpu and config.attention_dropout > 0:
+        problems.append(
+            "--attention-backend flash has no dropout on the CPU, and --attention-dropout is "
+            f"{config.attention_dropout}; use --attention-dropout 0, or --attention-backend auto"
+        )
+    if backend == "fused" and on_cpu:
+        problems.append("--attention-backend fused needs a GPU with cuDNN, and this runs on the CPU; use auto or flash")
+    kernels = {"flash": "the flash kernel", "fused": "the cuDNN kernel", "unfused": "torch's math kernel"}
+    for flag, what in _beyond_the_kernels(config, backend):
+        problems.append(
+            f"--attention-backend {backend}: {kernels[backend]} has no {what} ({flag}); use --attention-backend auto, "
+            "or local"
+        )
+    return problems
+
+
+def _beyond_the_kernels(config: TransformerConfig, backend: str) -> Iterator[tuple[str, str]]:
+    """(flag, what it asks for) of everything that torch's kernel of this name cannot do."""
+    if backend not in ("flash", "fused", "unfused"):
+        return
+    if has_windows(config) and backend != "unfused":  # a window is a mask, which these do not take
+        yield "--window-size", "sliding window"
+    if config.softmax_type != "vanilla":
+        yield f"--softmax-type {config.softmax_type}", "attention sinks"
+    if config.attn_logit_softcapping is not None:
+        yield f"--attn-logit-softcapping {config.attn_logit_softcapping:g}", "bound on scores"
+
+
+def build_attention_backend(
+    config: TransformerConfig, options: AttentionOptions, device: torch.device
+) -> AttentionBackend:
+    """Attention of one layer on one rank. Raises ConfigError when it cannot do what the config asks."""
+    problems = attention_problems(config, device)
+    if problems:
+        raise ConfigError(problems)
+    has_more = config.softmax_type != "vanilla" or options.softcap is not None
+    if config.attention_backend == "local" or (has_more and config.compile):
+        return LocalAttention(options)
+    if has_more and config.attention_backend == "auto":
+        return QueryBlocksAttention(options)
+    if config.attention_backend == "auto" and device.type == "cpu" and not config.compile:
+        return CPUAttention(options)
+    return SDPAttention(options, config.attention_backend)
+
+
+def comm_type_of(config: TransformerConfig, layer_number: int) -> str:
+    """How layer `layer_number`, counted from 1, exchanges: one type for all layers, or one for each."""
+    types = config.cp_comm_type
+    if isinstance(types, str):
+        types = [types]
+    if len(types) not in (1, config.num_layers):
+        raise ConfigError(
+            f"--cp-comm-type names {len(types)} types for --num-layers {config.num_layers}; give one, or one per layer"
+        )
+    return types[0] if len(types) == 1 else types[layer_number - 1]
+
+
+def build_core_attention(
+    config: TransformerConfig,
+    options: AttentionOptions,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    comm_type: str | None = None,
+) -> CoreAttention:
+    """Attention of one layer over sequences that the ranks of `groups.cp` share.
+
+    comm_type: how they exchange; what the config says when None. Raises ConfigError when it cannot do what the config
+    asks.
+    """
+    backend = build_attention_backend(config, options, device)
+    if groups.cp.size() == 1:
+        return MaxLogits(backend, options) if config.measures_attention_logits else backend
+    kind = comm_type_of(config, options.layer_number) if comm_type is None else comm_type
+    if kind not in COMM_TYPES:
+        raise ConfigError(f"--cp-comm-type {kind} is unknown; use {', '.join(COMM_TYPES[:-1])} or {COMM_TYPES[-1]}")
+    if kind == "all_gather":
+        return GatheredKeysAttention(backend, groups.cp)
+    if kind == "p2p":
+        return _build_ring(config, options, groups.cp, device)
+    # Before anything is sent: heads that cannot be shared would end in an exchange of unequal parts.
+    heads = config.num_attention_heads // groups.tp.size()
+    if kind == "a2a":
+        check_heads(heads, groups.cp.size(), "--cp-comm-type a2a")
+        return HeadExchangeAttention(backend, groups.cp)
+    if len(groups.hcp) != 2:
+        raise ConfigError(
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the ranks of an exchange and the "
+            f"ranks of a ring, whose product is --context-parallel-size {groups.cp.size()}"
+        )
+    neighbours, beyond = groups.hcp
+    inner: CoreAttention = backend if beyond.size() == 1 else _build_ring(config, options, beyond, device)
+    if neighbours.size() == 1:
+        return inner
+    check_heads(heads, neighbours.size(), "--cp-comm-type a2a+p2p")
+    return HeadExchangeAttention(inner, neighbours)
+
+
+def _build_ring(
+    config: TransformerConfig, options: AttentionOptions, group: Group, device: torch.device
+) -> RingAttention:
+    return RingAttention(_build_block_kernel(config, options, device), group, draws_dropout=options.dropout > 0)
+
+
+def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, device: torch.device) -> BlockKernel:
+    """What --attention-backend means for one block of a ring: scores and softmax always in float32."""
+    if config.attention_backend == "fused":
+        raise ConfigError(
+            "--attention-backend fused cannot merge the blocks of --cp-comm-type p2p; use --attention-backend auto, "
+            "or --cp-comm-type all_gather or a2a"
+        )
+    by_kernel = config.attention_backend in ("auto", "flash") and options.dropout == 0 and options.softcap is None
+    if by_kernel and device.type == "cpu":
+        return CPUFlashKernel(options.scale)
+    return PlainKernel(options.scale, options.dropout, options.softcap)
