@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 def on_first_rank(group: Group, action: Callable[[], T]) -> T:
     """Do it on the group's first member; its result, or the error it raised, is everyone's."""
+    # An error travels as a value: were it raised here, the other ranks would wait in the broadcast until it times out.
     result: tuple[T | None, BaseException | None] | None = None
     if group.rank() == 0:
         result = _attempt(action)
@@ -39,6 +40,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
+        # The file's name is all that the other ranks will see of it.
         return None, StorageError(f"{where}{error.strerror or error}")
     except Exception as error:
         return None, error

@@ -29,6 +29,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
 _ITERATION = re.compile(r"iter_([0-9]{7,12})")
+# Names that only an interrupted save leaves behind; anything else in the directory is not ours to remove.
 _LEFTOVER = re.compile(r"(iter_[0-9]{7,12})\.(tmp|old)-[0-9a-f]{8}")
 _TRACKER_LEFTOVER = re.compile(re.escape(TRACKER_NAME) + r"\.tmp-[0-9a-f]{8}")
 
@@ -67,6 +68,7 @@ def remove_checkpoint(root: Path, iteration: int) -> None:
     """Remove an old checkpoint, first what makes it one. Raises StorageError."""
     path = iteration_directory(root, iteration)
     with storage_errors(f"removing {path}"):
+        # Without its manifest the directory is no checkpoint any more, should we be interrupted halfway through.
         (path / MANIFEST_NAME).unlink(missing_ok=True)
         shutil.rmtree(path)
 
@@ -79,6 +81,7 @@ def prepare_save_directory(root: Path) -> list[str]:
 
     Raises ConfigError when `root` is a file, cannot be made or cannot be written to.
     """
+    # mkdir(exist_ok=True) would report a dangling link as "File exists".
     if root.is_symlink() and not root.exists():
         raise ConfigError(f"--save {root} is a symbolic link to {os.readlink(root)}, which does not exist")
     if root.exists() and not root.is_dir():
@@ -87,6 +90,7 @@ def prepare_save_directory(root: Path) -> list[str]:
         raise ConfigError(
             f"--save {root}: the directory above it, {root.absolute().parent}, does not exist; make it first"
         )
+    # Permissions, read-only mounts and quotas are known for certain only by writing.
     probe = root / f".write-test-{uuid.uuid4().hex[:8]}"
     try:
         root.mkdir(exist_ok=True)
@@ -99,6 +103,7 @@ def prepare_save_directory(root: Path) -> list[str]:
 
 def begin_save(root: Path, iteration: int) -> Path:
     """A fresh directory to write the files of a checkpoint into. Raises StorageError."""
+    # Random, so that a second job on the same directory never writes into ours.
     path = root / f"iter_{iteration:07d}.tmp-{uuid.uuid4().hex[:8]}"
     with storage_errors(f"starting a checkpoint in {root}"):
         path.mkdir()
@@ -138,18 +143,21 @@ def commit_save(temporary: Path, manifest: Manifest) -> Path:
     next_tracker = root / f"{TRACKER_NAME}.tmp-{suffix}"
     write_file(next_tracker, str(manifest.iteration).encode())
     replaced = final.with_name(f"{final.name}.old-{suffix}")
+    # rename() cannot replace a directory that is not empty.
     if final.exists():
         os.rename(final, replaced)
     os.rename(temporary, final)
     sync_directory(root)
     os.replace(next_tracker, root / TRACKER_NAME)
     sync_directory(root)
+    # From here on the save counts: what cannot be removed now is removed at the next start.
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def _write_manifest(temporary: Path, manifest: Manifest) -> None:
     """Flush every directory of the checkpoint; the manifest comes last, and with it the checkpoint is complete."""
+    # A file survives only if its name does: the entries of every directory are flushed as well.
     for directory in sorted(entry for entry in temporary.rglob("*") if entry.is_dir()):
         sync_directory(directory)
     manifest.write(temporary)
@@ -197,6 +205,7 @@ def _settle(leftover: Path) -> str:
 def _completes(root: Path, iteration: int) -> bool:
     """Whether the save of this iteration got as far as its final name, and the tracker did not follow."""
     tracked = _read_iteration(root / TRACKER_NAME)
+    # A tracker that is ahead already was written by a later save, and must not go back.
     is_visible = (iteration_directory(root, iteration) / MANIFEST_NAME).exists()
     return is_visible and (tracked is None or tracked < iteration)
 
@@ -210,6 +219,7 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint
     root: a directory of checkpoints, or one checkpoint's own directory. None when there is nothing in it yet. Raises
     CheckpointError when the given iteration cannot be loaded, or when there are checkpoints but none can be.
     """
+    # --load may also name one checkpoint's own directory.
     if (root / MANIFEST_NAME).exists():
         return _verified(root)
     if iteration is not None:
@@ -240,6 +250,8 @@ def _candidates(root: Path, problems: list[str]) -> list[Path]:
         return [iteration_directory(root, iteration) for iteration in iterations]
     hint = _read_iteration(root / TRACKER_NAME)
     pending = [_read_iteration(path) for path in root.glob(f"{TRACKER_NAME}.tmp-*")]
+    # The power may have failed between the rename and the tracker: the file that was to become the tracker then knows
+    # of a newer checkpoint than the tracker does.
     interrupted = max((p for p in pending if p is not None and p in iterations and p > (hint or 0)), default=None)
     if interrupted is not None:
         hint = interrupted
@@ -248,6 +260,7 @@ def _candidates(root: Path, problems: list[str]) -> list[Path]:
     elif hint not in iterations:
         problems.append(f"{iteration_directory(root, hint)}, which {TRACKER_NAME} names, does not exist")
     else:
+        # The tracker's first, then from the newest to the oldest.
         iterations.sort(key=lambda iteration: (iteration != hint, -iteration))
     return [iteration_directory(root, iteration) for iteration in iterations]
 
@@ -255,6 +268,7 @@ def _candidates(root: Path, problems: list[str]) -> list[Path]:
 def _verified(path: Path) -> FoundCheckpoint:
     manifest = read_manifest(path)
     match = _ITERATION.fullmatch(path.name)
+    # Loading it would continue with the wrong samples and learning rate, without any other sign.
     if match and int(match[1]) != manifest.iteration:
         raise CheckpointError(f"{path} holds iteration {manifest.iteration}: it was renamed or mixed up")
     verify_files(path, manifest)
@@ -265,6 +279,7 @@ def _read_iteration(tracker: Path) -> int | None:
     """The number in a tracker file; None when it holds anything else or cannot be read."""
     try:
         with open(tracker, "rb") as file:
+            # 64 bytes are plenty for a number, and a file that was mixed up may have gigabytes.
             text = file.read(64).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None

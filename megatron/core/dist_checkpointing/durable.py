@@ -28,9 +28,11 @@ def storage_errors(doing: str) -> Iterator[None]:
 
 def write_file(path: Path, content: bytes) -> None:
     """Create `path` with this content and flush it to the device. Raises OSError; FileExistsError when it is there."""
+    # "x": a file of this name would be another writer's, and must not be overwritten.
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
+        # flush() only hands the bytes to the operating system; a power cut would take them from there.
         os.fsync(file.fileno())
 
 
@@ -43,6 +45,7 @@ def replace_file(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+    # The rename itself is an entry of the directory, and reaches the device only with it.
     sync_directory(path.parent)
 
 

@@ -58,6 +58,7 @@ def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
         candidates += [iteration_directory(root, saved) for saved in saved_iterations(root)]
     for candidate in candidates:
         ranks = sorted(path.parent.name for path in candidate.glob(f"mp_rank_*/{_FILE_NAME}"))
+        # Which part of a tensor each rank's file holds is written nowhere in it.
         if len(ranks) > 1:
             raise CheckpointError(
                 f"{candidate} was written by {len(ranks)} model-parallel ranks ({', '.join(ranks[:4])}); only one can "
@@ -80,6 +81,8 @@ class LegacyWeights(NamedTuple):
 def read_legacy_weights(path: Path) -> LegacyWeights:
     """The weights in a file. Raises CheckpointError when it is damaged, or names a class we do not know."""
     try:
+        # torch's restricted unpickler refuses a file over one unknown class, even where it is not needed. So each known
+        # one gets a stand-in for the time of this call, and only this call.
         foreign = get_unsafe_globals_in_checkpoint(path)
         with safe_globals([(_stand_in(name, path), name) for name in foreign]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -89,6 +92,7 @@ def read_legacy_weights(path: Path) -> LegacyWeights:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from None
+    # mmap: tensors are read from the file when they are copied, so the whole model is never in memory twice.
     weights = _innermost(content)
     if weights is None:
         raise CheckpointError(f"{path} holds no weights; expected {{'model': {{name: tensor}}}}")
@@ -108,6 +112,7 @@ def _with_stacked_experts(weights: Mapping[str, Tensor], path: Path) -> dict[str
         number, part = found["number"] or found["grouped_number"], found["part"] or found["grouped_part"]
         by_name[f"{found['experts']}.{part}"][int(number)] = tensor
     for name, experts in by_name.items():
+        # Experts are numbered from 0 without gaps; a gap means that the file is one rank's part of them.
         missing = sorted(set(range(max(experts) + 1)) - set(experts))
         if missing or len({tensor.shape for tensor in experts.values()}) > 1:
             what = f"expert {missing[0]} is missing" if missing else "the experts differ in shape"
@@ -143,6 +148,7 @@ def _fill(tensor: ShardedTensor, full: Tensor) -> None:
     rows = full.shape[0] if full.dim() else 1
     for index, block in enumerate(tensor.blocks):
         target = tensor.block(index)
+        # Rows that the file lacks keep the values that they were initialised with.
         if block.box and tensor.valid_rows is not None:  # the file may be padded to fewer rows than we are
             start, length = block.box[0]
             length = max(0, min(length, rows - start))

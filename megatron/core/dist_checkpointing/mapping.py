@@ -85,6 +85,7 @@ class ShardedTensor:
 
     def index_at(self, offsets: Iterable[int]) -> int:
         """Number of the block that starts at these offsets of the full tensor."""
+        # Blocks of one tensor never overlap, so their first corner tells them apart.
         start = tuple(offsets)
         return next(i for i, block in enumerate(self.blocks) if tuple(s for s, _ in block.box) == start)
 
@@ -113,11 +114,14 @@ class SlicedTensor(ShardedTensor):
         data = data.detach()
         blocks: list[Piece] = []
         views: list[Tensor] = []
+        # The slice is walked in the order of its elements: the end of a row, whole rows, the beginning of a row.
         place = 0
         for box in boxes_of_range(shard, start, start + data.numel()):
             lengths = [length for _, length in box]
             region = data[place : place + math.prod(lengths)].view(lengths)
             place += region.numel()
+            # A box of the slice may reach over several blocks, for example from the gate's rows into those of the up
+            # projection.
             for piece in placement.pieces():
                 meeting = _meet(box, piece)
                 if meeting is not None:
@@ -175,6 +179,7 @@ def model_state(
     """
     state: ShardedStateDict = {}
     for data, placement in parameters:
+        # Where the pipeline has one stage, a tied embedding and its copy are one tensor, under one key.
         if placement.name not in state or not placement.is_copy:
             state[placement.name] = _entry(data, placement, starts or {})
     return state

@@ -37,12 +37,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"refused class {module}.{name}")
+        # Only now is anything imported: a refused name never reaches the import system.
         return super().find_class(module, name)
 
 
 def read_metadata(path: Path) -> Metadata:
     """torch's table of contents of a checkpoint. Raises CheckpointError for anything else, and runs none of it."""
     try:
+        # A pickle of a few bytes can ask for any amount of memory; a long one certainly does.
         if path.stat().st_size > _LARGEST_METADATA_BYTES:
             raise CheckpointError(f"{path} is too long for a table of contents")
         with open(path, "rb") as file:
@@ -54,6 +56,7 @@ def read_metadata(path: Path) -> Metadata:
     except Exception as error:  # a damaged pickle may raise anything, MemoryError included
         reason = str(error) if isinstance(error, pickle.UnpicklingError) else f"it is damaged ({type(error).__name__})"
         raise CheckpointError(f"{path} cannot be used: {reason}") from None
+    # The allowed classes can still be put together into something else.
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CheckpointError(f"{path} is no table of contents of torch.distributed.checkpoint")
     return metadata

@@ -33,6 +33,8 @@ class ShardSavePlanner(SavePlanner):
             properties = TensorProperties(dtype=tensor.data.dtype)
             for block in tensor.blocks:
                 chunk = chunk_of(block.box)
+                # Ranks that hold a replica of a block (a key-value head shared by several) leave it to its owner; an
+                # empty box, as a short slice has, is nothing to write.
                 if block.owned and chunk.sizes.numel():
                     data = TensorWriteData(chunk, properties, torch.Size(tensor.global_shape))
                     index = MetadataIndex(tensor.key, chunk.offsets)
@@ -41,6 +43,8 @@ class ShardSavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the first process: one writer for each box."""
+        # A placement that is wrong is found here, before a byte is written, and not months later when the checkpoint is
+        # loaded.
         plans, metadata = create_default_global_save_plan(choose_writers(all_plans))
         check_coverage(metadata)
         return plans, metadata
@@ -68,6 +72,8 @@ def choose_writers(plans: list[SavePlan]) -> list[SavePlan]:
             sizes[item.index] = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
     load = [0] * len(plans)
     writer: dict[MetadataIndex, int] = {}
+    # Largest first keeps the processes' shares close to equal; the rest of the key makes the choice the same on every
+    # machine.
     for index in sorted(holders, key=lambda index: (-sizes[index], index.fqn, index.offset or ())):
         writer[index] = min(holders[index], key=lambda rank: (load[rank], rank))
         load[writer[index]] += sizes[index]

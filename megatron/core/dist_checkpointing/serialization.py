@@ -74,11 +74,13 @@ def _save(
     attachments: Mapping[str, Path],
     group: Group,
 ) -> Path:
+    # One rank chooses the name; all write into the same directory.
     temporary = on_first_rank(group, begin)
     try:
         records: dict[str, FileRecord] = {}
         for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
             records |= written
+        # No single rank has every padded tensor: the embedding is on the first stage, the output layer on the last.
         valid_rows: dict[str, int] = {}
         for rows in on_every_rank(group, lambda: _valid_rows(tensors)):
             valid_rows |= rows
@@ -90,8 +92,11 @@ def _save(
                 records.update(_copy_attachments(temporary, attachments))
                 return commit(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
 
+        # Every rank has written and flushed its files by now (on_every_rank waits for all), so the manifest can promise
+        # them.
         return on_first_rank(group, finish)
     except BaseException:
+        # BaseException: an interrupt from the keyboard leaves half a checkpoint, too.
         if group.rank() == 0:
             abandon_save(temporary)
         raise
@@ -153,6 +158,7 @@ def _copy_attachments(directory: Path, attachments: Mapping[str, Path]) -> dict[
 def _check_same(found: FoundCheckpoint, rank: int) -> None:
     """Raise CheckpointError when this process sees another checkpoint at the path, or none."""
     manifest = read_manifest(found.path)
+    # Two nodes with a local disk of the same name would each load a checkpoint of their own.
     if manifest.run_id != found.manifest.run_id:
         raise CheckpointError(
             f"{found.path}: rank {rank} sees another checkpoint there than rank 0; is it a shared directory?"

@@ -46,6 +46,7 @@ def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> d
     writer = _RecordingWriter(directory)
     planner: SavePlanner = ShardSavePlanner()
     with _dcp_errors("writing", directory), warnings.catch_warnings():
+        # A run of one process has no process group, on purpose.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=_torch_group(group),
                  no_dist=isinstance(group, SingleRankGroup))  # fmt: skip
@@ -84,6 +85,7 @@ class _ChecksumWriter(io.BufferedWriter):
         except OSError as error:
             self.error = error
             raise
+        # While the bytes are at hand: reading the file again for its checksum would double the traffic.
         self.crc32 = zlib.crc32(data, self.crc32)
         self.bytes_written += count
         return count
@@ -110,6 +112,8 @@ class _RecordingFileSystem(FileSystem):
                     file.flush()
                     os.fsync(file.fileno())
         except Exception as error:
+            # torch's C++ writer turns "No space left on device" into an exception about positions; the stream remembers
+            # the real one.
             cause = file.error if file is not None and file.error is not None else error
             if isinstance(cause, OSError) and self.first_error is None:
                 cause.filename = cause.filename or os.fspath(path)
@@ -119,6 +123,7 @@ class _RecordingFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
+        # `.metadata` is written under a temporary name first.
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
@@ -159,6 +164,7 @@ class _KnownReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         for item in plan.items:
             name = self.storage_data[item.storage_index].relative_path
+            # A table of contents may come from anywhere: "../../etc/passwd" is not read.
             if Path(name).name != name:
                 raise CheckpointError(
                     f"{self.path}: the table of contents names the file {name!r} outside of it; refused"
@@ -178,6 +184,8 @@ def _dcp_errors(doing: Literal["reading", "writing"], directory: Path) -> Iterat
         yield
     except CheckpointException as failure:
         causes = {rank: cause for rank, (cause, _) in failure.failures.items()}
+        # Several ranks fail at once when one of them did; an error of ours, or the user's Ctrl-C, tells more than the
+        # rest.
         for cause in causes.values():
             if isinstance(cause, MegatronError | KeyboardInterrupt):
                 raise cause from None

@@ -21,6 +21,7 @@ def check_coverage(metadata: Metadata) -> None:
     """Raise CheckpointError unless the boxes of every tensor cover it, each element once."""
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata):
+            # As many elements as the tensor has, and none twice: together that means each one once.
             covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if covered != math.prod(tensor.size) or _overlap(tensor.chunks):
                 raise CheckpointError(
@@ -46,6 +47,8 @@ def saved_shape(key: str, metadata: Metadata) -> tuple[int, ...]:
 
 def fits(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | None) -> bool:
     """Whether a saved tensor of this shape can be loaded: the same shape, or the same rows with other padding."""
+    # Rows of padding are neither compared nor loaded: the vocabulary may have been padded for another tensor-parallel
+    # size.
     if shape == tensor.global_shape:
         return tensor.valid_rows == saved_valid_rows or None in (tensor.valid_rows, saved_valid_rows)
     if tensor.valid_rows is None or len(shape) != len(tensor.global_shape) or shape[1:] != tensor.global_shape[1:]:
@@ -81,6 +84,7 @@ def refuse_mismatch(problems: Iterable[str]) -> None:
     """Raise ModelMismatchError that lists the problems, if there are any."""
     problems = list(problems)
     if problems:
+        # Another model differs in every tensor: a screenful shows it as well as thousands of lines.
         shown = problems[:_LISTED]
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         raise ModelMismatchError(f"the checkpoint is of another model: {'; '.join([*shown, *more])}")
