@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.parameters import initialise_parameters, norm
 from megatron.core.tensor_parallel.products import Matmul
 from megatron.training.config.container import RunConfig
 from tests.parallel.harness import run_distributed
+from tests.unit.rounded_product import round_products
 from tests.unit.run_flags import run_config
 
 SWITCHES = {
@@ -38,8 +39,8 @@ def settings(flags: str, size: int) -> RunConfig:
     return run_config(f"{base} {flags}", world_size=size)
 
 
-def two_layers(flags: str) -> dict[str, Tensor]:
-    """Column and row layer on this rank's tokens: output and gradients."""
+def two_layers(flags: str, rounded: bool = False) -> dict[str, Tensor]:
+    """Column and row layer on this rank's tokens: output and gradients. rounded: with products of 8-bit operands."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = ProcessGroupCollection.build(RankGrid(size, tp=size), rank).tp
     config = settings(flags, size).model
@@ -47,6 +48,8 @@ def two_layers(flags: str) -> dict[str, Tensor]:
     second = RowParallelLinear(16, 8, config=config, init_method=normal(0.5), tp_group=group)
     both = torch.nn.ModuleList([first, second])
     initialise_parameters(both, seed=1)
+    if rounded:
+        round_products(both)
     tokens = torch.randn(size, 12, 3, 8, generator=torch.Generator().manual_seed(2))[rank]
     tokens.requires_grad_()
     output, _ = second(torch.tanh(first(tokens)[0]))
@@ -66,6 +69,21 @@ def pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]
 def test_overlapped_layers_are_the_same_layers(size: int) -> None:
     flags = [*SWITCHES.values(), "--no-gradient-accumulation-fusion"]
     for by_flags in run_distributed(pairs, size, flags):
+        for flag, (plain, overlapped) in zip(flags, by_flags, strict=True):
+            for name, value in plain.items():
+                torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+
+
+def rounded_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    plain = two_layers("", rounded=True)
+    assert not torch.equal(plain["output"], two_layers("")["output"])
+    return [(plain, two_layers(f"--tp-comm-overlap {more}", rounded=True)) for more in flags]
+
+
+def test_every_plan_runs_any_product() -> None:
+    """In chunks or at once, a product that rounds its operands does so for each of them."""
+    flags = [*SWITCHES.values(), "--no-gradient-accumulation-fusion"]
+    for by_flags in run_distributed(rounded_pairs, 2, flags):
         for flag, (plain, overlapped) in zip(flags, by_flags, strict=True):
             for name, value in plain.items():
                 torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
