@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import fused_cross_entropy
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, losses_and_grads, token_batch
 from tests.unit.run_flags import SMALLEST_RUN
@@ -20,7 +19,7 @@ GROUP = ProcessGroupCollection.single().tp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [1, 100, 2**22])
 def test_same_loss_and_gradient(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_cross_entropy, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(cross_entropy, "BLOCK_ELEMENTS", block)
     logits = (30 * torch.randn(6, 2, 40)).to(dtype)
     target = torch.randint(40, (6, 2))
     weights = torch.rand(6, 2)

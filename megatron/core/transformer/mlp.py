@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.activations import Activation, find_activation
-from megatron.core.fusions.activation import (
+from megatron.core.activations import (
+    Activation,
     activation_reference,
     bias_activation,
     bias_gated_activation,
+    find_activation,
     gated_activation_reference,
 )
 from megatron.core.placement import Part

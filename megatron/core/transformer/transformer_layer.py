@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.fusions.bias_dropout import bias_dropout_add, bias_dropout_add_reference
 from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -138,3 +138,20 @@ def _kept_or_not(is_recomputed: bool, norm: Any, normed: Tensor, norm_input: Ten
     if norm is None or not is_recomputed:
         return nullcontext()
     return computed_when_needed(normed, lambda: norm(norm_input))
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:
+    """residual + dropout(x + b) in x's memory, which must be the fresh output of a matrix product that nothing else
+    keeps; x, residual [s, b, h], bias [h] or None, prob of dropping an element."""
+    if bias is not None:
+        x = x.add_(bias)
+    if training and prob > 0.0:
+        x = F.dropout(x, p=prob)
+    return x.add_(residual)
+
+
+def bias_dropout_add_reference(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:
+    """residual + dropout(x + b), out of place."""
+    if bias is not None:
+        x = x + bias
+    return residual + F.dropout(x, p=prob, training=training)

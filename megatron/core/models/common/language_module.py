@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.placement import place, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
 from megatron.core.tensor_parallel.products import choose_product

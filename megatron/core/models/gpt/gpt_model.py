@@ -66,7 +66,7 @@ class GPTModel(LanguageModule):
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
-        self.position_embedding_type = position_embedding_type
+        self.position_embedding_type, self.logit_scale = position_embedding_type, config.logit_scale
         self._input_tensor: Tensor | None = None
         self._embedding_elsewhere: tuple[Tensor, ...] = ()
         is_folded = config.pipeline_schedule == "zb-v" and self.pg_collection.pp.size() > 1
@@ -181,8 +181,8 @@ class GPTModel(LanguageModule):
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        if self.config.logit_scale != 1.0:
-            hidden_states = hidden_states * self.config.logit_scale  # cheaper here than on the logits
+        if self.logit_scale != 1.0:
+            hidden_states = hidden_states * self.logit_scale  # cheaper here than on the logits
         logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v / tp]
         bound = self.config.final_logit_softcapping
         if bound is not None:

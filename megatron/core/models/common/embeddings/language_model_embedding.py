@@ -47,7 +47,7 @@ class LanguageModelEmbedding(MegatronModule):
         super().__init__(config)
         assert config.hidden_size is not None
         self.tp_group = tp_group
-        self.max_sequence_length = max_sequence_length
+        self.max_sequence_length, self.scale = max_sequence_length, config.embedding_scale
         # Without positions to add first, the sum over ranks and the split of the sequence are one reduce-scatter.
         scatter_at_once = config.sequence_parallel and not add_position_embedding
         self.scatter_late = config.sequence_parallel and add_position_embedding
@@ -78,8 +78,8 @@ class LanguageModelEmbedding(MegatronModule):
                 hidden_states = hidden_states.clone()  # a view would keep the whole sequence in memory
         if self.config.fp32_residual_connection:
             hidden_states = hidden_states.float()
-        if self.config.embedding_scale != 1.0:
-            hidden_states = hidden_states * self.config.embedding_scale
+        if self.scale != 1.0:
+            hidden_states = hidden_states * self.scale
         dropout = self.config.hidden_dropout if self.training else 0.0
         if dropout == 0.0:
             return hidden_states
