@@ -103,6 +103,7 @@ class BlendedMegatronDatasetBuilder:
         normalized = None if weights is None else normalize(weights)
         sizes_by_dataset = self._sizes_by_dataset(len(prefixes), normalized, matrix, sizes)
         threads = max(1, self.config.num_dataset_builder_threads)
+        # Threads are enough: the work is numpy and file access, which release the interpreter lock.
         with ThreadPoolExecutor(max_workers=threads) as pool:
             columns = list(pool.map(self._build_one, prefixes, [matrix] * len(prefixes), sizes_by_dataset))
         return [
@@ -120,6 +121,7 @@ class BlendedMegatronDatasetBuilder:
             assert wanted is not None, "checked in _sizes_by_dataset"
             return BlendedDataset(datasets, weights, sum(samples_per_dataset(weights, wanted)), self.config)
         offered = [len(dataset) for dataset in datasets]
+        # Without weights a blend serves each dataset's own samples, of which there may be fewer than asked for.
         size = None if wanted is None else min(wanted, sum(offered))
         return BlendedDataset(datasets, offered, size, self.config)
 
@@ -148,6 +150,7 @@ class BlendedMegatronDatasetBuilder:
             if share is None or size == 0:
                 built.append(None)
                 continue
+            # Rounded like upstream's, so that the same documents are held out for validation.
             begin, end = (int(round(bound * float(total))) for bound in share)
             if begin >= end:
                 raise DataError(
@@ -161,6 +164,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _check_files(self, blends: Sequence[Blend]) -> None:
         """Every file of every blend must be there before the first is worked on, and all can be open at once."""
+        # A blend of a thousand datasets needs more descriptors than most systems allow at first.
         allow_open_files(_FILES_PER_DATASET * sum(len(prefixes) for prefixes, _ in blends))
         for prefixes, _ in blends:
             for prefix in prefixes:

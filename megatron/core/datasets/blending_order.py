@@ -72,6 +72,7 @@ class _Segments:
         self.first_steps = np.arange(0, size, self.length)
         count, datasets = len(self.first_steps), len(weights)
         self.rare = weights * self.length < _RARE_BELOW
+        # With more rare datasets than steps in a head, no trial could find a draw of each; all are then guessed alike.
         if self.rare.sum() > self.head or weights[self.rare].sum() > 0.5:
             self.rare[:] = False
         self.bounds = [0, *np.linspace(self.head, self.length, _PIECES, dtype=int).tolist()]
@@ -87,6 +88,7 @@ class _Segments:
         for _ in range(_TRIALS if self.rare.any() else 0):
             self.starts[:, 0] = self._guess_counts(counts)
             self._run(everything, 0)
+            # A draw that one segment found has happened for all later ones.
             counts[1:] = np.maximum(counts[1:], np.maximum.accumulate(self.ends[:-1, 0, self.rare]))
         self.starts[:, 0] = self._guess_counts(counts)
         for piece in range(_PIECES):
@@ -129,6 +131,7 @@ class _Segments:
         shares = rest[:, None] * (self.weights[common] / self.weights[common].sum())
         rounded = np.floor(shares)
         missing = rest - rounded.sum(axis=1)
+        # argsort of argsort: the rank of each remainder, the largest remainder first.
         rank = np.argsort(np.argsort(rounded - shares, axis=1, kind="stable"), axis=1)
         counts = np.empty(self.starts[:, 0].shape)
         counts[:, self.rare] = rare_counts
@@ -154,6 +157,8 @@ class _Segments:
                 count = np.where(count < start, count + (end - start), known)
                 counts[k] = count
         expected[:, self.rare] = counts
+        # The draws that the rare datasets gained come from somebody; the most frequent one recovers fastest from an
+        # error.
         expected[:, self.weights.argmax()] -= (counts - ends).sum(axis=1)
         return expected
 
@@ -213,10 +218,12 @@ def _draw_window(
     """
     segments, datasets = drawn.shape
     draws, ranks = out
+    # A dataset falls further behind with every step, so the last step of the window decides who is in question.
     last_steps = np.maximum(steps + (len(draws) - 1), 1).astype(np.float64)
     in_question = weights * last_steps[:, None] - drawn >= level
     counts = in_question.sum(axis=1)
     width = int(counts.max())
+    # The table would save less than filling it costs.
     if width > 0.6 * datasets:
         return _follow_rule(weights, steps, drawn, limits, None, out)
     # Pack them to the left of a table [segments, width], in the order of the datasets as ties go to the first.
@@ -262,13 +269,17 @@ def _follow_rule(
     segments, width = drawn.shape
     if limits is not None:
         limits = np.broadcast_to(limits, drawn.shape)
+        # A count this large puts a dataset so far ahead of its share that it is never the furthest behind.
         drawn[drawn >= limits] = _SPENT
     behind = np.empty_like(drawn)
     first_of_row = np.arange(segments) * width
     least = np.full(segments, np.inf)
     for k in range(len(draws)):
+        # Product, then difference, as upstream computes it: a fused operation would round otherwise and break ties
+        # otherwise.
         np.multiply(weights, np.maximum(steps + k, 1).astype(np.float64)[:, None], out=behind)
         np.subtract(behind, drawn, out=behind)
+        # argmax takes the first of equal ones, which is the rule for ties.
         best = behind.argmax(axis=1)
         if names is None:
             draws[k] = best
@@ -302,6 +313,7 @@ def _draw_plainly(
         best, most_behind = unspent[0], share[unspent[0]] * step - drawn[unspent[0]]
         for d in unspent:
             behind = share[d] * step - drawn[d]
+            # Strictly: among equals the first dataset is drawn.
             if behind > most_behind:
                 best, most_behind = d, behind
         draws[s - first_step], ranks[s - first_step] = best, drawn[best]

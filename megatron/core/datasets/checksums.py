@@ -71,6 +71,7 @@ class Checksums:
 
     def check(self, offset: int, size: int, read: Reader) -> None:
         """Compare the blocks of .bin that bytes [offset, offset + size) lie in, unless that was done before."""
+        # A block is compared once per process: reads come back to the same documents in every epoch.
         first, last = offset // self.block_bytes, (offset + size - 1) // self.block_bytes
         for block in range(first, last + 1):
             if not self.checked[block]:
@@ -108,6 +109,7 @@ def read_checksums(path_prefix: str) -> Checksums | None:
         raise DataError(f"{path}: expected at least {_HEADER.size} bytes, have {size}; {remedy}")
     head = buffer[: _HEADER.size].tobytes()
     magic, version, bin_bytes, idx_bytes, idx_crc, block_bytes, table_crc, header_crc = _HEADER.unpack(head)
+    # The checks go from cheap to dear, and from what makes the others meaningless.
     if magic != _MAGIC or version != _VERSION:
         raise DataError(f"{path}: begins with {head[:16]!r}, expected {_MAGIC!r} and version {_VERSION}; {remedy}")
     table_bytes = 4 * -(bin_bytes // -block_bytes) if block_bytes else -1
@@ -148,6 +150,7 @@ def write_checksums(path_prefix: str) -> str:
             file.write(table.data)
             file.flush()
             os.fsync(file.fileno())
+        # A reader must never meet half of a table: it would call good data damaged.
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}; nothing was left under this name") from error

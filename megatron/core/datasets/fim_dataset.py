@@ -84,8 +84,10 @@ class GPTFIMDataset(GPTDataset):
     def _read(self, index: int) -> tuple[Array, list[int]]:
         text, starts = super()._read(index)
         end = len(text)
+        # Padding is no part of a document.
         while end > 0 and text[end - 1] == self._pad:
             end -= 1
+        # Seeded by the sample's own number: a resumed run, or another number of loader processes, rearranges alike.
         random = np.random.default_rng((self.config.random_seed, self._split_number(), int(self.shuffle_index[index])))
         rearranged = self._each(text[:end], self._document_end, lambda part: self._document(part, random))
         kept = min(len(rearranged), end)
@@ -124,6 +126,7 @@ class GPTFIMDataset(GPTDataset):
         if random.random() >= rate:
             return tokens
         tokenizer: Any = self.config.tokenizer
+        # Cut between characters, not between tokens: at inference the cursor may stand in the middle of a word.
         text: str = tokenizer.detokenize(tokens.tolist())
         if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
             return tokens

@@ -157,6 +157,7 @@ class GPTDataset(MegatronDataset):
             loss_mask[:] = 0.0
         sample = self._positions_and_masks(tokens, document_starts)
         # Padding is not a token: any id the embedding has will do, as its loss is masked.
+        # Where padding shares the id of end of document (allowed on request), the token itself stays in place.
         if self._pad != self._eod:
             tokens[tokens == self._pad] = 0
             labels[labels == self._pad] = 0
@@ -179,7 +180,9 @@ class GPTDataset(MegatronDataset):
         starts: list[int] = []
         for position in range(first, last + 1):
             stop = end + self._extra if position == last else None
+            # A sample may begin in the middle of one document and end in another; only the tokens it needs are read.
             part = self.dataset.get(int(self.document_index[position]), offset, None if stop is None else stop - offset)
+            # A document that starts with the extra token lies wholly beyond the inputs, and an empty one has no start.
             if 0 < filled < self._length and len(part):
                 starts.append(filled)
             text[filled : filled + len(part)] = part
@@ -207,6 +210,7 @@ class GPTDataset(MegatronDataset):
         if config.create_attention_mask:
             starts = _union(after_eod if config.reset_attention_mask else [], in_file)
             resets = len(starts) > 0
+            # A mask is s^2 bytes: the plain causal one is built once and shared.
             mask = torch.from_numpy(attention_mask(self._length, starts)) if resets else _causal_mask(self._length)
             sample["attention_mask"] = mask
         return sample
@@ -221,6 +225,7 @@ class GPTDataset(MegatronDataset):
                 f"documents with {tokens_per_epoch} tokens, too few for one sample of {self._length + extra} tokens; "
                 "give this split a larger share with --split, or more data"
             )
+        # One stream for documents and samples, drawn in this order, as upstream draws it.
         random = np.random.RandomState(self.config.random_seed)
         plan = plan_epochs(tokens_per_epoch, self.num_samples, self._length, extra)
         document_index = build_document_index(documents, plan, random)
@@ -268,6 +273,7 @@ class MockTokens:
         ids = np.arange(1, self.longest, dtype=np.int64)
         if vocab_size < self.longest:
             usable = [i for i in range(1, vocab_size) if i != eod] or [0]
+            # 0 is left out because it is often padding, and end of document must stand only at the end.
             ids = np.resize(np.asarray(usable, dtype=np.int64), self.longest - 1)
         self._counting = ids
 
@@ -333,6 +339,7 @@ def position_ids(length: int, document_starts: Sequence[int] | Array = ()) -> Ar
     if len(document_starts) == 0:
         return positions
     starts = np.zeros(length, dtype=np.int64)
+    # The running maximum of the last start, subtracted from the plain positions.
     starts[document_starts] = document_starts
     return positions - np.maximum.accumulate(starts)
 
@@ -353,6 +360,7 @@ def starts_after_eod(tokens: Array, eod: int) -> Array:
 
 def cumulative_lengths(length: int, document_starts: Sequence[int] | Array) -> tuple[Array, int]:
     """Document bounds for variable-length attention: (int32 [length + 1] padded with `length`, longest document)."""
+    # Padded with `length` to a fixed size, so that samples can be stacked; empty documents at the end change nothing.
     bounds = np.full(length + 1, length, dtype=np.int32)
     bounds[0] = 0
     bounds[1 : len(document_starts) + 1] = document_starts

@@ -46,6 +46,8 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length:
     num_epochs = -((num_samples * sequence_length + extra_token) // -tokens_per_epoch)
     before_last = ((num_epochs - 1) * tokens_per_epoch - extra_token) // sequence_length
     per_epoch = (tokens_per_epoch - extra_token) // sequence_length
+    # Mixed over all epochs, a last epoch of which little is used would make some documents rarer than others
+    # throughout; by itself at the end it does not.
     separate = num_samples - before_last < int(_SEPARATE_LAST_EPOCH_BELOW * per_epoch)
     return EpochPlan(num_epochs, separate, before_last)
 
@@ -81,6 +83,7 @@ def build_sample_index(
     """
     extra = int(add_extra_token)
     sizes = np.require(sizes, requirements=["ALIGNED"])  # in an index file they are not; each take would copy them all
+    # int32 halves the largest of the three arrays.
     fits = max(len(document_index), int(sizes.max())) <= _INT32_MAX
     numbers = np.arange(_DOCUMENTS_AT_ONCE, dtype=np.int32)
     pieces = []
@@ -100,6 +103,7 @@ def build_sample_index(
         starts = np.arange(samples, stop, dtype=np.int64) * sequence_length
         rows = np.empty((len(starts), 2), dtype=np.int32 if fits else np.int64)
         rows[:, 0] = positions + first
+        # How far into its document a sample starts: its token number less that of the document's first token.
         rows[:, 1] = starts - (ends[positions] - lengths[positions])
         pieces.append(rows)
         samples = stop
@@ -107,12 +111,14 @@ def build_sample_index(
         last = len(document_index) - 1
         pieces.append(np.array([[last, int(sizes[document_index[last]]) - extra]], dtype=pieces[0].dtype))
     index = np.concatenate(pieces)
+    # The very first sample starts at the first document even if that one is empty.
     index[0] = 0
     return index
 
 
 def build_shuffle_index(num_samples: int, total: int, random: np.random.RandomState) -> Array:
     """uint32 or int64 [total]: a permutation of the first `num_samples`, then one of the rest."""
+    # The type is upstream's, and part of the cached file.
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(total, dtype=dtype)
     shuffle(order[:num_samples], random)

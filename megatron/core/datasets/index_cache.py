@@ -92,6 +92,7 @@ class IndexCache:
         array_names: tuple[str, ...],
         policy: CachePolicy = CachePolicy(),  # noqa: B008 (frozen)
     ) -> None:
+        # md5 as in upstream's cache names; it only has to tell descriptions apart.
         key = hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()
         self.policy = policy
         self.directory = directory
@@ -133,8 +134,10 @@ class IndexCache:
             with open(self._path("checksums.json"), encoding="utf-8") as file:
                 checksums = json.load(file)
             for name in self.array_names:
+                # An .npy file that was cut or flipped can still be read as numbers, that is as other samples.
                 if checksums[name] != _checksum(self._path(f"{name}.npy")):
                     return None
+        # Whatever the matter is, building the arrays anew mends it.
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return self._open()
@@ -149,6 +152,7 @@ class IndexCache:
     def _trusted(self) -> Arrays:
         """The arrays on disk, as they are. Raises DataError where they are missing or no arrays."""
         paths = {name: self._path(f"{name}.npy") for name in self.array_names}
+        # Existence is all that is asked: thousands of processes reading every array would take the file system down.
         is_complete = all(map(os.path.exists, [*paths.values(), self._path("checksums.json")]))
         arrays = (DeferredArrays(paths) if self.policy.is_deferred else self._open()) if is_complete else None
         if arrays is None:
@@ -160,6 +164,7 @@ class IndexCache:
         try:
             checksums = {}
             for name in self.array_names:
+                # The checksums are written last, so their presence says that all arrays are there.
                 with self._written(f"{name}.npy", ending) as temporary:
                     with open(temporary, "wb") as file:
                         _write_npy(file, arrays[name])
@@ -196,6 +201,7 @@ class IndexCache:
             yield False
             return
         try:
+            # The kernel releases the lock when the descriptor closes, also when the process is killed.
             yield _wait_for_lock(descriptor)
         finally:
             os.close(descriptor)
@@ -217,6 +223,7 @@ def _wait_for_lock(descriptor: int) -> bool:
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
+            # Polling instead of blocking, because a holder that hangs must not hang everybody.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:

@@ -79,13 +79,14 @@ class IndexedDataset:
         if in_objects:  # whose storage keeps checksums of its own
             self._bin = ObjectFile(get_bin_path(path_prefix), self.index.bin_bytes)
             return
+        # The index is compared at once: a wrong length in it would shift every token after it.
         checksums = read_checksums(path_prefix)
         if checksums is not None:
             checksums.check_index()
         self._bin = _BinFile(get_bin_path(path_prefix), self.index.bin_bytes, mmap, checksums)
 
     def __getstate__(self) -> tuple[str, bool, bool, str | None]:
-        """A worker process gets the path and opens the files itself."""
+        """A worker process gets the path and opens the files itself: mappings and descriptors cannot be pickled."""
         return self.path_prefix, self.multimodal, self.mmap, self.index_directory
 
     def __setstate__(self, state: tuple[str, bool, bool, str | None]) -> None:
@@ -101,6 +102,7 @@ class IndexedDataset:
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         """Sequence `index`, or the list of sequences of a slice; with its mode (or their modes) if multimodal."""
+        # Upstream's datasets support slices; training reads one sequence at a time.
         if isinstance(index, slice):
             numbers = range(*index.indices(len(self)))
             sequences = [self._tokens(i, 0, None) for i in numbers]
@@ -166,6 +168,7 @@ class IndexedDataset:
 
     def first_token_outside(self, vocab_size: int) -> tuple[int, int, int] | None:
         """The first token id outside [0, vocab_size) as (sequence, offset, id), or None. Reads all of .bin."""
+        # Two reductions decide whether a piece needs a closer look; nearly none does.
         for start, tokens in self.pieces(_SCAN_BYTES // self._itemsize):
             if int(tokens.max()) < vocab_size and int(tokens.min()) >= 0:
                 continue
@@ -188,6 +191,8 @@ class _BinFile:
         self._descriptor = -1
         self._mapped: mmap.mmap | None = None
         with _opened(path) as descriptor:
+            # An empty file cannot be mapped. The mapping outlives the descriptor, which spares one per dataset of a
+            # blend.
             if use_mmap and size > 0:
                 self._mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
             else:
@@ -205,6 +210,8 @@ class _BinFile:
     def _bytes(self, offset: int, size: int) -> bytes | memoryview:
         if self._mapped is None:
             return self._pread(offset, size)
+        # One fstat per read. A page beyond the end of a file that was cut raises SIGBUS, which no Python code can
+        # catch.
         found = self._mapped.size()
         if found < self.size:
             raise self._shrunk(found)
@@ -214,6 +221,8 @@ class _BinFile:
         pieces: list[bytes] = []
         while size > 0:
             try:
+                # pread leaves the file's position alone, so forked workers can share the descriptor; it may return less
+                # than asked.
                 piece = os.pread(self._descriptor, size, offset)
             except OSError as error:
                 raise StorageError(f"{self.path}: reading byte {offset}: {error.strerror}") from error
@@ -256,6 +265,7 @@ class IndexedDatasetBuilder:
         self.bin_path = bin_path
         self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
         self.multimodal = multimodal
+        # Compact arrays instead of lists: a corpus has hundreds of millions of sequences.
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._modes = array("b")
@@ -301,6 +311,7 @@ class IndexedDatasetBuilder:
                 f"of type {self.dtype.name}; write both with the same tokenizer"
             )
         first = len(self._lengths)
+        # Bytes, not values: merging corpora stays as fast as copying the files.
         self._lengths.frombytes(np.ascontiguousarray(other.sequence_lengths, dtype=np.int32).tobytes())
         self._documents.frombytes((other.document_indices[1:] + first).astype(np.int64).tobytes())
         if other.sequence_modes is not None:
@@ -322,6 +333,8 @@ class IndexedDatasetBuilder:
                 for older in (idx_path, get_sum_path(idx_path.removesuffix(".idx"))):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(older)
+                # The index comes last: tokens without an index are no dataset, an index without its tokens would be a
+                # wrong one.
                 os.replace(self._temporary_path, self.bin_path)
                 os.replace(temporary_idx, idx_path)
                 _sync_directory(os.path.dirname(idx_path) or ".")
@@ -342,6 +355,7 @@ class IndexedDatasetBuilder:
         values = np.asarray(tokens)
         if values.size == 0:
             return np.zeros(0, dtype=self.dtype)
+        # numpy would wrap an id that is too large into another valid id.
         if self._bounds is not None and values.dtype != self.dtype:
             smallest, largest = self._bounds
             if int(values.min()) < smallest or int(values.max()) > largest:
@@ -367,6 +381,7 @@ class IndexedDatasetBuilder:
 
     def _write_index(self, file: Any) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, dtype=np.int32)
+        # Byte offsets follow from the lengths, so they are never kept while writing.
         pointers = np.cumsum(lengths, dtype=np.int64)
         pointers -= lengths
         pointers *= self.dtype.itemsize

@@ -76,6 +76,7 @@ class DType(IntEnum):
     @classmethod
     def optimal_dtype(cls, vocab_size: int | None) -> type[np.generic]:
         """The type in which a vocabulary's ids are stored: uint16 below 65500 ids, else int32."""
+        # 65500 rather than 65536 is upstream's limit; files stay equal byte for byte.
         return np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32
 
 
@@ -118,6 +119,7 @@ def file_size(path: str) -> int:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path}: not an ordinary file; give the path of the dataset without .bin or .idx")
+        # Asked now, so that one unreadable file of a blend is reported before hours of index building.
         if not os.access(path, os.R_OK):
             raise DataError(f"{path}: not readable by this user; change its permissions")
     except (FileNotFoundError, NotADirectoryError):
@@ -134,6 +136,7 @@ def allow_open_files(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Best effort: where the system refuses, opening the files will say which limit to raise.
         with contextlib.suppress(ValueError, OSError):
             allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -160,6 +163,7 @@ def read_index(path_prefix: str, multimodal: bool = False, idx_path: str | None 
     """
     idx_path, bin_path = idx_path or get_idx_path(path_prefix), get_bin_path(path_prefix)
     idx_bytes, bin_bytes = file_size(idx_path), file_size(bin_path)
+    # Mapped, not read: every process of a node shares the pages of the index.
     buffer = map_file(idx_path, idx_bytes)
     dtype, sequences, documents = _read_header(idx_path, buffer)
 
@@ -167,6 +171,7 @@ def read_index(path_prefix: str, multimodal: bool = False, idx_path: str | None 
     pointers_at = lengths_at + 4 * sequences
     documents_at = pointers_at + 8 * sequences
     modes_at = documents_at + 8 * documents
+    # Counts are compared with the file's size before anything is allocated from them.
     expected_bytes = modes_at + (sequences if multimodal else 0)
     if idx_bytes != expected_bytes:
         hint = "it may be multimodal" if idx_bytes == expected_bytes + sequences else REMEDY
@@ -216,6 +221,7 @@ def _check_sequences(idx_path: str, index: SequenceIndex, lengths_at: int, point
     """Check that no length is negative and sequences follow one another without gaps; return where they end in .bin."""
     end = 0
     for start in range(0, len(index), _CHUNK):
+        # In chunks: the cumulative sum of a billion lengths would take 8 GB at once.
         lengths = index.sequence_lengths[start : start + _CHUNK]
         pointers = index.sequence_pointers[start : start + _CHUNK]
         if lengths.min() < 0:
@@ -227,6 +233,7 @@ def _check_sequences(idx_path: str, index: SequenceIndex, lengths_at: int, point
         ends = end + np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
         wrong = pointers[1:] != ends[:-1]
         if pointers[0] != end or wrong.any():
+            # The first wrong entry tells what happened; those after it are wrong as a consequence.
             k = 0 if pointers[0] != end else 1 + int(np.argmax(wrong))
             i, expected = start + k, end if k == 0 else int(ends[k - 1])
             raise DataError(

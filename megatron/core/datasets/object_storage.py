@@ -48,6 +48,7 @@ def local_copy(path: str, directory: str | None) -> str:
     file_system, name = _open_file_system(path)
     _information(file_system, name, path)
     stem, ending = os.path.splitext(os.path.basename(name))
+    # ukey changes with the object's content (its ETag or time), so a new version never meets an old copy.
     copy = os.path.join(directory, f"{stem}-{file_system.ukey(name)[:32]}{ending}")
     if os.path.exists(copy):
         return copy
@@ -85,6 +86,7 @@ class ObjectFile:
         return np.frombuffer(whole, dtype=dtype, count=count, offset=offset - first * BLOCK_BYTES)
 
     def _block(self, number: int) -> bytes:
+        # Connections and their threads do not survive a fork.
         if self._process != os.getpid():
             self._file_system, self._name = _open_file_system(self.path)
             self._blocks.clear()
@@ -96,6 +98,7 @@ class ObjectFile:
             if len(self._blocks) > _BLOCKS_KEPT:
                 self._blocks.popitem(last=False)
         else:
+            # Least recently used first, which is the one to go.
             self._blocks.move_to_end(number)
         return block
 
@@ -104,6 +107,7 @@ class ObjectFile:
             content: bytes = self._file_system.cat_file(self._name, start=start, end=end)
         except Exception as error:  # each plugin has errors of its own
             raise StorageError(f"{self.path}: reading byte {start}: {_reason(error)}") from error
+        # Some servers answer a range beyond the end with what there is, without an error.
         if len(content) != end - start:
             raise StorageError(
                 f"{self.path}: bytes {start} to {end} came as {len(content)}; it had {self.size} bytes when it was "

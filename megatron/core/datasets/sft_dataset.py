@@ -55,6 +55,7 @@ class ConversationFile:
             raise DataError(f"{path}: is empty; give a file with a conversation on each line")
         try:
             with open(path, "rb") as file:
+                # Mapped, so that loader processes share it.
                 self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
@@ -144,6 +145,7 @@ def pack(lengths: Array, capacity: int, random: np.random.RandomState) -> tuple[
     lengths: 1 to capacity each. Returns (order int64 [pieces], bounds int64 [sequences + 1]): sequence k holds the
     pieces order[bounds[k] : bounds[k + 1]]. Pieces of the same length are taken in a random order.
     """
+    # Shuffled before the stable sort: conversations of equal length are combined differently with another seed.
     shuffled = random.permutation(len(lengths))
     by_length = shuffled[np.argsort(lengths[shuffled], kind="stable")]
     distinct, firsts = np.unique(lengths[by_length], return_index=True)
@@ -153,6 +155,8 @@ def pack(lengths: Array, capacity: int, random: np.random.RandomState) -> tuple[
     bounds = [0]
     while sizes:
         room = capacity
+        # The longest piece that fits: first-fit-decreasing, with one entry per distinct length instead of one per
+        # piece.
         while (k := bisect.bisect_right(sizes, room) - 1) >= 0:
             order.append(heads[k])
             room -= sizes[k]
@@ -227,6 +231,7 @@ class SFTDataset(MegatronDataset):
         starts: list[int] = []
         filled = 0
         for number in self._conversations(0 if index is None else index):
+            # Each conversation loses one position: its last token has no label.
             own_tokens, own_labels, counts = self._pairs(int(number))
             stop = filled + len(own_tokens)
             tokens[filled:stop], labels[filled:stop], loss_mask[filled:stop] = own_tokens, own_labels, counts
@@ -300,6 +305,7 @@ class SFTDataset(MegatronDataset):
         for line in self.indices.tolist():
             ids, counts = encode(self.dataset.messages(line), self.config.tokenizer, self.dataset.place(line))
             cut += len(ids) > longest
+            # Without an answer within the sequence length there is nothing to learn from it.
             if not any(counts[1:longest]):
                 without_answer += 1
                 continue
@@ -313,6 +319,7 @@ class SFTDataset(MegatronDataset):
             )
         lengths = np.asarray([len(piece) for piece in pieces])
         random = np.random.RandomState(self.config.random_seed)
+        # A conversation of n tokens takes n - 1 positions.
         order, pack_bounds = pack(lengths - 1, self.config.sequence_length, random)
         return {
             "tokens": np.concatenate(pieces),
@@ -328,5 +335,6 @@ class SFTDataset(MegatronDataset):
     def _shuffled(self, sequences: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
         """The order of the sequences: all of them once, and again in another order until there are num_samples."""
         wanted = sequences if self.num_samples is None else self.num_samples
+        # Every sequence once before any comes twice.
         epochs = [random.permutation(sequences) for _ in range(-(wanted // -sequences))]
         return np.concatenate(epochs)[:wanted].astype(np.int64)
