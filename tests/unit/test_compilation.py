@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.compilation import compile_layers
-from tests.unit.gpt_models import assert_same_function, build_model, first_mlp
+from tests.unit.gpt_models import SEQUENCE_LENGTH, assert_same_function, build_model, first_mlp, token_batch
 
 
 @pytest.mark.flags("--compile")
@@ -24,3 +26,27 @@ def test_compiled_layers_compute_the_same(flags: str) -> None:
     assert compile_layers(compiled, backend="aot_eager") == 2
     assert_same_function(eager, compiled)
     assert compiled.state_dict().keys() == eager.state_dict().keys()
+
+
+def test_documents_of_every_batch_run_in_the_same_graphs() -> None:
+    """Bounds differ from batch to batch; what was compiled for one serves the others."""
+    flags = "--position-embedding-type rope --window-size 4,0"
+    eager, compiled = build_model(flags), build_model(f"{flags} --compile")
+    compile_layers(compiled, backend="aot_eager")
+    ids, places, labels = token_batch(batch=1)
+    graphs = []
+    for bounds in ([0, 5, 6, SEQUENCE_LENGTH], [0, 9, SEQUENCE_LENGTH], [0, 1, 2, 3, SEQUENCE_LENGTH]):
+        packed = PackedSeqParams(cu_seqlens_q=torch.tensor(bounds))
+        found, expected = (model(ids, places, labels=labels, packed_seq_params=packed) for model in (compiled, eager))
+        torch.testing.assert_close(found, expected)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2]
+
+
+def test_a_layer_is_one_graph() -> None:
+    """Nothing in it, the inputs of core attention neither, makes the compiler break off."""
+    model = build_model("--position-embedding-type rope --window-size 4,0 --compile")
+    ids, places, labels = token_batch()
+    for layer in model.decoder.layers:
+        layer.compile(backend="aot_eager", dynamic=False, fullgraph=True)
+    model(ids, places, labels=labels).sum().backward()

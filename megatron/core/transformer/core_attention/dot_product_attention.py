@@ -104,15 +104,25 @@ class DotProductAttention(MegatronModule):
         """
         if attention_bias is not None:
             raise ConfigError("attention_bias is not supported: no backend adds to scores; use attention_mask")
-        backend, documents = self.backend, None
-        if packed_seq_params is not None:
-            sharers = packed_seq_params.cp_group
-            backend = backend if sharers is None else self.backend_by_cp_size[sharers.size()]
-            size = (self.cp_group if sharers is None else sharers).size()
-            documents = packed_seq_params.documents(key.shape[0] * size)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        visible = Visible.build(attention_mask, mask_type, self.options.window, documents)
+        visible = Visible.build(attention_mask, mask_type, self.options.window)
         inputs = AttentionInputs(query, key, value, visible, self._sinks(query), self.training)
+        if packed_seq_params is not None:
+            return self._attend_within_documents(inputs, packed_seq_params)
+        return self._attend(self.backend, inputs)
+
+    @torch.compiler.disable  # a graph would be made for these bounds, and again for those of every other batch
+    def _attend_within_documents(self, inputs: AttentionInputs, packed_seq_params: PackedSeqParams) -> Tensor:
+        assert inputs.visible.mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
+        group = packed_seq_params.cp_group
+        backend = self.backend if group is None else self.backend_by_cp_size[group.size()]
+        ranks = (self.cp_group if group is None else group).size()
+        documents = packed_seq_params.documents(inputs.key.shape[0] * ranks)
+        visible = Visible(window=inputs.visible.window, documents=documents)
+        return self._attend(backend, dataclasses.replace(inputs, visible=visible))
+
+    def _attend(self, backend: CoreAttention, inputs: AttentionInputs) -> Tensor:
+        """By the backend, on the random stream of its dropout."""
         # With sequence parallelism the whole block draws from the rank's own stream already.
         is_drawn_alike = self.tp_size > 1 and not self.config.sequence_parallel
         if not self.training or self.options.dropout == 0.0 or not is_drawn_alike:

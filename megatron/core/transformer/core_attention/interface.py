@@ -52,16 +52,12 @@ class Visible:
         attention_mask: Tensor | None,
         mask_type: AttnMaskType = AttnMaskType.causal,
         window: int | None = None,
-        documents: Documents | None = None,
     ) -> Visible:
         """What upstream's arguments of attention mean.
 
         A mask takes the place of the causal rule, except with padding_causal or in a layer with a window, where it only
         hides more. Without one attention is causal unless the mask type is no_mask.
         """
-        if documents is not None:
-            assert attention_mask is None, "packed documents say what may be seen; leave out attention_mask"
-            return cls(True, window, None, documents)
         if window is not None or mask_type is AttnMaskType.padding_causal:
             return cls(True, window, attention_mask)
         return cls(attention_mask is None and mask_type is not AttnMaskType.no_mask, None, attention_mask)
