@@ -2,83 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.core.config_base import derived, flag
+from megatron.core.config_base import CheckedConfig, derived, flag
+from megatron.core.setting import Needs
 
 if TYPE_CHECKING:
     import torch
 
-DENSE_LAYOUTS = "the dense parallel layouts"
+_TP_OVERLAP = Needs("--tp-comm-overlap", lambda run: run.tp_comm_overlap)
+_HYBRID = Needs("--hybrid-context-parallel", lambda run: run.hybrid_context_parallel)
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig:
+class ModelParallelConfig(CheckedConfig):
     """How the model is divided over processes, and in which number format it computes."""
 
-    tensor_model_parallel_size: int = flag(1, minimum=1)
+    tensor_model_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Processes that share each layer (tensor parallelism)."""
-    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    pipeline_model_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Consecutive stages the layers are divided into (pipeline parallelism)."""
-    virtual_pipeline_model_parallel_size: int | None = derived()
+    virtual_pipeline_model_parallel_size: int | None = derived(kind="layout")
     """Chunks of layers per pipeline stage with the interleaved schedule."""
-    context_parallel_size: int = flag(1, minimum=1)
+    context_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Processes that share each sequence (context parallelism)."""
-    hierarchical_context_parallel_sizes: list[int] | None = flag(None, minimum=1)
+    hierarchical_context_parallel_sizes: list[int] | None = flag(None, minimum=1, kind="layout")
     """For --cp-comm-type a2a+p2p: processes that exchange tokens for heads, then processes of a ring; their product is
     the context-parallel size."""
-    hybrid_context_parallel: bool = False
+    hybrid_context_parallel: bool = flag(False, kind="layout")
     """With --sft, choose for every conversation over how many of the data- and context-parallel processes it is
     divided: the fewest, a power of two, whose shares fit --max-seqlen-per-dp-cp-rank. Short ones run side by side on
     different processes, and each process gets about the same work. Evaluation keeps --context-parallel-size."""
-    max_seqlen_per_dp_cp_rank: int | None = flag(None, minimum=1, unit="tokens")
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, minimum=1, unit="tokens", kind="layout", needs=_HYBRID)
     """With --hybrid-context-parallel, the most tokens of a microbatch on one process."""
-    expert_model_parallel_size: int = flag(1, minimum=1)
+    expert_model_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Processes that share the experts of a layer (expert parallelism). They are carved out of the processes of a stage
     that tensor, context and data parallelism use elsewhere, and need no others."""
-    expert_tensor_parallel_size: int | None = flag(None, minimum=1)
+    expert_tensor_parallel_size: int | None = flag(None, minimum=1, kind="layout")
     """Processes that share each expert; the tensor-parallel size when not given."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = flag(False, kind="layout")
     """Divide norms and dropout along the sequence over the tensor-parallel processes."""
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: bool = flag(False, kind="layout")
     """With --sequence-parallel, divide the tensor-parallel layers' tokens into chunks, and gather or scatter one chunk
     while the product of another is computed."""
-    tp_comm_overlap_ag: bool = True
+    tp_comm_overlap_ag: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
     """With --tp-comm-overlap, gather in chunks beside the products that need them; switched off, all before."""
-    tp_comm_overlap_rs: bool = True
+    tp_comm_overlap_rs: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
     """With --tp-comm-overlap, scatter outputs in chunks beside the products that make them; switched off, all after."""
-    tp_comm_bulk_dgrad: bool = True
+    tp_comm_bulk_dgrad: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
     """With --tp-comm-overlap, gather a column layer's inputs beside the product that makes its input gradient."""
-    tp_comm_bulk_wgrad: bool = True
+    tp_comm_bulk_wgrad: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
     """With --tp-comm-overlap, scatter a column layer's input gradient beside the product that makes its weight
     gradient."""
-    tp_comm_overlap_rs_dgrad: bool = False
+    tp_comm_overlap_rs_dgrad: bool = flag(False, kind="layout", needs=_TP_OVERLAP)
     """With --tp-comm-overlap, scatter a column layer's input gradient in chunks beside the products that make it."""
-    fp16: bool = False
+    fp16: bool = flag(False, kind="numerics")
     """Compute in float16 with loss scaling; the optimizer keeps float32 main parameters."""
-    bf16: bool = False
+    bf16: bool = flag(False, kind="numerics")
     """Compute in bfloat16; the optimizer keeps float32 main parameters."""
-    params_dtype: torch.dtype | None = derived()
+    params_dtype: torch.dtype | None = derived(kind="numerics")
     """Number format of the parameters; float32, or what bf16/fp16 ask for, when None."""
-    pipeline_dtype: torch.dtype | None = derived()
+    pipeline_dtype: torch.dtype | None = derived(kind="layout")
     """Number format of the hidden states that pipeline stages exchange; that of the parameters when None."""
-    gradient_accumulation_fusion: bool = flag(True)
+    gradient_accumulation_fusion: bool = flag(True, kind="kernel")
     """Weight-gradient products add straight into the main gradient buffer instead of into a temporary."""
-    calculate_per_token_loss: bool = False
+    calculate_per_token_loss: bool = flag(False, kind="numerics")
     """Divide each step's gradients by the tokens of the whole global batch, so that every token counts alike; otherwise
     every microbatch counts alike, however many of its tokens do."""
-    use_cpu_initialization: bool = False
+    use_cpu_initialization: bool = flag(False, kind="kernel")
     """Draw initial weights on the CPU, so that a run on GPUs starts from the same numbers as one on CPUs. A device's
     generator gives its own numbers; on either, a weight depends only on the seed, its name and its index."""
-    clone_scatter_output_in_embedding: bool = True
+    clone_scatter_output_in_embedding: bool = flag(True, kind="layout")
     """With sequence parallelism and learned positions, copy a rank's part of the embedded sequence, so that the whole
     one can be freed."""
-    disable_bf16_reduced_precision_matmul: bool = False
+    disable_bf16_reduced_precision_matmul: bool = flag(False, kind="kernel")
     """Sum the parts of bfloat16 matrix products in float32 where a GPU's kernel splits them (torch's
     allow_bf16_reduced_precision_reduction, switched off)."""
-    deterministic_mode: bool = False
+    deterministic_mode: bool = flag(False, kind="kernel")
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one ends the run."""
+
+    def derive(self) -> None:
+        super().derive()
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.fp16 and self.bf16:
+            yield "--fp16 and --bf16 contradict each other; keep one"
 
     @property
     def compute_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:

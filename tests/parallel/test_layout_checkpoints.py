@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.core.placement import placement_of
 from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.loop import train
 from megatron.training.verify.parity import local_run
 from megatron.training.verify.parity_layouts import parse_layout
@@ -68,6 +71,27 @@ def test_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[st
         norms = run_on(layout, f"{flags} --load {tmp_path}/first --save {tmp_path}/{number}")
         assert norms == [], "nothing was left to train"
         assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / str(number), 2))
+
+
+TRAINED_ON = (
+    "pp2,vpp2",
+    "pp2,--pipeline-schedule=zb-v",
+    "pp2,--pipeline-model-parallel-layout=Et|t|t|tL",
+    "tp2,sp,--tp-comm-overlap",
+)
+
+
+@pytest.mark.parametrize("layout", TRAINED_ON)
+def test_a_trained_model_has_no_layout(layout: str, tmp_path: Path) -> None:
+    """Whatever pipeline or communication a checkpoint's run had, the model is loaded whole on one process."""
+    flags = f"{STYLES['gpt2']} --num-layers 4 --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+    run_on(layout, f"{flags} --save {tmp_path}")
+    trained = load_trained_model(tmp_path)
+    weights = saved(tmp_path, 2)
+    found = {placement_of(p, name).name: p.detach() for name, p in trained.model.named_parameters()}
+    assert len(found) > 4 * 8 and trained.config.model.num_layers == 4
+    for name, weight in found.items():
+        assert torch.equal(weight, weights[name]), name
 
 
 RESUMED = ["tp2,sp,pp2", "dp2,fsdp2"] + (

@@ -4,109 +4,125 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config_base import derived, flag
+from megatron.core.config_base import CheckedConfig, derived, flag
+from megatron.core.setting import Needs
+
+_QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
+_SGD = Needs("--optimizer sgd", lambda run: run.optimizer == "sgd")
+_LION = Needs(
+    "--optimizer lion",
+    lambda run: run.optimizer == "lion" or (run.optimizer == "muon" and run.muon_scalar_optimizer == "lion"),
+)
+_MUON = Needs("--optimizer muon", lambda run: run.optimizer == "muon")
+_SOAP = Needs("--optimizer soap", lambda run: run.optimizer == "soap")
+_ADAM = Needs("--optimizer adam", lambda run: run.optimizer not in ("sgd", "lion"))
+_FP16 = Needs("--fp16", lambda run: run.fp16)
+_DYNAMIC_SCALE = Needs("a dynamic loss scale", lambda run: run.loss_scale is None)
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedConfig):
     """Update rule, its constants, and clipping."""
 
     optimizer: str = flag(
         "adam", choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
         planned_choices=("adaptive_muon",),
-        coming="the remaining optimizers",
-    )  # fmt: skip
+        coming="the remaining optimizers", kind="numerics")  # fmt: skip
     """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023), muon
     orthogonalises the updates of matrices (Jordan et al., 2024); dist_muon is muon with the distributed optimizer; soap
     is Adam in the eigenbasis of Shampoo's preconditioners for matrices (Vyas et al., 2024), adam for the rest."""
-    soap_precondition_frequency: int = flag(10, minimum=1, unit="iterations")
+    soap_precondition_frequency: int = flag(10, minimum=1, unit="iterations", kind="numerics", needs=_SOAP)
     """With --optimizer soap: updates between changes of the basis."""
-    lr: float | None = flag(None, minimum=0)
+    lr: float | None = flag(None, minimum=0, kind="numerics")
     """Learning rate at the end of the warm-up; the schedule scales it."""
-    min_lr: float = flag(0.0, minimum=0)
+    min_lr: float = flag(0.0, minimum=0, kind="numerics")
     """Learning rate the schedule ends at, and never goes below after the warm-up."""
-    decoupled_lr: float | None = flag(None, minimum=0)
+    decoupled_lr: float | None = flag(None, minimum=0, kind="numerics")
     """Learning rate of the word embedding and the output layer at the end of the warm-up; --lr when not given."""
-    decoupled_min_lr: float | None = flag(None, minimum=0)
+    decoupled_min_lr: float | None = flag(None, minimum=0, kind="numerics")
     """Learning rate that the schedule of --decoupled-lr ends at; --min-lr when not given."""
-    weight_decay: float = flag(0.01, minimum=0)
+    weight_decay: float = flag(0.01, minimum=0, kind="numerics")
     """Weight decay, decoupled except in sgd; biases and one-dimensional weights get none."""
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = flag(False, kind="numerics", needs=_QK_NORM)
     """Weight decay also for the norms of queries and keys (--qk-layernorm)."""
-    no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",))
+    no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",), kind="numerics")
     """Upstream's older way to say --apply-wd-to-qk-layernorm."""
-    use_layer_wise_param_layout: bool = True
+    use_layer_wise_param_layout: bool = flag(True, kind="layout")
     """Upstream's layout for dist_muon, by whole matrices. Here buffers are cut anywhere; a matrix that lies on a cut
     is put together for its update."""
-    clip_grad: float = flag(1.0, minimum=0)
+    clip_grad: float = flag(1.0, minimum=0, kind="numerics")
     """Largest global gradient norm (L2 over all parameters); 0 switches clipping off."""
-    adam_beta1: float = flag(0.9, minimum=0, maximum=1)
+    adam_beta1: float = flag(0.9, minimum=0, maximum=1, kind="numerics", needs=_ADAM)
     """Decay of the running mean of gradients."""
-    adam_beta2: float = flag(0.999, minimum=0, maximum=1)
+    adam_beta2: float = flag(0.999, minimum=0, maximum=1, kind="numerics", needs=_ADAM)
     """Decay of the running mean of squared gradients."""
-    adam_eps: float = flag(1e-8, above=0)
+    adam_eps: float = flag(1e-8, above=0, kind="numerics", needs=_ADAM)
     """Added to the root of the second moment."""
-    sgd_momentum: float = flag(0.9, minimum=0)
+    sgd_momentum: float = flag(0.9, minimum=0, kind="numerics", needs=_SGD)
     """With --optimizer sgd: share of the last step's momentum that is kept; 0: no momentum, and no state."""
-    lion_beta1: float = flag(0.95, minimum=0, maximum=1)
+    lion_beta1: float = flag(0.95, minimum=0, maximum=1, kind="numerics", needs=_LION)
     """With --optimizer lion: weight of the running mean in the sign that is taken."""
-    lion_beta2: float = flag(0.98, minimum=0, maximum=1)
+    lion_beta2: float = flag(0.98, minimum=0, maximum=1, kind="numerics", needs=_LION)
     """With --optimizer lion: decay of the running mean of gradients."""
-    muon_momentum: float = flag(0.9, minimum=0, maximum=1)
+    muon_momentum: float = flag(0.9, minimum=0, maximum=1, kind="numerics", needs=_MUON)
     """With --optimizer muon: decay of the running mean of gradients."""
-    muon_nesterov: bool = False
+    muon_nesterov: bool = flag(False, kind="numerics", needs=_MUON)
     """With --optimizer muon: mix the gradient into the mean once more before it is orthogonalised."""
-    muon_split_qkv: bool = flag(True, off_names=("--muon-no-split-qkv",))
+    muon_split_qkv: bool = flag(True, off_names=("--muon-no-split-qkv",), kind="numerics", needs=_MUON)
     """With --optimizer muon: queries, keys and values are three matrices, although one product computes them."""
-    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    muon_scale_mode: str = flag(
+        "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), kind="numerics", needs=_MUON
+    )
     """With --optimizer muon: factor of an [out, in] update: sqrt(max(out, in)), sqrt(out / in) or
     sqrt(max(1, out / in))."""
-    muon_extra_scale_factor: float = flag(1.0, minimum=0)
+    muon_extra_scale_factor: float = flag(1.0, minimum=0, kind="numerics", needs=_MUON)
     """With --optimizer muon: another factor; 0.2 with spectral makes updates as large as Adam's."""
-    muon_coefficient_type: str = flag("quintic", choices=("simple", "quintic", "polar_express"))
+    muon_coefficient_type: str = flag(
+        "quintic", choices=("simple", "quintic", "polar_express"), kind="numerics", needs=_MUON
+    )
     """With --optimizer muon: coefficients of the Newton-Schulz steps."""
-    muon_num_ns_steps: int = flag(5, minimum=1)
+    muon_num_ns_steps: int = flag(5, minimum=1, kind="numerics", needs=_MUON)
     """With --optimizer muon: Newton-Schulz steps."""
-    muon_fp32_matmul_prec: str = flag("medium", choices=("low", "medium", "high"))
+    muon_fp32_matmul_prec: str = flag("medium", choices=("low", "medium", "high"), kind="numerics", needs=_MUON)
     """With --optimizer muon: Newton-Schulz steps in bfloat16 (low), or in float32 from products that the device may
     make of bfloat16 (medium) or TensorFloat-32 (high)."""
-    muon_use_syrk: bool = False
+    muon_use_syrk: bool = flag(False, kind="kernel", needs=_MUON)
     """With --optimizer muon: compute only half of each symmetric product of the Newton-Schulz steps, by blocks; faster
     where matrices are so large that a quarter of their rows still fills the device."""
-    muon_tp_mode: str = flag("duplicated", choices=("blockwise", "duplicated", "distributed"))
+    muon_tp_mode: str = flag(
+        "duplicated", choices=("blockwise", "duplicated", "distributed"), kind="numerics", needs=_MUON
+    )
     """With --optimizer muon: tensor-parallel ranks gather each matrix, or sum the Gram matrices of their shards, or
     orthogonalise each shard alone (blockwise: another algorithm, whose result depends on the ranks)."""
-    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"))
+    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), kind="numerics", needs=_MUON)
     """With --optimizer muon: rule for embeddings, the output layer, biases and norms."""
-    use_precision_aware_optimizer: bool = False
+    use_precision_aware_optimizer: bool = flag(False, kind="numerics")
     """With --optimizer adam: allow smaller number formats of the optimizer's memory; updates are computed in fp32."""
-    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), kind="numerics")
     """Number format of the accumulated and summed gradients with --bf16; bf16 is --grad-reduce-in-bf16."""
-    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), kind="numerics")
     """Number format of the main parameters in a --bf16 or --fp16 run."""
     exp_avg_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
-        coming="scaled optimizer state",
-    )  # fmt: skip
+        coming="scaled optimizer state", kind="numerics")  # fmt: skip
     """Number format of the first moment."""
     exp_avg_sq_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
-        coming="scaled optimizer state",
-    )  # fmt: skip
+        coming="scaled optimizer state", kind="numerics")  # fmt: skip
     """Number format of the second moment."""
-    width_multiplier: float = derived(1.0)
+    width_multiplier: float = derived(1.0, kind="numerics")
     """With --use-mup how many times as wide as the base model this one is; else 1."""
-    bf16: bool = derived(False)
+    bf16: bool = derived(False, kind="numerics")
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""
-    fp16: bool = derived(False)
+    fp16: bool = derived(False, kind="numerics")
     """Model parameters are float16; the optimizer keeps float32 main parameters and scales the loss."""
-    loss_scale: float | None = flag(None, above=0)
+    loss_scale: float | None = flag(None, above=0, kind="numerics", needs=_FP16)
     """With --fp16: multiply the loss by this number, always. Without it the scale is dynamic."""
-    initial_loss_scale: float = flag(2**32, above=0)
+    initial_loss_scale: float = flag(2**32, above=0, kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: dynamic loss scale at the start; halved until gradients no longer overflow."""
-    min_loss_scale: float = flag(1.0, above=0)
+    min_loss_scale: float = flag(1.0, above=0, kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: smallest dynamic loss scale; gradients that overflow even so end the run."""
-    loss_scale_window: float = flag(1000, minimum=1, unit="iterations")
+    loss_scale_window: float = flag(1000, minimum=1, unit="iterations", kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: iterations in a row without overflow after which the dynamic loss scale is doubled."""
-    hysteresis: int = flag(2, minimum=1, unit="iterations")
+    hysteresis: int = flag(2, minimum=1, unit="iterations", kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: iterations with overflow until the dynamic loss scale is halved."""

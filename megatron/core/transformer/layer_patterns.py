@@ -89,12 +89,12 @@ def pattern_problems(config: HasPatterns) -> Iterator[str]:
         if isinstance(pattern, Sequence):
             yield from _list_problems(flag, pattern, config.num_layers)
     every = config.no_rope_freq
-    if isinstance(every, int) and every > 0 and config.num_layers % every:
+    if isinstance(every, int) and every > 0 and config.num_layers and config.num_layers % every:
         yield f"--no-rope-freq {every} does not divide --num-layers {config.num_layers}; use a divisor, or a list"
 
 
 def _list_problems(flag: str, pattern: Sequence[int], num_layers: int) -> Iterator[str]:
-    if len(pattern) != num_layers:
+    if num_layers and len(pattern) != num_layers:
         yield f"{flag} lists {len(pattern)} layers, and --num-layers is {num_layers}; give one entry per layer"
     if set(pattern) - {0, 1}:
         yield f"{flag} lists {next(x for x in pattern if x not in (0, 1))}; use only 0 and 1"

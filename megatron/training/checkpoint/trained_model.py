@@ -83,11 +83,7 @@ def _read_config(path: Path, bf16: bool) -> RunConfig:
     content = serialization.read_document(path, CONFIG)
     try:
         config = RunConfig.from_dict(content)
-        model = dataclasses.replace(
-            config.model, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
-            expert_model_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=False,
-            init_model_with_meta_device=False, bf16=bf16, fp16=False, params_dtype=None,
-        )  # fmt: skip
+        model = config.model.on_one_process(bf16=bf16, fp16=False, params_dtype=None)
     except (ConfigError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG}.json holds settings that this release cannot use: {error}") from error
     return dataclasses.replace(config, model=model, tokenizer=use_saved_files(config.tokenizer, path))

@@ -46,10 +46,8 @@ def declared_flags() -> tuple[Flag, ...]:
 def flags_of(config_class: type, config: str) -> Iterator[Flag]:
     """One Flag per field that is not hidden."""
     owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
-    mro = config_class.__mro__
     settings = settings_of(config_class)
-    # Fields of the nearest class first: dataclasses list those of the furthest base class first.
-    for field in sorted(dataclasses.fields(config_class), key=lambda field: mro.index(owners[field.name])):
+    for field in dataclasses.fields(config_class):
         spec, owner = flag_spec(field), owners[field.name]
         if not spec.hidden:
             yield Flag(

@@ -102,7 +102,7 @@ def _given(flag: Flag, value: Any) -> Given:
 
 def _architecture() -> Iterator[str]:
     for fields in (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTModelFlags):
-        names = (field.name for field in dataclasses.fields(fields))
+        names = (name for name in vars(fields)["__annotations__"])
         yield from (name for name in names if name not in _HOW_NOT_WHAT and not name.endswith("_fusion"))
     yield "seq_length"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import __version__
+from megatron.core.config_base import CheckedConfig, assemble
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.config_fields.mup import width_multiplier
 from megatron.training.config.container import RunConfig, group_classes
@@ -123,17 +124,17 @@ def _follows_from(text: str, broken: set[str]) -> bool:
 def _assemble(s: Settings, ledger: Ledger) -> tuple[RunConfig | None, list[str]]:
     """The config objects, and what they say against their values."""
     problems: list[str] = []
-    groups = {}
+    groups: dict[str, Any] = {}
+    refused = {dest for dest, entry in ledger.given.items() if entry.refusal() is not None}
     for name, config_class in group_classes().items():
         values = {flag.dest: s.values[flag.dest] for flag in declared_flags() if flag.config == name}
         fields = {field.name for field in dataclasses.fields(config_class)}
         values |= {dest: value for dest, value in _computed(s).items() if dest in fields}
-        try:
+        if issubclass(config_class, CheckedConfig):
+            groups[name], found = assemble(config_class, values, refused & fields)
+            problems += found
+        else:
             groups[name] = config_class(**values)
-        except ConfigError as error:
-            problems += error.problems
-    if "model" not in groups:
-        return None, problems
     sources = {flag.name: "default" for flag in declared_flags()}
     sources |= {entry.flag.name: entry.source for entry in ledger.given.values() if entry.flag.name in sources}
     sources["WORLD_SIZE"] = "environment" if "WORLD_SIZE" in s.environ else "default"

@@ -2,72 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import derived, flag
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.setting import Needs
+
+_FUSED_LOSS = Needs("--cross-entropy-loss-fusion", lambda run: run.cross_entropy_loss_fusion)
+_GATED = Needs("--swiglu, --geglu or --quick-geglu", lambda run: run.gated_linear_unit)
 
 
 @dataclass(kw_only=True)
-class ArchitectureFields:
+class ArchitectureFields(ModelParallelConfig):
     """Sizes, norms, activation, biases, dropout."""
 
-    num_layers: int = flag(None, minimum=1, maximum=65536)
+    num_layers: int = flag(None, minimum=1, maximum=65536, example=12, kind="shape")
     """Transformer layers."""
-    hidden_size: int = flag(None, minimum=1, maximum=2**24)
+    hidden_size: int = flag(None, minimum=1, maximum=2**24, example=768, kind="shape")
     """Width of the residual stream."""
-    ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26)
+    ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26, kind="shape")
     """Inner width of the MLP; 4 x hidden size when not given, and with --swiglu 8/3 x hidden size rounded down to a
     multiple of 64."""
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), kind="shape")
     """Norm before attention, before the MLP and after the last layer."""
-    layernorm_epsilon: float = flag(1e-5, above=0, names=("--norm-epsilon",))
+    layernorm_epsilon: float = flag(1e-5, above=0, names=("--norm-epsilon",), kind="numerics")
     """Added to the variance in norms."""
-    layernorm_zero_centered_gamma: bool = flag(False, names=("--apply-layernorm-1p",))
+    layernorm_zero_centered_gamma: bool = flag(False, names=("--apply-layernorm-1p",), kind="numerics")
     """Norm weights are stored as (weight - 1), so that weight decay pulls them to one."""
-    norm_placement: str = flag("input", choices=("input", "output", "both"))
+    norm_placement: str = flag("input", choices=("input", "output", "both"), kind="shape")
     """Where a layer's norms stand: on the input of attention and MLP (pre-norm), on their output before it joins the
     residual stream (OLMo 2), or on both (Gemma 2 and 3). The norm after the last layer is there in any case."""
-    apply_residual_connection_post_layernorm: bool = False
+    apply_residual_connection_post_layernorm: bool = flag(False, kind="numerics")
     """The residual path of attention and MLP starts behind the norm of their input instead of before it."""
-    parallel_residual: bool = False
+    parallel_residual: bool = flag(False, kind="numerics")
     """Attention and MLP both read the layer's input, x + attention(norm(x)) + mlp(norm'(x)), as GPT-NeoX does."""
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = flag(False, kind="numerics")
     """Keep the residual stream in float32 where the model computes in a shorter format."""
-    embedding_multiplier: float = flag(1.0, above=0)
+    embedding_multiplier: float = flag(1.0, above=0, kind="numerics")
     """Factor on the output of the embedding; Gemma has sqrt(hidden size)."""
-    residual_multiplier: float = flag(1.0, above=0)
+    residual_multiplier: float = flag(1.0, above=0, kind="numerics")
     """Factor on the output of attention and MLP before it joins the residual stream (Granite)."""
-    logit_multiplier: float = flag(1.0, above=0)
+    logit_multiplier: float = flag(1.0, above=0, kind="numerics")
     """Factor on the logits (Granite divides by a number, Cohere multiplies)."""
-    persist_layer_norm: bool = flag(True, off_names=("--no-persist-layer-norm",))
+    persist_layer_norm: bool = flag(True, off_names=("--no-persist-layer-norm",), kind="kernel")
     """Norms use torch's fused operator; without it they are computed from elementary operations."""
-    add_bias_linear: bool = flag(True, off_names=("--disable-bias-linear",))
+    add_bias_linear: bool = flag(True, off_names=("--disable-bias-linear",), kind="shape")
     """Biases in the linear layers."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = flag(False, kind="shape")
     """A bias in the query-key-value projection even when the other linear layers have none."""
-    gated_linear_unit: bool = derived(False)
+    gated_linear_unit: bool = derived(False, kind="shape")
     """Two input projections in the MLP, activation(gate) * up."""
-    activation_func: str | Callable[..., Any] = derived("gelu")
+    activation_func: str | Callable[..., Any] = derived("gelu", kind="numerics")
     """Activation of the MLP: gelu, gelu_tanh, silu, squared_relu, quick_gelu, or a callable on tensors."""
-    activation_func_clamp_value: float | None = flag(None, above=0)
+    activation_func_clamp_value: float | None = flag(None, above=0, kind="numerics", needs=_GATED)
     """Bound c of a gated activation: act(min(gate, c)) * max(-c, min(up, c)); gpt-oss has 7."""
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: float = flag(0.0, kind="numerics", needs=_GATED)
     """Offset o of a gated activation: act(gate) * (up + o); gpt-oss has 1."""
-    hidden_dropout: float = flag(0.1, minimum=0, maximum=1)
+    hidden_dropout: float = flag(0.1, minimum=0, maximum=1, kind="numerics")
     """Dropout after the embedding, the attention and the MLP."""
-    cross_entropy_loss_fusion: bool = False
+    cross_entropy_loss_fusion: bool = flag(False, kind="kernel")
     """Loss and its gradient straight from logits in the model's number format, a block of tokens at a time: no float32
     copy of the logits exists."""
-    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"))
+    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
     """Whose fused cross entropy: native is this system's; Transformer Engine's, te, is refused."""
-    logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",))
+    logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
     round; the model's when not given."""
-    bias_activation_fusion: bool = derived(True)
+    bias_activation_fusion: bool = derived(True, kind="kernel")
     """The MLP's activation (with its bias or gate) as one differentiable operation that keeps only its inputs."""
-    bias_dropout_fusion: bool = flag(True)
+    bias_dropout_fusion: bool = flag(True, kind="kernel")
     """Bias, dropout and residual as one operation."""
-    final_logit_softcapping: float | None = flag(None, above=0)
+    final_logit_softcapping: float | None = flag(None, above=0, kind="numerics")
     """Bound on the output layer's logits: logit -> bound x tanh(logit / bound) (Gemma 2)."""
+
+    def derive(self) -> None:
+        super().derive()
+        if self.ffn_hidden_size is None and self.hidden_size is not None:
+            width = self.hidden_size
+            # SwiGLU: two thirds, so that three matrices hold what two did; a multiple of 64 for the hardware.
+            is_swiglu = self.gated_linear_unit and self.activation_func == "silu"
+            self.ffn_hidden_size = int(4 * width * 2 / 3 / 64) * 64 if is_swiglu else 4 * width
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
+            yield f"{self.say('hidden_size')} is too small for a default MLP width; give --ffn-hidden-size"
+        if self.apply_residual_connection_post_layernorm and self.norm_placement == "output":
+            yield (
+                "--apply-residual-connection-post-layernorm needs a norm before attention and MLP; "
+                "use --norm-placement input or both"
+            )
+        if self.apply_residual_connection_post_layernorm and self.parallel_residual:
+            yield "--apply-residual-connection-post-layernorm and --parallel-residual contradict each other; keep one"

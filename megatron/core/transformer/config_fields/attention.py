@@ -2,65 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import derived, flag
+from megatron.core.config_base import derived, divisors_near, flag
 from megatron.core.flag_texts import layer_pattern, window
+from megatron.core.setting import Needs
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+
+_QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
+_QK_CLIP = Needs("--qk-clip", lambda run: run.qk_clip)
+_WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
 @dataclass(kw_only=True)
-class AttentionFields:
+class AttentionFields(ArchitectureFields):
     """Heads, windows, softmax, and which attention kernel."""
 
-    num_attention_heads: int = flag(None, minimum=1, maximum=65536)
+    num_attention_heads: int = flag(None, minimum=1, maximum=65536, example=12, kind="shape")
     """Query heads."""
-    num_query_groups: int = flag(None, minimum=0, maximum=65536)
+    num_query_groups: int = flag(None, minimum=0, maximum=65536, kind="shape")
     """Key-value heads (grouped-query attention); as many as query heads when not given or 0."""
-    kv_channels: int = flag(None, minimum=1, maximum=65536)
+    kv_channels: int = flag(None, minimum=1, maximum=65536, kind="shape")
     """Width of one head; hidden size / heads when not given."""
-    attention_dropout: float = flag(0.1, minimum=0, maximum=1)
+    attention_dropout: float = flag(0.1, minimum=0, maximum=1, kind="numerics")
     """Dropout on attention probabilities."""
-    qk_layernorm: bool = False
+    qk_layernorm: bool = flag(False, kind="shape")
     """Normalise each head's queries and keys."""
-    qk_norm_scope: str = flag("head", choices=("head", "all"))
+    qk_norm_scope: str = flag("head", choices=("head", "all"), kind="shape", needs=_QK_NORM)
     """With --qk-layernorm, what is normalised together: one head, or all heads of a token (OLMo 2, RMSNorm only)."""
-    qk_l2_norm: bool = False
+    qk_l2_norm: bool = flag(False, kind="numerics")
     """Divide each head's queries and keys by their root mean square, without weights (Llama 4)."""
-    attention_softmax_in_fp32: bool = False
+    attention_softmax_in_fp32: bool = flag(False, kind="numerics")
     """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
-    apply_query_key_layer_scaling: bool = False
+    apply_query_key_layer_scaling: bool = flag(False, kind="numerics")
     """Divide attention scores by the layer number and multiply them back inside the float32 softmax."""
-    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"))
+    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"), kind="kernel")
     """auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash kernel; fused: only its
     cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax written out."""
-    masked_softmax_fusion: bool = flag(True)
+    masked_softmax_fusion: bool = flag(True, kind="kernel")
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
-    apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",))
+    apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",), kind="kernel")
     """Rotary positions as one differentiable operation on queries and keys."""
-    softmax_scale: float | None = flag(None, above=0)
+    softmax_scale: float | None = flag(None, above=0, kind="numerics")
     """Factor on attention scores; 1 / sqrt(width of a head) when not given."""
-    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), kind="shape")
     """What attention may leave unspent: nothing; off-by-one: a further key with score 0 and without value; learnable:
     with a score that each head learns (attention sinks, gpt-oss)."""
-    attn_logit_softcapping: float | None = flag(None, above=0)
+    attn_logit_softcapping: float | None = flag(None, above=0, kind="numerics")
     """Bound on attention scores: score -> bound x tanh(score / bound) (Gemma 2)."""
-    attention_output_gate: bool = False
+    attention_output_gate: bool = flag(False, kind="shape")
     """Each head's output is multiplied by the sigmoid of a further projection of the layer's input (Qwen3-Next)."""
-    cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE")
+    cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE", kind="layout")
     """How ranks that share a sequence (--context-parallel-size) exchange what attention needs, for all layers or one
     word for each: p2p passes keys and values round a ring; all_gather gathers them; a2a exchanges tokens for heads;
     a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
-    qk_clip: bool = False
+    qk_clip: bool = flag(False, kind="numerics")
     """After each update, scale the weights of queries and keys of heads whose largest score was above
     --qk-clip-threshold (MuonClip, Kimi Team, 2025)."""
-    qk_clip_alpha: float = flag(0.5, minimum=0, maximum=1)
+    qk_clip_alpha: float = flag(0.5, minimum=0, maximum=1, kind="numerics", needs=_QK_CLIP)
     """With --qk-clip: the queries' share of the factor threshold / score, as its power; the keys have the rest."""
-    qk_clip_threshold: float = flag(100.0, above=0)
+    qk_clip_threshold: float = flag(100.0, above=0, kind="numerics", needs=_QK_CLIP)
     """With --qk-clip: score above which a head is scaled."""
-    measures_attention_logits: bool = derived(False)
+    measures_attention_logits: bool = derived(False, kind="report")
     """The largest score of each head is noted (--qk-clip, --log-max-attention-logit)."""
-    window_size: tuple[int, int] | None = flag(None, parse=window)
+    window_size: tuple[int, int] | None = flag(None, parse=window, kind="numerics")
     """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
     it."""
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="numerics", needs=_WINDOW)
     """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""
+
+    def normalize(self) -> None:
+        super().normalize()
+        if isinstance(self.window_size, list):  # as JSON has it
+            self.window_size = tuple(self.window_size)
+        if isinstance(self.cp_comm_type, str):
+            self.cp_comm_type = [self.cp_comm_type]
+
+    def derive(self) -> None:
+        super().derive()
+        heads, width = self.num_attention_heads, self.hidden_size
+        if self.num_query_groups in (None, 0):
+            self.num_query_groups = heads
+        if self.kv_channels is None and heads and width and width % heads == 0:
+            self.kv_channels = width // heads
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from self._heads_divide_the_width()
+        if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
+            yield f"{self.say('qk_norm_scope')} is an RMSNorm, not {self.normalization}; add --normalization RMSNorm"
+
+    def _heads_divide_the_width(self) -> Iterator[str]:
+        heads, groups, width = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if heads and width and self.kv_channels is None:
+            yield (
+                f"{self.say('hidden_size')} is not divisible by {self.say('num_attention_heads')}; "
+                f"use a multiple of {heads}, or give --kv-channels"
+            )
+        if heads and groups and heads % groups:
+            yield (
+                f"{self.say('num_query_groups')} does not divide {self.say('num_attention_heads')}; "
+                f"use {divisors_near(heads, groups)}"
+            )

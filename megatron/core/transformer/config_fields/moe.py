@@ -8,15 +8,27 @@ from typing import Literal
 
 from megatron.core.config_base import flag
 from megatron.core.flag_texts import layer_pattern
+from megatron.core.setting import Needs
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+
+_EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
+_AUXILIARY_LOSS = Needs(
+    "--moe-router-load-balancing-type aux_loss",
+    lambda run: any(kind.endswith("aux_loss") for kind in run.moe_router_load_balancing_type),
+)
+_SOFTMAX = Needs("--moe-router-score-function softmax", lambda run: run.moe_router_score_function == "softmax")
+_EXPERT_BIAS = Needs("--moe-router-enable-expert-bias", lambda run: run.moe_router_enable_expert_bias)
+_GROUP_TOPK = Needs("--moe-router-group-topk", lambda run: run.moe_router_group_topk is not None)
+_CAPACITY = Needs("--moe-expert-capacity-factor", lambda run: run.moe_expert_capacity_factor is not None)
 
 
 @dataclass(kw_only=True)
-class MoEFields:
+class MoEFields(ArchitectureFields):
     """Mixture of experts."""
 
-    num_moe_experts: int | None = flag(None, minimum=0, names=("--num-experts",))
+    num_moe_experts: int | None = flag(None, minimum=0, names=("--num-experts",), kind="shape")
     """Experts of a layer, over all processes; a dense MLP when not given or 0."""
-    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern)
+    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, kind="shape", needs=_EXPERTS)
     """Layers with experts: every n-th beginning with the first, or one entry per layer such as ([0]*3+[1]*24), 1 for
     experts."""
     moe_router_load_balancing_type: list[str] = flag(
@@ -24,61 +36,73 @@ class MoEFields:
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
         planned_choices=("quantile_balancing",),
         coming="quantile balancing of experts",
+        kind="numerics",
+        needs=_EXPERTS,
     )
     """What keeps experts busy alike: a loss over each microbatch (Fedus et al., 2021), over each sequence, or over the
     microbatches of a step so far; an even assignment by Sinkhorn's algorithm; or nothing. Several losses may be
     named."""
-    moe_aux_loss_coeff: list[float] = flag(default_factory=lambda: [0.0], minimum=0)
+    moe_aux_loss_coeff: list[float] = flag(
+        default_factory=lambda: [0.0], minimum=0, kind="numerics", needs=(_EXPERTS, _AUXILIARY_LOSS)
+    )
     """Weight of each loss that --moe-router-load-balancing-type names."""
-    moe_ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26)
+    moe_ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
     """Inner width of an expert; --ffn-hidden-size when not given."""
-    moe_router_topk: int = flag(2, minimum=1)
+    moe_router_topk: int = flag(2, minimum=1, kind="numerics", needs=_EXPERTS)
     """Experts that work on each token."""
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
+        "softmax", kind="numerics", needs=_EXPERTS
+    )
     """From a token's logits to the scores of the experts."""
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: bool = flag(False, kind="numerics", needs=(_EXPERTS, _SOFTMAX))
     """Softmax over all experts before the best are chosen; otherwise over the chosen ones, so that their weights add up
     to one."""
-    moe_router_num_groups: int | None = flag(None, minimum=1)
+    moe_router_num_groups: int | None = flag(None, minimum=1, kind="numerics", needs=(_EXPERTS, _GROUP_TOPK))
     """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
-    moe_router_group_topk: int | None = flag(None, minimum=1)
+    moe_router_group_topk: int | None = flag(None, minimum=1, kind="numerics", needs=_EXPERTS)
     """Groups whose best experts score highest, to which a token is limited (DeepSeek-V2 and V3)."""
-    moe_router_topk_scaling_factor: float | None = flag(None, above=0)
+    moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="numerics", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
-    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"))
+    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), kind="numerics", needs=_EXPERTS)
     """Number format of the router's product; the model's when not given. Scores are float32 or wider in any case."""
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: bool = flag(False, kind="shape", needs=_EXPERTS)
     """Choose experts by score plus a bias that grows for experts with few tokens (Wang et al., 2024); the weights of
     the chosen ones are the scores without it."""
-    moe_router_bias_update_rate: float = flag(1e-3, minimum=0)
+    moe_router_bias_update_rate: float = flag(1e-3, minimum=0, kind="numerics", needs=(_EXPERTS, _EXPERT_BIAS))
     """What --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
-    moe_router_force_load_balancing: bool = False
+    moe_router_force_load_balancing: bool = flag(False, kind="numerics", needs=_EXPERTS)
     """Choose experts at random, to measure speed with equal loads."""
-    moe_z_loss_coeff: float | None = flag(None, minimum=0)
+    moe_z_loss_coeff: float | None = flag(None, minimum=0, kind="numerics", needs=_EXPERTS)
     """Weight of the mean of log(sum(exp(logits)))^2 (Zoph et al., 2022), which keeps the router's logits small."""
-    moe_input_jitter_eps: float | None = flag(None, above=0, maximum=1)
+    moe_input_jitter_eps: float | None = flag(None, above=0, maximum=1, kind="numerics", needs=_EXPERTS)
     """In training, multiply what the router reads by random numbers from 1 - eps to 1 + eps (Fedus et al., 2021)."""
-    moe_expert_capacity_factor: float | None = flag(None, above=0)
+    moe_expert_capacity_factor: float | None = flag(None, above=0, kind="numerics", needs=_EXPERTS)
     """An expert takes so many times its even share of a microbatch's tokens; it drops the others. All if not given."""
-    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"))
+    moe_token_drop_policy: str = flag(
+        "probs", choices=("probs", "position"), kind="numerics", needs=(_EXPERTS, _CAPACITY)
+    )
     """Whom a full expert drops: the tokens with the smallest weights, or the last of the microbatch."""
-    moe_shared_expert_intermediate_size: int | None = flag(None, minimum=1, maximum=2**26)
+    moe_shared_expert_intermediate_size: int | None = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
     """Inner width of an MLP beside the experts that works on every token (DeepSeekMoE); none when not given."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: bool = flag(False, kind="shape", needs=_EXPERTS)
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen 1.5 MoE)."""
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: bool = flag(False, kind="kernel", needs=_EXPERTS)
     """The products of all experts in one call (torch's grouped_mm), where the device has it; the log says which."""
-    moe_permute_fusion: bool = False
+    moe_permute_fusion: bool = flag(False, kind="kernel", needs=_EXPERTS)
     """Sort tokens by expert, and add up their outputs, as one differentiable operation each, without atomic adds."""
     moe_token_dispatcher_type: str = flag(
-        "allgather", choices=("allgather", "alltoall", "flex"), unsupported_choices=("flex",)
+        "allgather",
+        choices=("allgather", "alltoall", "flex"),
+        unsupported_choices=("flex",),
+        kind="layout",
+        needs=_EXPERTS,
     )
     """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts."""
-    moe_per_layer_logging: bool = False
+    moe_per_layer_logging: bool = flag(False, kind="report", needs=_EXPERTS)
     """Log the auxiliary losses of each layer beside their mean."""
 
-    def expert_problems(self) -> Iterator[str]:
-        """What is wrong with the experts of a config."""
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         experts, topk = self.num_moe_experts, self.moe_router_topk
         if experts is None:
             return
@@ -104,11 +128,14 @@ class MoEFields:
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
 
-    def derive_experts(self, ffn_hidden_size: int) -> None:
-        """Fill in what follows from other fields."""
-        self.num_moe_experts = self.num_moe_experts or None
-        if self.moe_ffn_hidden_size is None:
-            self.moe_ffn_hidden_size = ffn_hidden_size
+    def normalize(self) -> None:
+        super().normalize()
         kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
-        self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else list(kinds or ["aux_loss"])
-        self.moe_aux_loss_coeff = [weights] if isinstance(weights, float | int) else list(weights or [0.0])
+        self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else kinds or ["aux_loss"]
+        self.moe_aux_loss_coeff = [weights] if isinstance(weights, float | int) else weights or [0.0]
+        self.num_moe_experts = self.num_moe_experts or None
+
+    def derive(self) -> None:
+        super().derive()
+        if self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size

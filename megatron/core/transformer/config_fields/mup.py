@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import flag
+from megatron.core.setting import Needs
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+
+_MUP = Needs("--use-mup", lambda run: run.use_mup)
 
 
 @dataclass(kw_only=True)
-class MuPFields:
+class MuPFields(ArchitectureFields):
     """Maximal update parametrisation.
 
     With m = hidden size / hidden size of the base model, as Yang and Hu have it for Adam (2022, tables 3 and 8):
@@ -22,21 +26,21 @@ class MuPFields:
     | biases, norms                         | as without                 | as without    |                         |
     """
 
-    use_mup: bool = False
+    use_mup: bool = flag(False, kind="numerics")
     """Scale initial weights, learning rates, attention scores and logits with the width, so that the learning rate that
     is best for the base model is best for this one."""
-    mup_base_hidden_size: int | None = flag(None, minimum=1)
+    mup_base_hidden_size: int | None = flag(None, minimum=1, kind="numerics", needs=_MUP)
     """Hidden size of the base model, on which the learning rate was found; this model's own when not given."""
-    mup_width_mult: float = flag(1.0, above=0)
+    mup_width_mult: float = flag(1.0, above=0, kind="numerics", needs=_MUP)
     """Hidden size / that of the base model, in place of --mup-base-hidden-size."""
-    mup_embedding_mult: float = flag(1.0, above=0)
+    mup_embedding_mult: float = flag(1.0, above=0, kind="numerics", needs=_MUP)
     """With --use-mup, factor on the output of the embedding."""
-    mup_output_mult: float = flag(1.0, above=0)
+    mup_output_mult: float = flag(1.0, above=0, kind="numerics", needs=_MUP)
     """With --use-mup, factor on the logits beside 1 / m."""
-    mup_base_head_dim: float | None = flag(None, above=0)
+    mup_base_head_dim: float | None = flag(None, above=0, kind="numerics", needs=_MUP)
     """With --use-mup, width of a head of the base model, whose attention scores keep their usual factor; 1 when not
     given, so that the factor is 1 / width of a head."""
-    mup_attn_scale_power: float = flag(1.0, minimum=0)
+    mup_attn_scale_power: float = flag(1.0, minimum=0, kind="numerics", needs=_MUP)
     """With --use-mup, attention scores have the factor (width of a base head)^(p - 1/2) / (width of a head)^p."""
 
     @property
