@@ -20,10 +20,9 @@ if str(ROOT) not in sys.path:
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.setting import Status, expected  # noqa: E402
-from megatron.training.flags.declarations import Flag, declared_flags  # noqa: E402
+from megatron.training.flags.declarations import Flag, FormerFlag, declared_flags, former_flags, table_flags  # noqa: E402  # noqa: E402
 from megatron.training.flags.parser import program_flags  # noqa: E402
-from megatron.training.flags.report import shown_value  # noqa: E402
-from megatron.training.flags.table import FormerFlag, former_flags, table_flags  # noqa: E402
+from megatron.training.flags.read import shown_value  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "flags.md"
 STATUSES: tuple[Status, ...] = ("works", "planned", "not supported")

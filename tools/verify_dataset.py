@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.core.datasets.inspection import DatasetFacts, check_vocabulary, document_tokens, inspect  # noqa: E402
 from megatron.core.errors import DataError, MegatronError, command_line, report_error  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
-from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402
+from megatron.training.config.data import TokenizerConfig  # noqa: E402
 from megatron.training.flags.parser import FlagParser  # noqa: E402
 from megatron.training.flags.tokenizer_flags import TokenizerFlags  # noqa: E402
 

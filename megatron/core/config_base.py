@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron.core.errors import ConfigError
 from megatron.core.setting import FieldKind, Needs, Setting, field_problem, has_type, type_problem
@@ -116,7 +116,14 @@ def settings_of(config_class: Any) -> dict[str, Setting]:
 @functools.cache
 def _settings_of(config_class: type) -> dict[str, Setting]:
     hints = _annotations(config_class)
-    return {f.name: _setting(f, flag_spec(f), hints.get(f.name, Any)) for f in dataclasses.fields(config_class)}
+    kinds: dict[str, FieldKind | None] = {}
+    for owner in reversed(config_class.__mro__):
+        kinds |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(owner).get("usual_kind"))
+    settings = {f.name: _setting(f, flag_spec(f), hints.get(f.name, Any)) for f in dataclasses.fields(config_class)}
+    return {
+        name: setting if setting.kind else dataclasses.replace(setting, kind=kinds[name])
+        for name, setting in settings.items()
+    }
 
 
 def _annotations(config_class: type) -> dict[str, Any]:
@@ -189,6 +196,9 @@ class CheckedConfig:
     extends `derive` and `problems`, calling those of its base first, as the groups of fields that form one config do.
     """
 
+    usual_kind: ClassVar[FieldKind | None] = None
+    """Kind of the fields that a class declares, where a field says no other."""
+
     def __post_init__(self) -> None:
         problems = check(self)
         if problems:
@@ -213,6 +223,7 @@ class CheckedConfig:
         return settings_of(type(self))[name].name
 
 
+AnyConfigT = TypeVar("AnyConfigT")
 ConfigT = TypeVar("ConfigT", bound=CheckedConfig)
 
 
@@ -245,7 +256,7 @@ def assemble(
 
     Where something is wrong, the config serves only to look for further problems. reported: as for `check`.
     """
-    config = _filled(config_class, values)
+    config = unchecked(config_class, values)
     return config, check(config, reported)
 
 
@@ -257,7 +268,7 @@ def restore(config_class: type[ConfigT], saved: Mapping[str, Any]) -> ConfigT:
     missing ones, which are no settings of any version.
     """
     settings = settings_of(config_class)
-    config = _filled(config_class, {name: value for name, value in saved.items() if name in settings})
+    config = unchecked(config_class, {name: value for name, value in saved.items() if name in settings})
     config.normalize()
     problems = [_restored_problem(setting, getattr(config, name)) for name, setting in settings.items()]
     if any(problems):
@@ -272,7 +283,7 @@ def _restored_problem(setting: Setting, value: Any) -> str | None:
     return None if has_type(value, setting.annotation) else type_problem(setting, str(value))
 
 
-def _filled(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def unchecked(config_class: type[AnyConfigT], values: Mapping[str, Any]) -> AnyConfigT:
     """A config with these values and the defaults of the other fields, neither derived nor checked."""
     config = object.__new__(config_class)
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from megatron.core.setting import Needs
 if TYPE_CHECKING:
     import torch
 
+DENSE_LAYOUTS = "the dense parallel layouts"
+
 _TP_OVERLAP = Needs("--tp-comm-overlap", lambda run: run.tp_comm_overlap)
 _HYBRID = Needs("--hybrid-context-parallel", lambda run: run.hybrid_context_parallel)
 

@@ -63,17 +63,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> Outcome:
 
 def our_value(examination: Examination, name: str) -> str:
     """A value after derivation, written as upstream's inventory writes it."""
-    settings, config = examination.settings, examination.config
-    if name == "data_parallel_size":
-        return str(settings.data_parallel_size)
-    if name == "params_dtype" and config is not None:
+    config = examination.config
+    if name == "params_dtype":
         return _DTYPES[config.model.compute_dtype_name]
-    name = OUR_NAMES.get(name, name)
-    if config is not None and name in ("ffn_hidden_size", "kv_channels"):
-        return str(getattr(config.model, name))
-    if name == "moe_ffn_hidden_size" and config is not None and settings.num_moe_experts is not None:
-        return str(settings.moe_ffn_hidden_size or config.model.ffn_hidden_size)
-    return str(getattr(settings, name))
+    if name == "moe_ffn_hidden_size" and config.model.num_moe_experts is None:
+        return "None"
+    if name == "data_parallel_size":
+        return str(config.data_parallel_size if config.is_divisible else None)
+    return str(examination.value_of(OUR_NAMES.get(name, name)))
 
 
 def same(ours: str, upstream: str) -> bool:

@@ -78,7 +78,7 @@ WITHOUT_TORCH_AND_NUMPY = [
     "megatron.core.transformer.transformer_config",
     "megatron.core.transformer.config_fields.*",
     "megatron.training.config.*",
-    "megatron.training.flags.table",
+    "megatron.training.flags.declarations",
     "megatron.training.flags.read",
 ]
 WITHOUT_TORCH = [

@@ -28,7 +28,7 @@ from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer, window_of_layer
 from megatron.core.transformer.operations import describe_operations
 from megatron.training.config.container import RunConfig
-from megatron.training.flags.report import print_settings
+from megatron.training.flags.read import print_settings
 from tests.unit.gpt_models import (
     SEQUENCE_LENGTH,
     assert_same_function,

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.flags.declarations import Flag, declared_flags
+from megatron.training.flags.declarations import Flag, declared_flags, former_flags, table_flags
 from megatron.training.flags.parser import flags_by_spelling, formers_by_name, program_flags
-from megatron.training.flags.table import former_flags, table_flags
 from tests.golden.flag_cases import rows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.config.container import RunConfig
+from megatron.training.flags.declarations import former_flags
 from megatron.training.flags.read import examine
-from megatron.training.flags.table import former_flags
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 CURRENT = [former for former in former_flags() if former.is_upstream]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
 from megatron.training.launch import initialize as subject
-from megatron.training.launch.initialize import comparable_flags, initialize, lost_peer, rank_grid, shut_down
+from megatron.training.launch.initialize import initialize, lost_peer, rank_grid, shut_down
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 
@@ -92,7 +92,7 @@ def test_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_that_ranks_compare_are_spelled_as_flags() -> None:
-    flags = comparable_flags(run_config("--norm-epsilon 1e-6 --seed 9"))
+    flags = run_config("--norm-epsilon 1e-6 --seed 9").flag_values()
     assert flags["--norm-epsilon"] == 1e-6
     assert flags["--seed"] == 9
     assert flags["--lr"] == 0.01

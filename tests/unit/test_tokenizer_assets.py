@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.tokenizers.build import tokenizer_from
 from megatron.training.checkpoint.tokenizer_assets import tokenizer_files, use_saved_files
-from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.config.data import TokenizerConfig
 from tests.preprocess_runs import DATA, gpt2_flags
 
 TEXT = "Hello world, naïve [MASK] a b"

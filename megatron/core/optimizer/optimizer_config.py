@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, derived, flag
@@ -126,3 +127,17 @@ class OptimizerConfig(CheckedConfig):
     """With --fp16: iterations in a row without overflow after which the dynamic loss scale is doubled."""
     hysteresis: int = flag(2, minimum=1, unit="iterations", kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: iterations with overflow until the dynamic loss scale is halved."""
+
+    def problems(self) -> Iterator[str]:
+        """The schedule falls from the rates to the smallest ones."""
+        yield from super().problems()
+        if self.lr is not None and self.min_lr > self.lr:
+            yield f"{self.say('min_lr')} is above {self.say('lr')}; use {self.lr} or less"
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            yield f"{self.say('decoupled_min_lr')} needs --decoupled-lr"
+        lowest = "min_lr" if self.decoupled_min_lr is None else "decoupled_min_lr"
+        if self.decoupled_lr is not None and getattr(self, lowest) > self.decoupled_lr:
+            yield (
+                f"{self.say(lowest)} is above {self.say('decoupled_lr')}; use a --decoupled-min-lr of "
+                f"{self.decoupled_lr} or less"
+            )

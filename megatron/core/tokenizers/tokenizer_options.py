@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
 
 PROMPT_FORMATS = ("nemotron-h-aligned", "identity", "default")
 UNSUPPORTED_FORMATS = ("nemotron-nano-v2",)
@@ -17,27 +17,30 @@ DEFAULT_TYPE = "GPT2BPETokenizer"
 
 
 @dataclass(kw_only=True)
-class TokenizerOptions:
+class TokenizerOptions(CheckedConfig):
     """Tokenizer."""
+
+    usual_kind = "numerics"
 
     tokenizer_type: str | None = flag(
         None,
         choices=(*WORKING_TYPES, *UNSUPPORTED_TYPES),
         unsupported_choices=UNSUPPORTED_TYPES,
+        kind="shape",
     )
     """Kind of tokenizer; GPT2BPETokenizer when not given. The three SentencePiece types are one and the same;
     SFTTokenizer is a HuggingFaceTokenizer with a prompt format for conversations."""
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag(None, kind="shape")
     """File or directory of the tokenizer: tokenizer.json (HuggingFaceTokenizer), tokenizer.model (SentencePiece), or
     the directory that holds it; the vocabulary in JSON (TikTokenizer)."""
-    vocab_file: str | None = None
+    vocab_file: str | None = flag(None, kind="shape")
     """vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPieceLowerCase and BertWordPieceCase."""
-    merge_file: str | None = None
+    merge_file: str | None = flag(None, kind="shape")
     """merges.txt of GPT2BPETokenizer."""
-    vocab_size: int | None = flag(None, minimum=1, unit="tokens")
+    vocab_size: int | None = flag(None, minimum=1, unit="tokens", kind="shape")
     """Vocabulary size before padding. NullTokenizer needs it; TikTokenizer keeps as many tokens of its file, special
     ones included; otherwise it is the tokenizer's."""
-    vocab_extra_ids: int = flag(0, minimum=0, maximum=1_000_000, unit="tokens")
+    vocab_extra_ids: int = flag(0, minimum=0, maximum=1_000_000, unit="tokens", kind="shape")
     """Tokens <extra_id_0>, <extra_id_1>, ... to add behind the vocabulary."""
     metadata_path: str | None = flag(None, names=("--tokenizer-metadata",), metavar="FILE")
     """tokenizer_metadata.json: the library says which tokenizer it is where --tokenizer-type is not given, and the chat
@@ -55,10 +58,10 @@ class TokenizerOptions:
     """SentencePiece: let a model that was trained so drop leading, trailing and repeated spaces."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Do not let the tokenizer add its own special tokens, such as a beginning of text, to every text."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = flag(False, kind="report")
     """Run the Python code in a Hugging Face tokenizer's directory if its tokenizer_config.json names some (auto_map).
     Without this flag no code is ever run."""
-    use_gigatoken: bool = False
+    use_gigatoken: bool = flag(False, kind="kernel")
     """Encode text by the fast encoder for byte-level BPE, which is tiktoken's over the converted vocabulary, with the
     tokenizer's own ids; a tokenizer that cannot be converted is refused instead of being slow. Upstream has a package
     of another name for this."""

@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import Any
 
+from megatron.core.config_base import settings_of
 from megatron.core.errors import ConfigError
-from megatron.training.config.container import RunConfig
-from megatron.training.launch.initialize import comparable_flags
-
-_SHAPE_FLAGS = (
-    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",
-    "--kv-channels", "--swiglu", "--normalization", "--disable-bias-linear", "--add-bias-linear", "--add-qkv-bias",
-    "--qk-layernorm", "--qk-norm-scope", "--norm-placement", "--geglu", "--quick-geglu", "--position-embedding-type",
-    "--max-position-embeddings", "--num-experts", "--moe-layer-freq", "--moe-ffn-hidden-size",
-    "--moe-shared-expert-intermediate-size",
-    "--untie-embeddings-and-output-weights", "--vocab-size", "--make-vocab-size-divisible-by", "--tokenizer-type",
-    "--tokenizer-model",
-)  # fmt: skip
-_TRAJECTORY_GROUPS = ("model", "gpt", "optimizer", "scheduler", "data")
-_TRAJECTORY_FLAGS = ("--micro-batch-size", "--global-batch-size", "--tokenizer-type", "--vocab-size")
-_HARMLESS_FLAGS = (
-    "--num-workers", "--data-cache-path", "--num-dataset-builder-threads", "--use-cpu-initialization",
-    "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler",
-)  # fmt: skip
+from megatron.core.setting import FieldKind
+from megatron.training.config.container import RunConfig, group_classes
 
 
 def shape_differences(saved: dict[str, Any], config: RunConfig) -> str:
     """`; settings: --num-layers is 4 in the checkpoint, 2 in this run`, or nothing: what may explain other tensor
     shapes."""
-    return _listed("settings", _differences(saved, config, _SHAPE_FLAGS))
+    return _listed("settings", _differences(saved, config, ("shape",)))
 
 
 def trajectory_differences(saved: dict[str, Any], config: RunConfig) -> str:
     """`; settings that changed: ...`, or nothing: what makes the resumed run another one than the saved."""
-    plain = config.to_dict()
-    names = {name.replace("_", "-") for group in _TRAJECTORY_GROUPS for name in plain[group]}
-    flags = [f"--{name}" for name in sorted(names)] + list(_TRAJECTORY_FLAGS)
-    return _listed("settings that changed", _differences(saved, config, [f for f in flags if f not in _HARMLESS_FLAGS]))
+    return _listed("settings that changed", _differences(saved, config, ("shape", "numerics")))
 
 
-def _differences(saved: dict[str, Any], config: RunConfig, flags: Iterable[str]) -> list[str]:
+def _differences(saved: dict[str, Any], config: RunConfig, kinds: Container[FieldKind | None]) -> list[str]:
+    """A sentence for every flag of these kinds whose value changed."""
     try:
-        then = comparable_flags(RunConfig.from_dict(saved))
+        then = RunConfig.from_dict(saved).flag_values()
     except (ConfigError, TypeError, AttributeError):
         return []  # settings of another release: nothing to compare
-    now = comparable_flags(config)
+    now = config.flag_values()
+    settings = [setting for cls in group_classes().values() for setting in settings_of(cls).values()]
+    flags = [setting.name for setting in settings if setting.kind in kinds and setting.name.startswith("--")]
     return [
         f"{flag} is {then[flag]} in the checkpoint, {now[flag]} in this run"
-        for flag in dict.fromkeys(flags)
+        for flag in flags
         if flag in then and flag in now and then[flag] != now[flag]
     ]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.tokenizers.chat import is_file_name
 from megatron.core.tokenizers.metadata import metadata_file
-from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.config.data import TokenizerConfig
 
 DIRECTORY = "tokenizer"
 _FILE_NAMES = (

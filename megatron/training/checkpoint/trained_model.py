@@ -3,7 +3,6 @@ process."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.save_and_load import CONFIG
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.container import RunConfig
@@ -72,7 +70,6 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     device = current_device()
     with torch.device(device):
         model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
-    declare_vocabulary(model, recipe.vocab_size)
     parameters = ((parameter, placement_of(parameter, name)) for name, parameter in model.named_parameters())
     serialization.load(model_state(parameters), found, groups.world)
     return TrainedModel(found.path, config, recipe, model.eval())
@@ -86,4 +83,4 @@ def _read_config(path: Path, bf16: bool) -> RunConfig:
         model = config.model.on_one_process(bf16=bf16, fp16=False, params_dtype=None)
     except (ConfigError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG}.json holds settings that this release cannot use: {error}") from error
-    return dataclasses.replace(config, model=model, tokenizer=use_saved_files(config.tokenizer, path))
+    return config.with_groups(model=model, tokenizer=use_saved_files(config.tokenizer, path))

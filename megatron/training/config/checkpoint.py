@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag, multiples_near
+from megatron.core.setting import Needs
 
 CHECKPOINT_FORMATS = "the remaining checkpoint options"
 
 
+_SAVING = Needs("--save", lambda run: run.save is not None)
+
+
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(CheckedConfig):
     """Saving and loading."""
+
+    usual_kind = "report"
 
     save: str | None = None
     """Directory to save checkpoints in."""
-    save_interval: int | None = flag(None, minimum=1, unit="iterations", aliases=("--persistent-save-interval",))
+    save_interval: int | None = flag(
+        None, minimum=1, unit="iterations", aliases=("--persistent-save-interval",), needs=_SAVING
+    )
     """Iterations between checkpoints."""
-    save_retain_interval: int | None = flag(None, minimum=1, unit="iterations")
+    save_retain_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
     given."""
     load: str | None = None
@@ -52,7 +61,28 @@ class CheckpointConfig:
     """Stop when --load holds no checkpoint, even where --load is --save."""
     use_checkpoint_args: bool = False
     """Take the model's flags from the checkpoint; those of the command line win."""
-    use_mp_args_from_checkpoint_args: bool = False
+    use_mp_args_from_checkpoint_args: bool = flag(
+        False, needs=Needs("--use-checkpoint-args", lambda run: run.use_checkpoint_args)
+    )
     """With --use-checkpoint-args, take the tensor- and pipeline-parallel sizes as well."""
     use_tokenizer_model_from_checkpoint_args: bool = True
     """With --use-checkpoint-args, take the tokenizer as well, from the files that the checkpoint carries."""
+
+    def problems(self) -> Iterator[str]:
+        """Intervals, places, and what is loaded."""
+        interval, kept = self.save_interval, self.save_retain_interval
+        if self.save is not None and interval is None:
+            yield f"{self.say('save')} needs --save-interval, the iterations between checkpoints"
+        if kept is not None and interval is not None and kept % interval:
+            yield (
+                f"{self.say('save_retain_interval')} is not a multiple of {self.say('save_interval')}; "
+                f"use {multiples_near(kept, interval)}"
+            )
+        for name in ("save", "load", "pretrained_checkpoint"):
+            path = getattr(self, name)
+            if path is not None and "://" in path:
+                yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
+        if self.ckpt_step is not None and self.load is None:
+            yield f"{self.say('ckpt_step')} needs --load"
+        if self.exit_on_missing_checkpoint and self.load is None and self.pretrained_checkpoint is None:
+            yield "--exit-on-missing-checkpoint needs --load"

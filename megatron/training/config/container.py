@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.config_base import CheckedConfig, restore, settings_of, unchecked
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.config.data import DataConfig
+from megatron.training.config.data import DataConfig, TokenizerConfig
 from megatron.training.config.distributed import DistributedInitConfig
+from megatron.training.config.layout_relations import LAYOUT_RELATIONS
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.config.relations import RELATIONS, combinations_to_come, derive_across_groups
 from megatron.training.config.scheduler import SchedulerConfig
-from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.config.training import TrainingConfig
-from megatron.training.config.validation import ValidationConfig
+from megatron.training.config.training import TrainingConfig, ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings of a run after parsing, derivation and validation.
+    """The settings of a run. Making one fills in what follows across groups and raises ConfigError with every problem.
 
     `sources` says for each flag (its first spelling) where its value came from: default, file, environment,
     checkpoint or command line. `notes` are sentences for the user that the first rank prints. `extra` holds the flags
@@ -46,10 +49,60 @@ class RunConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     world_size: int = 1
-    data_parallel_size: int = 1
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        derive_across_groups(self)
+        problems = list(self.problems())
+        if problems:
+            raise ConfigError(problems)
+
+    def problems(self) -> Iterator[str]:
+        """A sentence for everything that stands against settings of different groups together.
+
+        Groups have judged their own settings when they were made.
+        """
+        for relation in (*LAYOUT_RELATIONS, *RELATIONS):
+            yield from relation(self)
+        yield from combinations_to_come(self)
+
+    @property
+    def processes_per_copy(self) -> int:
+        """Processes that share one copy of the model."""
+        model = self.model
+        return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether the copies of the model use all processes of the job."""
+        return self.world_size % self.processes_per_copy == 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that hold the same part of the model and train on other samples."""
+        return max(1, self.world_size // self.processes_per_copy)
+
+    def say(self, name: str) -> str:
+        """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
+        group = groups_of_fields()[name]
+        return settings_of(group_classes()[group])[name].spelling_for(getattr(getattr(self, group), name))
+
+    def flag(self, name: str) -> str:
+        """The flag of a setting of any group: `--micro-batch-size`."""
+        return settings_of(group_classes()[groups_of_fields()[name]])[name].name
+
+    def flag_values(self) -> dict[str, Any]:
+        """Flag -> value of every setting, in the form of `to_dict`; what must be equal on all ranks of a job."""
+        plain, classes = self.to_dict(), group_classes()
+        return {
+            settings_of(classes[group])[name].name: value for group in classes for name, value in plain[group].items()
+        }
+
+    def with_groups(self, **groups: Any) -> RunConfig:
+        """A copy with other groups in place of some. It is not checked: for settings of an earlier run, which were."""
+        return unchecked(RunConfig, {part.name: getattr(self, part.name) for part in dataclasses.fields(self)} | groups)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able copy: numbers, texts, lists and dictionaries only. Callables, set by code, are left out."""
@@ -69,22 +122,28 @@ class RunConfig:
         everywhere = {
             name: value for part in content.values() if isinstance(part, dict) for name, value in part.items()
         }
-        values: dict[str, Any] = {}
-        for part in dataclasses.fields(cls):
-            if part.name in groups:
-                stored = everywhere | content.get(part.name, {})
-                known = {f.name for f in dataclasses.fields(groups[part.name]) if f.name in stored}
-                values[part.name] = groups[part.name](**{name: stored[name] for name in known})
-            elif part.name in content:
-                values[part.name] = content[part.name]
-        values["notes"] = tuple(values.get("notes", ()))
-        return cls(**values)
+        values: dict[str, Any] = {name: content[name] for name in ("world_size", "sources", "extra") if name in content}
+        for name, config_class in groups.items():
+            values[name] = restore(config_class, everywhere | content.get(name, {}))
+        values["notes"] = tuple(content.get("notes", ()))
+        return unchecked(cls, values)
 
 
-def group_classes() -> dict[str, type]:
+@functools.cache
+def group_classes() -> dict[str, type[CheckedConfig]]:
     """Name of each group of RunConfig and its dataclass."""
     hints = typing.get_type_hints(RunConfig)
-    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, CheckedConfig)}
+
+
+@functools.cache
+def groups_of_fields() -> dict[str, str]:
+    """Name of each setting and the group that declares it."""
+    declared = ((name, group) for group, config_class in group_classes().items() for name in settings_of(config_class))
+    owners: dict[str, str] = {}
+    for name, group in declared:
+        owners.setdefault(name, group)
+    return owners
 
 
 def _plain_fields(config: Any) -> dict[str, Any]:

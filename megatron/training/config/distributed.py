@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import Needs
+
+_RECORDER = Needs("--flight-recorder-dump-path", lambda run: run.flight_recorder_dump_path is not None)
 
 
 @dataclass(kw_only=True)
-class DistributedInitConfig:
+class DistributedInitConfig(CheckedConfig):
     """Process groups."""
 
-    distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
+    usual_kind = "report"
+
+    distributed_backend: str | None = flag(None, choices=("nccl", "gloo"), kind="kernel")
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
     distributed_timeout_minutes: int = flag(10, minimum=1, unit="minutes")
     """How long a collective may wait for other ranks."""
-    distributed_timeout_seconds_after_init: int | None = flag(None, minimum=1, unit="seconds")
+    distributed_timeout_seconds_after_init: int | None = flag(
+        None, minimum=1, unit="seconds", needs=Needs("several processes", lambda run: run.world_size > 1)
+    )
     """How long a collective may wait from the second iteration on; as before when not given."""
     flight_recorder_dump_path: str | None = None
     """Beginning of the names of files, to which the rank is appended, for what NCCL's flight recorder in torch knows of
     the last collectives when one of them times out. Like its options, without effect with gloo; what the environment
     says already (TORCH_FR_..., TORCH_NCCL_...) wins."""
-    flight_recorder_trace_buffer_size: int = flag(2000, minimum=0, unit="events")
+    flight_recorder_trace_buffer_size: int = flag(2000, minimum=0, unit="events", needs=_RECORDER)
     """With --flight-recorder-dump-path: events that are kept."""
-    flight_recorder_dump_on_timeout: bool = True
+    flight_recorder_dump_on_timeout: bool = flag(True, needs=_RECORDER)
     """With --flight-recorder-dump-path: write when a collective times out."""
-    flight_recorder_include_stack_trace: bool = False
+    flight_recorder_include_stack_trace: bool = flag(False, needs=_RECORDER)
     """With --flight-recorder-dump-path: where in the program each collective was called."""
-    flight_recorder_include_only_active: bool = True
+    flight_recorder_include_only_active: bool = flag(True, needs=_RECORDER)
     """With --flight-recorder-dump-path: only collectives that have not ended."""
-    flight_recorder_extra_dump_on_exec: bool = True
+    flight_recorder_extra_dump_on_exec: bool = flag(True, needs=_RECORDER)
     """With --flight-recorder-dump-path: write also after an exception."""
-    use_gloo_process_groups: bool = flag(True, off_names=("--disable-gloo-process-groups",))
+    use_gloo_process_groups: bool = flag(True, off_names=("--disable-gloo-process-groups",), kind="kernel")
     """Make gloo groups beside NCCL's for work on the CPU, as upstream does. Here nothing needs them, so none are made
     either way; a note says so when they are switched off."""
     high_priority_stream_groups: list[str] = flag(
@@ -39,8 +46,9 @@ class DistributedInitConfig:
         nargs="+",
         choices=("tp", "pp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp", "tp_dp_cp", "mp", "embd", "pos_embd", "ep",
                  "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp", "world"),
+        kind="kernel",
     )  # fmt: skip
     """Groups whose NCCL communication runs on streams of high priority, by their names in process_groups_config.py: tp,
     cp, pp, dp, dp_cp, ... Has no effect with gloo, which has no streams."""
-    use_tp_pp_dp_mapping: bool = False
+    use_tp_pp_dp_mapping: bool = flag(False, kind="layout")
     """Number the ranks so that the stages of one pipeline lie close together, instead of the replicas of a stage."""

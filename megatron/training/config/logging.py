@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import Needs
+
+_CURVES = Needs("--tensorboard-dir", lambda run: run.tensorboard_dir is not None or run.wandb_project is not None)
+_WANDB = Needs("--wandb-project", lambda run: run.wandb_project is not None)
 
 
 @dataclass(kw_only=True)
-class LoggerConfig:
+class LoggerConfig(CheckedConfig):
     """Progress line, TensorBoard, Weights & Biases, metrics file."""
+
+    usual_kind = "report"
 
     log_interval: int = flag(100, minimum=1, unit="iterations")
     """Iterations between progress lines."""
@@ -26,7 +32,7 @@ class LoggerConfig:
     """Add to the progress line what a step sends over each axis of the mesh; kinds apart in the metrics and curves."""
     log_throughput: bool = False
     """Also write TFLOP/s per device, MFU and tokens/s to TensorBoard; the progress line always has them."""
-    log_progress: bool = False
+    log_progress: bool = flag(False, needs=Needs("--save", lambda run: run.save is not None))
     """Keep a history of starts and checkpoints, with their throughput, in progress.txt in the --save directory."""
     log_memory_interval: int | None = flag(None, minimum=1, unit="iterations")
     """Iterations between lines with each rank's memory."""
@@ -36,7 +42,11 @@ class LoggerConfig:
     """Level of Python's logging for libraries and for scripts of your own: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: int = flag(0, choices=(0, 1, 2))
     """Which parts of an iteration are timed: 0 none, 1 its phases, 2 also data, forward and backward computation."""
-    timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
+    timing_log_option: str = flag(
+        "minmax",
+        choices=("max", "minmax", "all"),
+        needs=Needs("--timing-log-level", lambda run: run.timing_log_level > 0),
+    )
     """What is printed of the ranks' times: the largest, the smallest and the largest, or every rank's."""
     barrier_with_L1_time: bool = flag(  # noqa: N815 (upstream's name)
         True, names=("--barrier-with-level-1-timing",), off_names=("--no-barrier-with-level-1-timing",)
@@ -46,25 +56,30 @@ class LoggerConfig:
     """Write the loss scale to TensorBoard; it is 1 without --fp16."""
     tensorboard_dir: str | None = None
     """Directory of TensorBoard event files."""
-    tensorboard_log_interval: int = flag(1, minimum=1, unit="iterations")
+    tensorboard_log_interval: int = flag(1, minimum=1, unit="iterations", needs=_CURVES)
     """Iterations between points in TensorBoard and Weights & Biases."""
-    tensorboard_queue_size: int = flag(1000, minimum=1, unit="events")
+    tensorboard_queue_size: int = flag(
+        1000,
+        minimum=1,
+        unit="events",
+        needs=Needs("--tensorboard-dir", lambda run: run.tensorboard_dir is not None),
+    )
     """Events kept in memory before TensorBoard writes them."""
-    log_timers_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = flag(False, needs=_CURVES)
     """Also write the time of an iteration and of what --timing-log-level times."""
-    log_memory_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = flag(False, needs=_CURVES)
     """Also write the memory in use and its peak."""
-    log_validation_ppl_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: bool = flag(False, needs=_CURVES)
     """Also write the perplexity of each evaluation."""
-    log_world_size_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = flag(False, needs=_CURVES)
     """Also write the number of processes."""
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; nothing is logged there when not given."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = flag(None, needs=_WANDB)
     """Name of the run there; its own invention when not given."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = flag(None, needs=_WANDB)
     """Team or user that the project belongs to; the account's default when not given."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = flag(None, needs=_WANDB)
     """Directory of its local files; wandb in the --save directory, or here, when not given."""
     metrics_dir: str | None = None
     """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file."""

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.flag_texts import whole_or_decimal
+from megatron.core.setting import Needs
+
+_ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
 
 
 @dataclass(kw_only=True)
-class GPTModelFlags:
+class GPTModelFlags(CheckedConfig):
     """Positions, vocabulary, output layer, activation.
 
-    What the GPT model needs beside TransformerConfig, and the switches from which TransformerConfig is derived.
+    What the GPT model needs beside TransformerConfig, and the switches of the command line that stand for values of
+    TransformerConfig; only the command line reads those.
     """
+
+    usual_kind = "shape"
 
     max_position_embeddings: int | None = flag(None, minimum=1, unit="tokens")
     """Longest sequence the model has positions for."""
-    rope_type: str | None = flag(None, choices=("rope", "yarn"))
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="numerics", needs=_ROTARY)
     """Which rotary positions, where --position-embedding-type rope asks for some."""
     use_rotary_position_embeddings: bool = False
     """Earlier spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, names=("--position-embedding",), off_names=("--no-position-embedding",))
     """Learned positions; switched off, the model has none, or rotary ones when those are asked for."""
-    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal)
+    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal, kind="numerics", needs=_ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, above=0, maximum=1)
+    rotary_percent: float = flag(1.0, above=0, maximum=1, kind="numerics", needs=_ROTARY)
     """Share of each head's channels that is rotated."""
-    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1)
+    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1, kind="numerics", needs=_ROTARY)
     """Divide positions by this before rotating (Chen et al., 2023)."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = flag(
+        False,
+        kind="numerics",
+        needs=Needs("--position-embedding-type rope", lambda run: run.position_embedding_type == "rope"),
+    )
     """Stretch slow rotary frequencies as Llama 3.1 does, for sequences longer than its first 8192 tokens."""
-    rope_scaling_factor: float = flag(8.0, minimum=1)
+    rope_scaling_factor: float = flag(
+        8.0, minimum=1, kind="numerics", needs=Needs("--use-rope-scaling", lambda run: run.use_rope_scaling)
+    )
     """By how much --use-rope-scaling stretches them."""
     untie_embeddings_and_output_weights: bool = False
     """Separate weights for the token embedding and the output layer."""
@@ -41,6 +54,7 @@ class GPTModelFlags:
         "local",
         choices=("local", "transformer_engine", "inference_optimized"),
         unsupported_choices=("inference_optimized",),
+        kind="kernel",
     )
     """Where layers come from. Both choices run on plain torch; a note says so when Transformer Engine was asked for."""
     spec: list[str] | None = flag(None, nargs="*", metavar="WORD")
@@ -50,15 +64,27 @@ class GPTModelFlags:
     """Share key-value heads between query heads; --num-query-groups says how many there are."""
     swiglu: bool = False
     """MLP with silu(gate) * up (Shazeer, 2020)."""
-    openai_gelu: bool = False
+    openai_gelu: bool = flag(False, kind="numerics")
     """MLP with the tanh form of GELU; with --geglu for the gate (Gemma)."""
     geglu: bool = False
     """MLP with gelu(gate) * up (Shazeer, 2020)."""
-    squared_relu: bool = False
+    squared_relu: bool = flag(False, kind="numerics")
     """MLP with relu(x)^2 (So et al., 2021)."""
     quick_geglu: bool = False
     """MLP with quick_gelu(gate) * up, quick_gelu(x) = x * sigmoid(1.702 x)."""
-    bias_gelu_fusion: bool = flag(True, off_names=("--no-bias-gelu-fusion",))
+    bias_gelu_fusion: bool = flag(True, off_names=("--no-bias-gelu-fusion",), kind="kernel")
     """GELU with its bias as one differentiable operation that keeps only its inputs."""
-    bias_swiglu_fusion: bool = flag(True, off_names=("--no-bias-swiglu-fusion",))
+    bias_swiglu_fusion: bool = flag(True, off_names=("--no-bias-swiglu-fusion",), kind="kernel")
     """Gated activations as one differentiable operation that keeps only its inputs."""
+
+    def problems(self) -> Iterator[str]:
+        """One activation; a layer of one's own is named completely."""
+        exclusive = ["swiglu", "quick_geglu", "squared_relu"] + ["geglu" if self.geglu else "openai_gelu"]
+        chosen = [self.say(name) for name in exclusive if getattr(self, name)]
+        if len(chosen) > 1:
+            yield f"{' and '.join(chosen)} contradict each other; keep one activation"
+        if self.spec is not None and len(self.spec) != 2 and self.spec != ["local"]:
+            yield (
+                f"{self.say('spec').strip()} is not a module and the name of a function in it, such as my_layers "
+                "layer_spec"
+            )

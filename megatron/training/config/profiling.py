@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import Needs
+
+_PROFILE = Needs("--profile", lambda run: run.profile)
+_WINDOW = Needs("--profile", lambda run: run.profile or run.pipeline_trace_dir is not None)
+_TORCH = Needs("--profile --use-pytorch-profiler", lambda run: run.profile and run.use_pytorch_profiler)
 
 
 @dataclass(kw_only=True)
-class ProfilingConfig:
+class ProfilingConfig(CheckedConfig):
     """Profiles, memory history, pipeline traces."""
+
+    usual_kind = "report"
 
     profile: bool = False
     """Profile some iterations: for Nsight Systems (nsys profile -c cudaProfilerApi), or with --use-pytorch-profiler."""
-    profile_step_start: int = flag(10, minimum=0, unit="iterations")
+    profile_step_start: int = flag(10, minimum=0, unit="iterations", needs=_WINDOW)
     """Begin after this many iterations of the whole run; pipeline traces, too."""
-    profile_step_end: int = flag(12, minimum=1, unit="iterations")
+    profile_step_end: int = flag(12, minimum=1, unit="iterations", needs=_WINDOW)
     """End after this many."""
-    profile_ranks: list[int] = flag(default_factory=list, nargs="+", minimum=0)
+    profile_ranks: list[int] = flag(
+        default_factory=list,
+        nargs="+",
+        minimum=0,
+        needs=Needs("--profile", lambda run: run.profile or run.record_memory_history),
+    )
     """Ranks to profile; the first one when not given."""
-    profile_dir: str = "torch_profile"
+    profile_dir: str = flag("torch_profile", needs=_TORCH)
     """Directory for what --use-pytorch-profiler writes: rank-N.json.gz, a Chrome trace, for each profiled rank."""
-    use_pytorch_profiler: bool = False
+    use_pytorch_profiler: bool = flag(False, needs=_PROFILE)
     """Profile with torch.profiler instead of marking the iterations for Nsight Systems."""
-    pytorch_profiler_collect_shapes: bool = False
+    pytorch_profiler_collect_shapes: bool = flag(False, needs=_TORCH)
     """The trace has the shapes of all operands."""
-    pytorch_profiler_collect_callstack: bool = False
+    pytorch_profiler_collect_callstack: bool = flag(False, needs=_TORCH)
     """The trace has the place in the program of every operation."""
-    pytorch_profiler_collect_chakra: bool = False
+    pytorch_profiler_collect_chakra: bool = flag(False, needs=_TORCH)
     """Also write an execution trace, rank-N.chakra.json, that the Chakra tools read."""
     nvtx_ranges: bool = False
     """Iterations, and the parts of the layers in forward, have names in the profiles of Nsight Systems and
     torch.profiler."""
-    record_shapes: bool = False
+    record_shapes: bool = flag(
+        False, needs=Needs("--profile for Nsight Systems", lambda run: run.profile and not run.use_pytorch_profiler)
+    )
     """Ranges for Nsight Systems have the shapes of operands."""
     record_memory_history: bool = False
     """Record every allocation on a GPU, and write the record at the end of the run, also after an error."""
-    memory_snapshot_path: str = "snapshot.pickle"
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle", needs=Needs("--record-memory-history", lambda run: run.record_memory_history)
+    )
     """File for --record-memory-history (pytorch.org/memory_viz shows it); several ranks add their number."""
     pipeline_trace_dir: str | None = None
     """Directory for the times of every action of the pipeline in those iterations; tools/draw_schedule.py draws
     them."""
+
+    def problems(self) -> Iterator[str]:
+        """The profiled iterations are some."""
+        is_used = self.profile or self.pipeline_trace_dir is not None
+        if is_used and self.profile_step_end <= self.profile_step_start:
+            yield f"{self.say('profile_step_end')} is not after {self.say('profile_step_start')}; give a larger number"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
 
 
 @dataclass(kw_only=True)
-class ProgramFlags:
+class ProgramFlags(CheckedConfig):
     """The program."""
+
+    usual_kind = "report"
 
     config: str | None = flag(None, metavar="FILE.yaml")
     """Read flags from a YAML file: flag names as keys, with - or _. The command line wins."""

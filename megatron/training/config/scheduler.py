@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import Needs
+
+_WSD = Needs("--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD")
 
 
 @dataclass(kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(CheckedConfig):
     """Warm-up, decay, and weight-decay growth."""
+
+    usual_kind = "numerics"
 
     lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
     """Shape of the decay from --lr to --min-lr."""
@@ -25,11 +31,11 @@ class SchedulerConfig:
     """Warm-up as a share of the decay length."""
     lr_warmup_init: float = flag(0.0, minimum=0)
     """Learning rate the warm-up starts from."""
-    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), needs=_WSD)
     """Shape of the final decay of the WSD schedule."""
-    lr_wsd_decay_iters: int | None = flag(None, minimum=1, unit="iterations")
+    lr_wsd_decay_iters: int | None = flag(None, minimum=1, unit="iterations", needs=_WSD)
     """Iterations of the WSD schedule's final decay."""
-    lr_wsd_decay_samples: int | None = flag(None, minimum=1, unit="samples")
+    lr_wsd_decay_samples: int | None = flag(None, minimum=1, unit="samples", needs=_WSD)
     """Samples of the WSD schedule's final decay."""
     start_weight_decay: float | None = flag(None, minimum=0)
     """Weight decay at the start; --weight-decay when not given."""
@@ -37,7 +43,35 @@ class SchedulerConfig:
     """Weight decay at the end; --weight-decay when not given."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """Shape of the change from --start-weight-decay to --end-weight-decay."""
-    override_opt_param_scheduler: bool = flag(False, aliases=("--override-opt_param-scheduler",))
+    override_opt_param_scheduler: bool = flag(False, aliases=("--override-opt_param-scheduler",), kind="report")
     """Schedule settings of the command line win over the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, aliases=("--use-checkpoint-opt_param-scheduler",))
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, aliases=("--use-checkpoint-opt_param-scheduler",), kind="report"
+    )
     """Schedule settings of the checkpoint win over the command line's."""
+
+    def problems(self) -> Iterator[str]:
+        """Warm-up and weight decay are said once and completely."""
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if self.lr_warmup_fraction is not None and getattr(self, name):
+                yield f"{self.say('lr_warmup_fraction')} and {self.say(name)} both set the warm-up; keep one"
+        if self.lr_warmup_fraction == 1:
+            yield f"{self.say('lr_warmup_fraction')} leaves nothing for the decay; use a share below 1"
+        yield from self._weight_decay_problems()
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            yield (
+                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other; "
+                "keep one"
+            )
+
+    def _weight_decay_problems(self) -> Iterator[str]:
+        style, start, end = self.weight_decay_incr_style, self.start_weight_decay, self.end_weight_decay
+        if style == "constant":
+            return
+        if start is None or end is None:
+            missing = "--start-weight-decay" if start is None else "--end-weight-decay"
+            yield f"--weight-decay-incr-style {style} needs {missing}"
+        elif start > end:
+            yield (
+                f"{self.say('start_weight_decay')} is above {self.say('end_weight_decay')}; weight decay can only grow"
+            )

@@ -1,64 +1,45 @@
-"""How long to train, and on how much data per step."""
+"""How long to train, on how much data per step, and when to evaluate."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.core.config_base import derived, flag
+from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import Needs
 
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
 EXIT_SIGNALS = (
-    "SIGHUP",
-    "SIGINT",
-    "SIGQUIT",
-    "SIGILL",
-    "SIGTRAP",
-    "SIGABRT",
-    "SIGBUS",
-    "SIGFPE",
-    "SIGKILL",
-    "SIGUSR1",
-    "SIGSEGV",
-    "SIGUSR2",
-    "SIGPIPE",
-    "SIGALRM",
-    "SIGTERM",
-    "SIGSTKFLT",
-    "SIGCHLD",
-    "SIGCONT",
-    "SIGSTOP",
-    "SIGTSTP",
-    "SIGTTIN",
-    "SIGTTOU",
-    "SIGURG",
-    "SIGXCPU",
-    "SIGXFSZ",
-    "SIGVTALRM",
-    "SIGPROF",
-    "SIGWINCH",
-    "SIGIO",
-    "SIGPWR",
-    "SIGSYS",
-    "SIGRTMIN",
-    "SIGRTMAX",
-)
+    "SIGHUP", "SIGINT", "SIGQUIT", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL", "SIGUSR1",
+    "SIGSEGV", "SIGUSR2", "SIGPIPE", "SIGALRM", "SIGTERM", "SIGSTKFLT", "SIGCHLD", "SIGCONT", "SIGSTOP", "SIGTSTP",
+    "SIGTTIN", "SIGTTOU", "SIGURG", "SIGXCPU", "SIGXFSZ", "SIGVTALRM", "SIGPROF", "SIGWINCH", "SIGIO", "SIGPWR",
+    "SIGSYS", "SIGRTMIN", "SIGRTMAX",
+)  # fmt: skip
+
+
+_SIGNAL_HANDLER = Needs("--exit-signal-handler", lambda run: run.exit_signal_handler)
 
 
 @dataclass(kw_only=True)
-class TrainingConfig:
+class TrainingConfig(CheckedConfig):
     """Batch sizes, length of the run, reasons to stop, memory housekeeping."""
 
-    micro_batch_size: int | None = flag(None, minimum=1, unit="samples")
+    usual_kind = "report"
+
+    micro_batch_size: int | None = flag(None, minimum=1, unit="samples", kind="numerics")
     """Sequences per forward pass on one data-parallel rank; 1 when not given."""
-    global_batch_size: int | None = flag(None, minimum=1, unit="samples")
+    global_batch_size: int | None = flag(None, minimum=1, unit="samples", kind="numerics")
     """Sequences per optimizer step over all ranks; micro-batch size x data-parallel size when not given."""
-    rampup_batch_size: list[int] | None = flag(None, nargs=3, minimum=0, metavar=("START", "INCREMENT", "SAMPLES"))
+    rampup_batch_size: list[int] | None = flag(
+        None, nargs=3, minimum=0, metavar=("START", "INCREMENT", "SAMPLES"), kind="numerics"
+    )
     """Grow the global batch size from START by INCREMENT to --global-batch-size over SAMPLES samples."""
-    step_batch_size_schedule: str | None = flag(None, nargs="+", metavar="TOKENS:SIZE")
+    step_batch_size_schedule: str | None = flag(None, nargs="+", metavar="TOKENS:SIZE", kind="numerics")
     """Global batch size over the run: each size from its number of tokens on, such as 0:16 2.4B:320 4.8B:624."""
-    train_iters: int | None = flag(None, minimum=0, unit="iterations")
+    train_iters: int | None = flag(None, minimum=0, unit="iterations", kind="numerics")
     """Optimizer steps over all runs. Give this or --train-samples."""
-    train_samples: int | None = flag(None, minimum=1, unit="samples")
+    train_samples: int | None = flag(None, minimum=1, unit="samples", kind="numerics")
     """Samples over all runs. Give this or --train-iters."""
     exit_interval: int | None = flag(None, minimum=1, unit="iterations")
     """Save and stop after an iteration divisible by this."""
@@ -66,17 +47,19 @@ class TrainingConfig:
     """Save and stop after this time."""
     exit_signal_handler: bool = False
     """On --exit-signal, which any rank may get, all ranks finish the iteration, save, and end with exit code 0."""
-    exit_signal: str = flag("SIGTERM", choices=EXIT_SIGNALS)
+    exit_signal: str = flag("SIGTERM", choices=EXIT_SIGNALS, needs=_SIGNAL_HANDLER)
     """The signal that --exit-signal-handler waits for."""
-    exit_signal_handler_for_dataloader: bool = False
+    exit_signal_handler_for_dataloader: bool = flag(False, needs=_SIGNAL_HANDLER)
     """Data loader processes ignore that signal, for launchers that send it to every process they find."""
-    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+", minimum=0)
+    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+", minimum=0, kind="numerics")
     """Iterations, counted from 0, whose data is passed over without training on it."""
-    decrease_batch_size_if_needed: bool = False
+    decrease_batch_size_if_needed: bool = flag(False, kind="numerics")
     """Round a global batch size that the ranks cannot share evenly down, instead of refusing it."""
     manual_gc: bool = False
     """Collect Python garbage at fixed iterations only, so that ranks do not pause one after the other."""
-    manual_gc_interval: int = flag(0, minimum=0, unit="iterations")
+    manual_gc_interval: int = flag(
+        0, minimum=0, unit="iterations", needs=Needs("--manual-gc", lambda run: run.manual_gc)
+    )
     """With --manual-gc, iterations between collections; 0: none."""
     manual_gc_eval: bool = True
     """With --manual-gc, also collect before and after each evaluation."""
@@ -89,7 +72,63 @@ class TrainingConfig:
     """Warn of a gradient norm more than 10 times the largest of the process's first 100 iterations."""
     dump_param_to_param_group_map: str | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
-    recompute_activations: bool = False
+    recompute_activations: bool = flag(False, kind="kernel")
     """Short for --recompute-granularity selective."""
-    samples_per_step: int | None = derived()
-    """Not a flag: micro-batch size x data-parallel size, the samples of one microbatch over all ranks."""
+
+    def normalize(self) -> None:
+        """A schedule may come as a list of its words."""
+        if isinstance(self.step_batch_size_schedule, list):
+            self.step_batch_size_schedule = " ".join(map(str, self.step_batch_size_schedule))
+
+    def problems(self) -> Iterator[str]:
+        """The length is said once; the signal can be waited for."""
+        if self.train_iters is not None and self.train_samples is not None:
+            yield f"{self.say('train_iters')} and {self.say('train_samples')} both say how long to train; keep one"
+        if self.exit_signal_handler and self.exit_signal in UNCATCHABLE_SIGNALS:
+            yield f"{self.say('exit_signal')} ends a process without asking it; use SIGTERM, SIGINT or SIGUSR1"
+
+
+def _evaluates(run: Any) -> bool:
+    return run.eval_interval is not None or run.skip_train
+
+
+_EVALUATION = Needs("--eval-interval", _evaluates)
+
+
+@dataclass(kw_only=True)
+class ValidationConfig(CheckedConfig):
+    """Evaluation during and after training."""
+
+    usual_kind = "report"
+
+    eval_iters: int = flag(
+        100,
+        minimum=0,
+        unit="iterations",
+        needs=Needs("--eval-interval", lambda run: run.eval_interval is not None or run.eval_iters == 0),
+    )
+    """Global batches per evaluation; 0: no evaluation."""
+    eval_interval: int | None = flag(None, minimum=1, unit="iterations")
+    """Iterations between evaluations; none when not given."""
+    eval_global_batch_size: int | None = flag(None, minimum=1, unit="samples", needs=_EVALUATION)
+    """Sequences per evaluation step; the --global-batch-size that the run ends with when not given."""
+    eval_micro_batch_size: int | None = flag(None, minimum=1, unit="samples", needs=_EVALUATION)
+    """Sequences per forward pass in evaluation; --micro-batch-size when not given."""
+    start_eval_at_iter: int | None = flag(None, minimum=1, unit="iterations", needs=_EVALUATION)
+    """First iteration with an evaluation during training; --eval-interval when not given."""
+    skip_train: bool = False
+    """Load and evaluate on validation and test data, without training."""
+    full_validation: bool = False
+    """Every evaluation goes over all validation data once, instead of --eval-iters global batches of it."""
+    multiple_validation_sets: bool = False
+    """The validation datasets are not blended: each has a loss of its own."""
+    validation_set_names: list[str] | None = None
+    """Names of the validation sets in logs, in their order; their numbers from 0 when not given."""
+
+    def problems(self) -> Iterator[str]:
+        """Sets that are named are kept apart, each under a name of its own."""
+        names = self.validation_set_names
+        if names and not self.multiple_validation_sets:
+            yield f"{self.say('validation_set_names')} needs --multiple-validation-sets, which keeps the sets apart"
+        if names and len(set(names)) < len(names):
+            yield f"{self.say('validation_set_names')} names a set twice; give each one a name of its own"

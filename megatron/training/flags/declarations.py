@@ -1,12 +1,16 @@
-"""What one command-line flag is, and the flags that the config dataclasses declare.
+"""Which flags there are: all that parsing, help, documentation and the status table need to know of each.
 
-A `Flag` is all that parsing, help, documentation and the status table need to know. Flags come from two places: fields
-of the config dataclasses (here), and the table of upstream flags that no dataclass declares (flag_table.py).
+fields of configs   the settings that have a place in a RunConfig
+flag_table.tsv      every other upstream flag: planned (with the coming capability) or not supported (with the reason
+                    and the alternative)
+former_flags.tsv    spellings of earlier releases that are accepted with a note because something equivalent exists, or
+                    refused with what replaced them
 """
 
 from __future__ import annotations
 
 import ast
+import csv
 import dataclasses
 import functools
 import inspect
@@ -14,11 +18,12 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from megatron.core.config_base import flag_spec, settings_of
-from megatron.core.flag_texts import decimal, integer
-from megatron.core.setting import Setting, type_problem, value_problem
+from megatron.core.flag_texts import decimal, integer, layer_pattern, window
+from megatron.core.setting import Setting, Status, type_problem, value_problem
 from megatron.training.config.container import group_classes
 
 
@@ -85,3 +90,94 @@ def parse_value(flag: Flag, text: str) -> Any:
 
 
 _PARSERS: dict[type, Callable[[str], Any]] = {int: integer, float: decimal}
+
+
+_KINDS: dict[str, tuple[type, Any]] = {
+    "switch": (bool, None),
+    "int": (int, None),
+    "float": (float, None),
+    "str": (str, None),
+    "pattern": (str, layer_pattern),
+    "window": (str, window),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormerFlag:
+    """A spelling of another release, or a habit, and what it means here."""
+
+    name: str
+    nargs: int | str | None
+    """0: a switch; None: one value; "+": several."""
+    becomes: tuple[str, ...]
+    """The command line it stands for; `{}` is its value. Empty: nothing."""
+    text: str
+    """What the note, or the refusal, says after the flag's name."""
+    is_refused: bool
+    is_upstream: bool
+    """Upstream's parser of today still knows it."""
+
+    def replacement(self, values: list[str]) -> list[str]:
+        return [value for part in self.becomes for value in (values if part == "{}" else [part])]
+
+
+@functools.cache
+def table_flags() -> tuple[Flag, ...]:
+    """The flags of flag_table.tsv."""
+    return tuple(_table_flag(row) for row in _rows("flag_table.tsv"))
+
+
+@functools.cache
+def former_flags() -> tuple[FormerFlag, ...]:
+    """The flags of former_flags.tsv."""
+    return tuple(
+        FormerFlag(
+            name=row["flag"],
+            nargs=_nargs(row["nargs"]),
+            becomes=tuple(row["becomes"].split()),
+            text=row["text"],
+            is_refused=row["outcome"] == "refused",
+            is_upstream=row["upstream"] == "current",
+        )
+        for row in _rows("former_flags.tsv")
+    )
+
+
+def _rows(file_name: str) -> Iterator[dict[str, str]]:
+    with Path(__file__).with_name(file_name).open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _nargs(text: str) -> int | str | None:
+    return int(text) if text.isdecimal() else text or None
+
+
+def _table_flag(row: dict[str, str]) -> Flag:
+    value_type, parse = _KINDS[row["kind"]]
+    choices = tuple(value_type(choice) for choice in row["choices"].split(",")) if row["choices"] else None
+    bare = Flag(
+        dest=row["dest"],
+        names=tuple(row["options"].split()),
+        off_names=tuple(row["off"].split()),
+        value_type=value_type,
+        nargs=_nargs(row["nargs"]),
+        choices=choices,
+        parse=parse,
+        group=row["group"],
+        status=cast(Status, row["status"]),
+        explanation=row["capability_or_reason"],
+        alternative=row["alternative"],
+    )
+    values = {column: _table_value(bare, row[column]) for column in ("default", "neutral")}
+    neutral = () if values["neutral"] is None else (values["neutral"],)
+    return Flag(**{**vars(bare), "default": values["default"], "neutral": neutral})
+
+
+def _table_value(flag: Flag, text: str) -> Any:
+    if not text:
+        return None
+    if flag.is_switch:
+        return text == "true"
+    if flag.nargs is not None:
+        return [parse_value(flag, part) for part in text.strip("[]").split(",") if part]
+    return parse_value(flag, text)

@@ -1,171 +1,238 @@
-"""Values that follow from others, so that a user need not repeat himself; what upstream does after parsing.
+"""What a command line stands for beyond its words: short forms, flags of other systems, and values that imply others.
 
-Every function fills in a subject's missing values and notes what a user may not expect. None refuses anything.
+Every function works on the settings of a run before they are checked (a RunConfig of unchecked groups). It yields notes
+on what a user may not expect, and refuses nothing. Values that follow from others however a config was made are filled
+in by the configs themselves (`derive`) and between them (config/relations.py).
 """
 
 from __future__ import annotations
 
-from megatron.core.errors import ConfigError
+from collections.abc import Iterator, Set
+from typing import Any
+
+from megatron.core.config_base import settings_of
 from megatron.core.flag_texts import decimal
-from megatron.core.num_microbatches_calculator import parse_step_schedule
 from megatron.core.transformer.pipeline_layout import layout_stages
-from megatron.training.flags.fully_sharded import derive_sharding
-from megatron.training.flags.idle_flags import note_idle_flags
-from megatron.training.flags.settings import Settings
+from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.relations import sharding_flag
 
 
-def derive(s: Settings) -> None:
-    """All derived values, in the order in which they depend on each other."""
-    _layout(s)
-    _batch(s)
-    _model(s)
-    _attention(s)
-    _precision(s)
-    _experts(s)
-    _optimizer(s)
-    _data(s)
-    _checkpoint(s)
-    note_idle_flags(s)
+def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    """All of it, in the order in which settings depend on each other. given: names of the settings a user wrote."""
+    yield from _processes(run, given)
+    yield from _batch(run)
+    _positions(run)
+    _activation(run)
+    yield from _attention(run)
+    yield from _sharding(run, given)
+    yield from _optimizer(run)
+    _recomputation(run)
+    _checkpoint(run, given)
+    yield from _data(run)
 
 
-def _layout(s: Settings) -> None:
-    model_processes = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
-    if s.world_size % model_processes == 0:
-        s.data_parallel_size = s.world_size // model_processes
-    if s.sequence_parallel and s.tensor_model_parallel_size == 1:
-        s.note("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
-        s.derive(sequence_parallel=False)
-    if s.expert_tensor_parallel_size is None:
-        s.derive(expert_tensor_parallel_size=s.tensor_model_parallel_size)
-    s.derive(virtual_pipeline_model_parallel_size=_virtual_stages(s))
-    if s.overlap_p2p_comm_warmup_flush:
-        s.note("--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already")
-    if "use_layer_wise_param_layout" in s.given:
-        s.note(
+def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    model = run.model
+    if model.sequence_parallel and model.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+        model.sequence_parallel = False
+    if model.expert_tensor_parallel_size is None:
+        model.expert_tensor_parallel_size = model.tensor_model_parallel_size
+    model.virtual_pipeline_model_parallel_size = _virtual_stages(run)
+    if model.overlap_p2p_comm_warmup_flush:
+        yield "--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already"
+    if "use_layer_wise_param_layout" in given:
+        yield (
             "--use-layer-wise-param-layout has no effect: matrices that lie on a cut are put together for their update"
         )
-    if s.use_gigatoken:
-        s.note("--use-gigatoken has no effect here: tools/preprocess_data.py encodes text, training reads token ids")
-    if not s.use_gloo_process_groups:
-        s.note("--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend")
+    if run.tokenizer.use_gigatoken:
+        yield "--use-gigatoken has no effect here: tools/preprocess_data.py encodes text, training reads token ids"
+    if not run.distributed.use_gloo_process_groups:
+        yield "--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend"
+    if run.gpt.transformer_impl == "transformer_engine":
+        yield "--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch"
 
 
-def _virtual_stages(s: Settings) -> int | None:
+def _virtual_stages(run: RunConfig) -> int | None:
     """Chunks of layers per pipeline stage; None without the interleaved schedule or where the numbers do not fit."""
-    stages, per_chunk, chunks = s.pipeline_model_parallel_size, s.num_layers_per_virtual_pipeline_stage, 1
-    if s.num_virtual_stages_per_pipeline_rank:
-        chunks = s.num_virtual_stages_per_pipeline_rank
-    elif s.pipeline_model_parallel_layout:
-        chunks = len(layout_stages(s.pipeline_model_parallel_layout)) // stages
-    elif s.pipeline_schedule == "zb-v":
+    model, chunks = run.model, 1
+    stages, per_chunk = model.pipeline_model_parallel_size, model.num_layers_per_virtual_pipeline_stage
+    if model.num_virtual_stages_per_pipeline_rank:
+        chunks = model.num_virtual_stages_per_pipeline_rank
+    elif model.pipeline_model_parallel_layout:
+        chunks = len(layout_stages(model.pipeline_model_parallel_layout)) // stages
+    elif model.pipeline_schedule == "zb-v":
         chunks = 2
-    elif per_chunk and s.num_layers and per_chunk > 0 and (s.num_layers // stages) % per_chunk == 0:
-        chunks = s.num_layers // stages // per_chunk
+    elif per_chunk and model.num_layers and per_chunk > 0 and (model.num_layers // stages) % per_chunk == 0:
+        chunks = model.num_layers // stages // per_chunk
     return chunks if chunks > 1 else None
 
 
-def _batch(s: Settings) -> None:
-    if s.micro_batch_size is None:
-        s.note("--micro-batch-size is not given; 1 is used")
-        s.derive(micro_batch_size=1)
-    if isinstance(s.step_batch_size_schedule, list):
-        s.derive(step_batch_size_schedule=" ".join(s.step_batch_size_schedule))
-    if s.step_batch_size_schedule is not None and "global_batch_size" not in s.given:
-        s.derive(global_batch_size=_last_batch_size(s.step_batch_size_schedule))
-    elif s.global_batch_size is None and s.data_parallel_size is not None:
-        s.derive(global_batch_size=s.micro_batch_size * s.data_parallel_size)
-    if s.eval_micro_batch_size is None:
-        s.derive(eval_micro_batch_size=s.micro_batch_size)
-    if s.eval_global_batch_size is None:
-        s.derive(eval_global_batch_size=s.global_batch_size)
+def _batch(run: RunConfig) -> Iterator[str]:
+    if run.training.micro_batch_size is None:
+        yield "--micro-batch-size is not given; 1 is used"
 
 
-def _last_batch_size(schedule: str) -> int | None:
-    """The batch a run with a step schedule ends with; None where the schedule cannot be read (a check says so)."""
-    try:
-        return parse_step_schedule(schedule)[-1].global_batch_size
-    except ConfigError:
-        return None
+def _positions(run: RunConfig) -> None:
+    model, gpt = run.model, run.gpt
+    if gpt.use_rotary_position_embeddings:
+        model.position_embedding_type = "rope"
+    if gpt.rope_type == "yarn" and model.position_embedding_type == "rope":
+        model.position_embedding_type = "yarn"
+    if not gpt.add_position_embedding and model.position_embedding_type == "learned_absolute":
+        model.position_embedding_type = "none"
 
 
-def _model(s: Settings) -> None:
-    if s.use_rotary_position_embeddings:
-        s.derive(position_embedding_type="rope")
-    if s.rope_type == "yarn" and s.position_embedding_type == "rope":
-        s.derive(position_embedding_type="yarn")
-    if not s.add_position_embedding and s.position_embedding_type == "learned_absolute":
-        s.derive(position_embedding_type="none")
-    if s.max_position_embeddings is None and s.position_embedding_type != "learned_absolute":
-        s.derive(max_position_embeddings=s.seq_length)
-    if s.add_bias_linear:
-        s.derive(add_qkv_bias=True)
-    if s.transformer_impl == "transformer_engine":
-        s.note("--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch")
-    if s.num_moe_experts == 0:
-        s.derive(num_moe_experts=None)
-
-
-def _attention(s: Settings) -> None:
-    groups, heads = s.num_query_groups, s.num_attention_heads
-    if s.group_query_attention and groups is None:
-        s.derive(num_query_groups=1)
-    elif not s.group_query_attention and groups not in (None, 0, heads):
-        s.note(f"{s.say('num_query_groups')} implies --group-query-attention")
-        s.derive(group_query_attention=True)
-    if s.apply_query_key_layer_scaling:
-        s.derive(attention_softmax_in_fp32=True)
-
-
-def _precision(s: Settings) -> None:
-    if s.bf16 and not s.grad_reduce_in_bf16 and s.main_grads_dtype == "fp32":
-        s.derive(grad_reduce_in_fp32=True)
-
-
-def _experts(s: Settings) -> None:
-    if s.num_moe_experts is not None and s.moe_ffn_hidden_size is None:
-        s.derive(moe_ffn_hidden_size=s.ffn_hidden_size)
-    if s.moe_use_upcycling:
-        s.derive(no_load_optim=True, no_load_rng=True)
-
-
-def _optimizer(s: Settings) -> None:
-    derive_sharding(s)
-    if s.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm":
-        s.derive(apply_wd_to_qk_layernorm=True)
-    if s.optimizer == "dist_muon":
-        s.note("--optimizer dist_muon is --optimizer muon with --use-distributed-optimizer")
-        s.derive(optimizer="muon", use_distributed_optimizer=True)
-    elif s.optimizer == "muon" and s.overlap_param_gather and not s.use_distributed_optimizer:
-        s.note("--overlap-param-gather with --optimizer muon implies --use-distributed-optimizer")
-        s.derive(use_distributed_optimizer=True)
-    if s.weight_decay_incr_style == "constant" and s.start_weight_decay is None and s.end_weight_decay is None:
-        s.derive(start_weight_decay=s.weight_decay, end_weight_decay=s.weight_decay)
-    if s.recompute_activations and s.recompute_granularity is None:
-        s.derive(recompute_granularity="selective")
-    if s.recompute_granularity == "selective" and s.recompute_modules is None:
-        s.derive(recompute_modules=["core_attn"])
-
-
-def _data(s: Settings) -> None:
-    for dest in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        paths = getattr(s, dest)
-        if paths and len(paths) == 1 and " " in paths[0].strip() and _is_number(paths[0].split()[0]):
-            s.note(f"{s.name(dest)} holds a whole blend in one text; it is divided at its spaces")
-            s.derive(**{dest: paths[0].split()})
-    if s.split is not None and s.split != s.split.strip("'\""):
-        s.note(f"--split {s.split} is written with quotes; they are taken off")
-        s.derive(split=s.split.strip("'\""))
-    if s.split is None and (s.data_path or s.data_args_path):
-        s.derive(split="969, 30, 1")
-    if s.dataloader_type is None:
-        s.derive(dataloader_type="single")
-    if s.tokenizer_type is None and s.metadata_path is None:
-        s.derive(tokenizer_type="GPT2BPETokenizer")
-    has_data = s.mock_data or any(
-        getattr(s, dest) for dest in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+def _activation(run: RunConfig) -> None:
+    model, gpt = run.model, run.gpt
+    model.gated_linear_unit = gpt.swiglu or gpt.geglu or gpt.quick_geglu
+    model.bias_activation_fusion = gpt.bias_swiglu_fusion if model.gated_linear_unit else gpt.bias_gelu_fusion
+    chosen = (
+        (gpt.swiglu, "silu"),
+        (gpt.quick_geglu, "quick_gelu"),
+        (gpt.squared_relu, "squared_relu"),
+        (gpt.openai_gelu, "gelu_tanh"),
     )
-    if not has_data and s.dataloader_type != "external":
-        s.note("no flag names data: pretrain_gpt.py will need --data-path, or --mock-data to try the settings out")
+    model.activation_func = next((name for is_chosen, name in chosen if is_chosen), "gelu")
+
+
+def _attention(run: RunConfig) -> Iterator[str]:
+    model, gpt = run.model, run.gpt
+    if model.add_bias_linear:
+        model.add_qkv_bias = True
+    if model.apply_query_key_layer_scaling:
+        model.attention_softmax_in_fp32 = True
+    if gpt.group_query_attention and model.num_query_groups is None:
+        model.num_query_groups = 1
+    elif not gpt.group_query_attention and model.num_query_groups not in (None, 0, model.num_attention_heads):
+        yield f"{run.say('num_query_groups')} implies --group-query-attention"
+        gpt.group_query_attention = True
+
+
+# What a script's fully sharded data parallelism becomes here, and what follows from that.
+#
+# | --data-parallel-sharding-strategy | divided                    | becomes                                |
+# |-----------------------------------|----------------------------|----------------------------------------|
+# | no_shard                          | nothing                    | plain data parallelism                 |
+# | optim                             | optimizer state (ZeRO-1)   | --use-distributed-optimizer            |
+# | optim_grads                       | and gradients (ZeRO-2)     | PyTorch's FSDP2, gathered once a step  |
+# | optim_grads_params                | and parameters (ZeRO-3)    | PyTorch's FSDP2                        |
+_DIVIDED = {"optim_grads": "gradients and optimizer state (ZeRO-2)", "optim_grads_params": "everything (ZeRO-3)"}
+_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
+# Switches that leave the results alone, and what happens instead of what they ask for.
+_HINTS = {
+    "fsdp_double_buffer": "PyTorch's allocator hands out the memory of the last layers again",
+    "megatron_fsdp_max_pool_double_buffer": "there are no fixed buffers to gather into",
+    "fsdp_db_use_persist_buf_on_alloc_fail": "there are no fixed buffers to gather into",
+    "fsdp_manual_registration": "NCCL is told of memory whenever PyTorch's pool of it grows",
+    "disable_symmetric_registration": "memory is registered without symmetric windows anyway",
+}
+
+
+def _sharding(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    ddp = run.ddp
+    for name, instead in _HINTS.items():
+        if getattr(ddp, name):
+            yield f"{run.say(name)} has no effect: {instead}"
+    if not given & {"use_torch_fsdp2", "use_megatron_fsdp"}:
+        return
+    asked = sharding_flag(run)
+    if ddp.use_megatron_fsdp and run.checkpoint.ckpt_format == "fsdp_dtensor":
+        yield "--ckpt-format fsdp_dtensor is not written; checkpoints are saved as torch_dist, which any layout loads"
+        run.checkpoint.ckpt_format = "torch_dist"
+    ddp.use_torch_fsdp2 = ddp.data_parallel_sharding_strategy in _DIVIDED
+    if not ddp.use_torch_fsdp2:
+        yield from _without_divided_parameters(run, asked)
+        return
+    run.model.gradient_accumulation_fusion = False  # gradients are whole only until they are summed
+    if ddp.use_megatron_fsdp:
+        yield from _as_torch_does_it(run, asked)
+    if run.is_divisible and run.data_parallel_size * run.model.context_parallel_size == 1:
+        yield f"{asked} has no effect: one process holds each parameter, so there is nothing to divide"
+        _sum_as_kept(run)
+    for name in ("average_in_collective", "pad_buckets_for_high_nccl_busbw"):
+        if getattr(ddp, name):
+            yield f"{run.say(name)} has no effect with {asked}"
+
+
+def _as_torch_does_it(run: RunConfig, asked: str) -> Iterator[str]:
+    ddp = run.ddp
+    divided = _DIVIDED[ddp.data_parallel_sharding_strategy]
+    yield f"{asked} becomes --use-torch-fsdp2, PyTorch's FSDP2, which divides {divided}"
+    for name in ("use_distributed_optimizer", *_OVERLAPS):
+        if getattr(ddp, name):
+            yield f"{run.say(name)} has no effect with {asked}, which does so always"
+            setattr(ddp, name, False)
+    if ddp.megatron_fsdp_version != 1:
+        yield f"{run.say('megatron_fsdp_version')} has no effect: PyTorch's FSDP2 takes the place of either version"
+
+
+def _without_divided_parameters(run: RunConfig, asked: str) -> Iterator[str]:
+    ddp = run.ddp
+    divides_state = ddp.data_parallel_sharding_strategy == "optim"
+    becomes = "--use-distributed-optimizer" if divides_state else "plain data parallelism"
+    yield (
+        f"{run.say('data_parallel_sharding_strategy')} divides no parameters; {asked} becomes {becomes}, and PyTorch's "
+        "FSDP2 is not used"
+    )
+    ddp.use_distributed_optimizer = divides_state
+    if ddp.overlap_param_gather and not divides_state:
+        yield f"{run.say('overlap_param_gather')} has no effect: nothing is divided, so nothing is gathered"
+        ddp.overlap_param_gather = ddp.overlap_param_gather_with_optimizer_step = False
+    _sum_as_kept(run)
+
+
+def _sum_as_kept(run: RunConfig) -> None:
+    """Gradients that are not divided are summed as they are kept, so that one word says both."""
+    ddp = run.ddp
+    asked = {ddp.megatron_fsdp_main_grads_dtype, ddp.megatron_fsdp_grad_comm_dtype}
+    if "fp32" in asked:
+        ddp.grad_reduce_in_fp32 = True
+    elif asked & {"bf16", "fp16"}:
+        ddp.grad_reduce_in_bf16, ddp.grad_reduce_in_fp32 = run.model.bf16, False
+
+
+def _optimizer(run: RunConfig) -> Iterator[str]:
+    optimizer, ddp = run.optimizer, run.ddp
+    if optimizer.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm":
+        optimizer.apply_wd_to_qk_layernorm = True
+    if optimizer.optimizer == "dist_muon":
+        yield "--optimizer dist_muon is --optimizer muon with --use-distributed-optimizer"
+        optimizer.optimizer, ddp.use_distributed_optimizer = "muon", True
+    elif optimizer.optimizer == "muon" and ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
+        yield "--overlap-param-gather with --optimizer muon implies --use-distributed-optimizer"
+        ddp.use_distributed_optimizer = True
+
+
+def _recomputation(run: RunConfig) -> None:
+    model = run.model
+    if run.training.recompute_activations and model.recompute_granularity is None:
+        model.recompute_granularity = "selective"
+    if model.recompute_granularity == "selective" and model.recompute_modules is None:
+        model.recompute_modules = ["core_attn"]
+
+
+def _checkpoint(run: RunConfig, given: Set[str]) -> None:
+    if "moe_use_upcycling" in given:
+        run.checkpoint.no_load_optim = run.checkpoint.no_load_rng = True
+
+
+def _data(run: RunConfig) -> Iterator[str]:
+    data = run.data
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        paths = getattr(data, name)
+        if paths and len(paths) == 1 and " " in paths[0].strip() and _is_number(paths[0].split()[0]):
+            yield f"{run.flag(name)} holds a whole blend in one text; it is divided at its spaces"
+            setattr(data, name, paths[0].split())
+    if data.split is not None and data.split != data.split.strip("'\""):
+        yield f"--split {data.split} is written with quotes; they are taken off"
+        data.split = data.split.strip("'\"")
+    tokenizer = run.tokenizer
+    if tokenizer.tokenizer_type is None and tokenizer.metadata_path is None:
+        tokenizer.tokenizer_type = "GPT2BPETokenizer"
+    names = ("mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
+    if not any(getattr(data, name) for name in names) and data.dataloader_type != "external":
+        yield "no flag names data: pretrain_gpt.py will need --data-path, or --mock-data to try the settings out"
 
 
 def _is_number(text: str) -> bool:
@@ -176,6 +243,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _checkpoint(s: Settings) -> None:
-    if s.skip_train:
-        s.derive(no_load_optim=True)
+class Fields:
+    """All settings of a run by name, for the conditions that fields state (`Needs`), and which of them were written."""
+
+    def __init__(self, run: RunConfig, given: Set[str]) -> None:
+        self.run, self.given, self.world_size = run, given, run.world_size
+
+    def __getattr__(self, name: str) -> Any:
+        group = groups_of_fields().get(name)
+        if group is None:
+            raise AttributeError(name)
+        return getattr(getattr(self.run, group), name)
+
+
+def idle_notes(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    """A note for every setting that was written and has nothing to do, by what its field needs."""
+    fields = Fields(run, given)
+    for group, config_class in group_classes().items():
+        config = getattr(run, group)
+        for name, setting in settings_of(config_class).items():
+            if name in given and getattr(config, name) != setting.default:
+                missing = next((needs.words for needs in setting.needs if not needs.met(fields)), None)
+                if missing is not None:
+                    yield f"{run.say(name)} has no effect without {missing}"

@@ -7,41 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config_base import settings_of
 from megatron.core.dist_checkpointing.directory import iteration_directory, latest_iteration
 from megatron.core.errors import CheckpointError
+from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
+from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
+from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.model import GPTModelFlags
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.flags.declarations import Flag, declared_flags
 from megatron.training.flags.parser import Given, Ledger, Problem
 
 _DOCUMENT = "config.json"
-_HOW_NOT_WHAT = (
-    "attention_backend",
-    "cp_comm_type",
-    "transformer_impl",
-    "cross_entropy_fusion_impl",
-    "spec",
-    "moe_grouped_gemm",
-    "moe_token_dispatcher_type",
-    "moe_per_layer_logging",
-)
-"""Flags of these classes that say how the model is computed, as those that end with _fusion do."""
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-)
+# Classes whose fields say what the model is.
+_MODEL = (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTModelFlags)
+# Names code to run, which is for a user's own command line to say.
+_NEVER = "spec"
 
 
 def add_checkpoint_arguments(ledger: Ledger) -> None:
@@ -82,9 +71,10 @@ def _enter(ledger: Ledger, path: Path, given: dict[str, Any]) -> None:
         tokenizer = _tokenizer(stored["tokenizer"], path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / _DOCUMENT} holds no settings that can be used ({error})") from error
-    wanted = set(_architecture())
+    wanted = set(_fields_of(("shape", "numerics"), *_MODEL)) - {_NEVER} | {"seq_length"}
     if given.get("use_mp_args_from_checkpoint_args"):
-        wanted |= set(_SIZES)
+        wanted |= {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+        wanted |= set(_fields_of(("layout",), PipelineFields))
     if given.get("use_tokenizer_model_from_checkpoint_args", True) and "tokenizer_type" not in given:
         wanted |= set(tokenizer)
         values |= tokenizer
@@ -100,11 +90,11 @@ def _given(flag: Flag, value: Any) -> Given:
     return Given(flag, value, flag.spelling_for(value), "checkpoint")
 
 
-def _architecture() -> Iterator[str]:
-    for fields in (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTModelFlags):
-        names = (name for name in vars(fields)["__annotations__"])
-        yield from (name for name in names if name not in _HOW_NOT_WHAT and not name.endswith("_fusion"))
-    yield "seq_length"
+def _fields_of(kinds: Container[FieldKind | None], *classes: type) -> Iterator[str]:
+    """The fields that these classes declare, of these kinds."""
+    for declaring in classes:
+        declared, settings = vars(declaring)["__annotations__"], settings_of(declaring)
+        yield from (name for name in declared if settings[name].kind in kinds)
 
 
 def _tokenizer(stored: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -12,15 +12,22 @@ import difflib
 import functools
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from megatron.core.errors import ConfigError
 from megatron.core.setting import expected, refusal
 from megatron.training.config.program import ProgramFlags
-from megatron.training.flags.declarations import Flag, declared_flags, flags_of, parse_value
-from megatron.training.flags.table import FormerFlag, former_flags, table_flags
+from megatron.training.flags.declarations import (
+    Flag,
+    FormerFlag,
+    declared_flags,
+    flags_of,
+    former_flags,
+    parse_value,
+    table_flags,
+)
 
 ExtraFlags = Callable[[argparse.ArgumentParser], Any]
 """A user's function that adds flags of its own, as upstream's `extra_args_provider`."""
@@ -79,16 +86,6 @@ class Ledger:
             value = value[0]
         written = " ".join([spelling, *texts])
         self.given[flag.dest] = Given(flag, value, f"{written} ({place.rstrip(': ')})" if place else written, source)
-
-    def check_status(self, derived: Mapping[str, Any]) -> None:
-        """Refuse what is planned or not supported, except where it asks for what happens anyway.
-
-        derived: the values after derivation; what that has turned back into the default has no effect.
-        """
-        for entry in self.given.values():
-            problem = entry.refusal()
-            if problem is not None and derived[entry.flag.dest] != entry.flag.default:
-                self.problems.append(problem)
 
 
 @functools.cache

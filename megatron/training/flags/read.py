@@ -7,24 +7,30 @@ Nothing here imports torch, opens data, or looks at devices, so that any launch 
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, TextIO
 
 from megatron.core import __version__
-from megatron.core.config_base import CheckedConfig, assemble
+from megatron.core.config_base import check, names_any, unchecked
 from megatron.core.errors import ConfigError
-from megatron.core.transformer.config_fields.mup import width_multiplier
-from megatron.training.config.container import RunConfig, group_classes
-from megatron.training.flags.checks.coming import not_yet
+from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.program import ProgramFlags
+from megatron.training.config.relations import combinations_to_come, derive_across_groups
 from megatron.training.flags.checks.every import violations
-from megatron.training.flags.declarations import declared_flags
-from megatron.training.flags.derive import derive
-from megatron.training.flags.parser import ExtraFlags, Ledger, Problem, build_parser, known_flags, read_command_line
-from megatron.training.flags.report import print_settings
+from megatron.training.flags.command_line_rules import (
+    PlannedFlags,
+    contradicting_flags,
+    environment_problems,
+    planned_problems,
+)
+from megatron.training.flags.declarations import Flag, declared_flags, table_flags
+from megatron.training.flags.derive import derive, idle_notes
+from megatron.training.flags.parser import ExtraFlags, Ledger, Problem, build_parser, program_flags, read_command_line
 from megatron.training.flags.settings import Settings
 
 _LARGEST_WORLD = 10_000_000
@@ -34,11 +40,21 @@ _LARGEST_WORLD = 10_000_000
 class Examination:
     """What a command line comes to."""
 
-    settings: Settings
-    config: RunConfig | None
-    """The settings of the run; None where they cannot be assembled."""
+    config: RunConfig
+    """The settings of the run. Where there are problems it serves to look at them only."""
     problems: tuple[Problem, ...]
-    """Everything that stands against them."""
+    """Everything that stands against the settings."""
+    program: ProgramFlags
+    """What to do with them."""
+    planned: PlannedFlags
+    """The flags that no config declares."""
+
+    def value_of(self, dest: str) -> Any:
+        """The value of any flag, by the name of its field, or upstream's where it has none."""
+        group = groups_of_fields().get(dest)
+        if group is not None:
+            return getattr(getattr(self.config, group), dest)
+        return getattr(self.program, dest) if hasattr(self.program, dest) else self.planned[dest]
 
 
 def read_run_config(
@@ -56,9 +72,9 @@ def read_run_config(
         print(__version__)
         raise SystemExit(0)
     examination = examine(argv, environ, extra_flags)
-    if examination.problems or examination.config is None:
+    if examination.problems:
         raise ConfigError([problem.text for problem in examination.problems])
-    if examination.settings.print_config:
+    if examination.program.print_config:
         print_settings(examination.config, sys.stdout)
         raise SystemExit(0)
     return examination.config
@@ -79,16 +95,67 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
         add_checkpoint_arguments(ledger)
+    return _examine(ledger, environ)
+
+
+def _examine(ledger: Ledger, environ: Mapping[str, str]) -> Examination:
+    """Derive, then let every config, their relations and the flags of coming capabilities judge the result."""
     given = {dest: entry.value for dest, entry in ledger.given.items()}
-    settings = Settings(known_flags(), given, environ)
-    settings.world_size = _world_size(environ, ledger)
-    derive(settings)
-    ledger.check_status(settings.values)
-    rules = list(violations(settings))
-    config, further = _assemble(settings, ledger)
-    ledger.problems += [Problem("rule", text) for text in [*rules, *further] if not _follows_from(text, ledger.broken)]
-    ledger.problems += [Problem("planned", text) for text in not_yet(settings)]
-    return Examination(settings, config, tuple(dict.fromkeys(ledger.problems)))
+    world_size = _world_size(environ, ledger)
+    run = _unchecked_run(given, world_size)
+    planned = PlannedFlags({flag.dest: flag for flag in table_flags()}, given)
+    notes = [*ledger.notes, *derive(run, given.keys())]
+    derive_across_groups(run)
+    refused = _refuse_by_status(ledger, run)
+    rules = [*contradicting_flags(given.keys()), *planned_problems(run, planned), *environment_problems(run, environ)]
+    rules += violations(Settings(run, given.keys(), planned, environ))
+    for group in group_classes():
+        config = getattr(run, group)
+        rules += check(config, refused & vars(config).keys())
+    rules += run.problems()
+    unavailable = list(combinations_to_come(run))
+    ledger.problems += [
+        Problem("planned" if text in unavailable else "rule", text)
+        for text in rules
+        if not names_any(text, ledger.broken)
+    ]
+    notes += idle_notes(run, given.keys())
+    sources = {flag.name: "default" for flag in declared_flags()}
+    sources |= {entry.flag.name: entry.source for entry in ledger.given.values() if entry.flag.name in sources}
+    sources["WORLD_SIZE"] = "environment" if "WORLD_SIZE" in environ else "default"
+    config = run.with_groups(sources=sources, notes=tuple(dict.fromkeys(notes)), extra=ledger.extra)
+    program = ProgramFlags(**{flag.dest: given[flag.dest] for flag in program_flags() if flag.dest in given})
+    return Examination(config, tuple(dict.fromkeys(ledger.problems)), program, planned)
+
+
+def _refuse_by_status(ledger: Ledger, run: RunConfig) -> set[str]:
+    """Refuse what is planned or not supported; names of the settings concerned.
+
+    What derivation has turned back into the default has no effect, and passes.
+    """
+    refused = set()
+    for name, entry in ledger.given.items():
+        problem = entry.refusal()
+        group = entry.flag.config
+        value = getattr(getattr(run, group), name) if group in group_classes() else entry.value
+        if problem is not None and value != entry.flag.default:
+            ledger.problems.append(problem)
+            refused.add(name)
+    return refused
+
+
+def _unchecked_run(given: Mapping[str, Any], world_size: int) -> RunConfig:
+    """The settings as they were written, with defaults for all others, neither derived nor checked."""
+    groups: dict[str, Any] = {name: {} for name in group_classes()}
+    for flag in declared_flags():
+        if flag.dest in given:
+            groups[flag.config or ""][flag.dest] = given[flag.dest]
+    made: dict[str, Any] = {
+        name: unchecked(config_class, groups[name]) for name, config_class in group_classes().items()
+    }
+    for config in made.values():
+        config.normalize()
+    return unchecked(RunConfig, made | {"world_size": world_size})
 
 
 def _parse(argv: Sequence[str], ledger: Ledger, extra_flags: ExtraFlags | None) -> None:
@@ -116,56 +183,32 @@ def _world_size(environ: Mapping[str, str], ledger: Ledger) -> int:
     return 1
 
 
-def _follows_from(text: str, broken: set[str]) -> bool:
-    """A violation that names a flag whose value could not be read says nothing new."""
-    return not broken.isdisjoint(re.findall(r"--[\w-]+|WORLD_SIZE", text))
-
-
-def _assemble(s: Settings, ledger: Ledger) -> tuple[RunConfig | None, list[str]]:
-    """The config objects, and what they say against their values."""
-    problems: list[str] = []
-    groups: dict[str, Any] = {}
-    refused = {dest for dest, entry in ledger.given.items() if entry.refusal() is not None}
-    for name, config_class in group_classes().items():
-        values = {flag.dest: s.values[flag.dest] for flag in declared_flags() if flag.config == name}
-        fields = {field.name for field in dataclasses.fields(config_class)}
-        values |= {dest: value for dest, value in _computed(s).items() if dest in fields}
-        if issubclass(config_class, CheckedConfig):
-            groups[name], found = assemble(config_class, values, refused & fields)
-            problems += found
-        else:
-            groups[name] = config_class(**values)
-    sources = {flag.name: "default" for flag in declared_flags()}
-    sources |= {entry.flag.name: entry.source for entry in ledger.given.values() if entry.flag.name in sources}
-    sources["WORLD_SIZE"] = "environment" if "WORLD_SIZE" in s.environ else "default"
-    config = RunConfig(
-        **groups,
-        world_size=s.world_size,
-        data_parallel_size=s.data_parallel_size or 1,
-        sources=sources,
-        notes=tuple(dict.fromkeys(ledger.notes + s.notes)),
-        extra=ledger.extra,
+def print_settings(config: RunConfig, out: TextIO) -> None:
+    """Every value of the run with its source, one per line, under the headings of --help."""
+    flags = declared_flags()
+    values = {flag.name: shown_value(flag, getattr(getattr(config, flag.config or ""), flag.dest)) for flag in flags}
+    name_width = max(map(len, values))
+    value_width = min(max(map(len, values.values())), max(12, shutil.get_terminal_size().columns - name_width - 20))
+    processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
+    print(
+        f"# {processes} (WORLD_SIZE, {config.sources['WORLD_SIZE']}), data-parallel size {config.data_parallel_size}",
+        file=out,
     )
-    return config, problems
+    for group, members in groupby(flags, key=lambda flag: flag.group):
+        print(f"\n# {group}", file=out)
+        for flag in members:
+            value = values[flag.name]
+            print(f"{flag.name:<{name_width}}  {value:<{value_width}}  {config.sources[flag.name]}", file=out)
+    for name, extra in config.extra.items():
+        print(f"{'--' + name.replace('_', '-'):<{name_width}}  {extra!s:<{value_width}}  script", file=out)
+    for note in config.notes:
+        print(f"note: {note}", file=out)
 
 
-def _computed(s: Settings) -> dict[str, Any]:
-    """Values of fields without a flag."""
-    gated = s.swiglu or s.geglu or s.quick_geglu
-    activations = {
-        "swiglu": "silu",
-        "quick_geglu": "quick_gelu",
-        "squared_relu": "squared_relu",
-        "openai_gelu": "gelu_tanh",
-    }
-    return {
-        "gated_linear_unit": gated,
-        "activation_func": next((name for flag, name in activations.items() if getattr(s, flag)), "gelu"),
-        "bias_activation_fusion": s.bias_swiglu_fusion if gated else s.bias_gelu_fusion,
-        "virtual_pipeline_model_parallel_size": s.virtual_pipeline_model_parallel_size,
-        "measures_attention_logits": s.qk_clip or s.log_max_attention_logit,
-        "bf16": s.bf16,
-        "fp16": s.fp16,
-        "width_multiplier": width_multiplier(s),
-        "samples_per_step": s.micro_batch_size * (s.data_parallel_size or 1),
-    }
+def shown_value(flag: Flag, value: Any) -> str:
+    """A value as it would be typed; `-` where there is none."""
+    if value is None:
+        return "-"
+    if flag.is_switch:
+        return "true" if value else "false"
+    return flag.text_of(value)

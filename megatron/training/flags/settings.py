@@ -1,46 +1,47 @@
-"""The values of all flags while they are derived and checked, before they become a RunConfig."""
+"""The settings of a run as the rules in checks/ read them, until these stand beside the fields."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
-from megatron.training.flags.declarations import Flag
+from megatron.training.config.container import RunConfig
+from megatron.training.flags.command_line_rules import PlannedFlags
+from megatron.training.flags.derive import Fields
 
 
-class Settings:
-    """Every flag's value by `dest`: `settings.micro_batch_size`. Flags that are only planned have a value, too.
+class Settings(Fields):
+    def __init__(self, run: RunConfig, given: Set[str], planned: PlannedFlags, environ: Mapping[str, str]) -> None:
+        super().__init__(run, given)
+        self.planned, self.environ = planned, environ
+        self.data_parallel_size = run.data_parallel_size if run.is_divisible else None
 
-    environ: the environment variables, for the rules that concern them.
-    data_parallel_size: None while the layout does not fit the number of processes.
-    """
-
-    def __init__(self, flags: Iterable[Flag], given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-        self.flags = {flag.dest: flag for flag in flags}
-        self.values = {dest: flag.default for dest, flag in self.flags.items()} | dict(given)
-        self.given = frozenset(given)
-        self.environ = environ
-        self.notes: list[str] = []
-        self.world_size = 1
-        self.data_parallel_size: int | None = None
-
-    def __getattr__(self, dest: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
         try:
-            return self.__dict__["values"][dest]
+            return super().__getattr__(name)
+        except AttributeError:
+            return self.planned[name]
+
+    def say(self, name: str) -> str:
+        try:
+            return self.run.say(name)
         except KeyError:
-            raise AttributeError(dest) from None
+            return self.planned.say(name)
 
-    def derive(self, **values: Any) -> None:
-        """Replace values by what follows from others."""
-        self.values.update(values)
+    def name(self, name: str) -> str:
+        try:
+            return self.run.flag(name)
+        except KeyError:
+            return self.planned.name(name)
 
-    def say(self, dest: str) -> str:
-        """A setting as the user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
-        return self.flags[dest].spelling_for(self.values[dest])
 
-    def name(self, dest: str) -> str:
-        """A setting's flag: `--micro-batch-size`."""
-        return self.flags[dest].name
+def asked_for_sharding(s: Settings) -> bool:
+    return bool(s.given & {"use_torch_fsdp2", "use_megatron_fsdp"})
 
-    def note(self, sentence: str) -> None:
-        self.notes.append(sentence)
+
+def sharding_flag(s: Settings) -> str:
+    return "--use-megatron-fsdp" if s.use_megatron_fsdp else "--use-torch-fsdp2"
+
+
+def replicas(s: Settings) -> int | None:
+    return None if s.data_parallel_size is None else s.data_parallel_size * s.context_parallel_size

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
-from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.flags.declarations import flags_of
+from megatron.training.config.data import TokenizerConfig
+from megatron.training.flags.declarations import flags_of, table_flags
 from megatron.training.flags.parser import Ledger, add_flag, formers_by_name, translate
-from megatron.training.flags.table import table_flags
 
 _GROUP = "tokenizer"
 _FORMER = ("--legacy-tokenizer", "--tiktoken-", "--tokenizer-")

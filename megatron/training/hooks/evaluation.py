@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigError, DataError
-from megatron.training.config.validation import ValidationConfig
+from megatron.training.config.training import ValidationConfig
 from megatron.training.loop import evaluate
 from megatron.training.run import Evaluation, Hook, Run, StepResult
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import random
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device as device_module
-from megatron.core.config_base import flag_spec
 from megatron.core.context_parallel.planning import ranks_of_sample
 from megatron.core.errors import ConfigError
 from megatron.core.host_memory import keep_freed_host_memory
@@ -65,7 +63,7 @@ def initialize(config: RunConfig) -> Process:
     if launch.world_size > 1:
         backend = _backend(config, device)
         store = open_store(launch, timeout.total_seconds())
-        Muster(store, launch.rank, launch.world_size, timeout.total_seconds()).check(comparable_flags(config))
+        Muster(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
         dist.init_process_group(
             backend=backend,
             store=store,
@@ -123,25 +121,6 @@ def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     model_parallel_cuda_manual_seed(seed, pg_collection=groups)
-
-
-def comparable_flags(config: RunConfig) -> dict[str, Any]:
-    """Flag -> value, for all flags of the run: what must be equal on all ranks."""
-    flags = {}
-    plain = config.to_dict()
-    for group in dataclasses.fields(config):
-        settings = getattr(config, group.name)
-        if dataclasses.is_dataclass(settings):
-            for setting in dataclasses.fields(settings):
-                if setting.name in plain[group.name]:
-                    flags[flag_name(setting)] = plain[group.name][setting.name]
-    return flags
-
-
-def flag_name(setting: dataclasses.Field[Any]) -> str:
-    """The spelling of a setting's flag that we print."""
-    names = flag_spec(setting).names
-    return names[0] if names else f"--{setting.name.replace('_', '-')}"
 
 
 def _backend(config: RunConfig, device: torch.device) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.flags.checks import (
-    batch,
-    checkpoint,
-    data,
     experts,
     hybrid_context,
     layout,
@@ -16,8 +13,6 @@ from megatron.training.flags.checks import (
     optimizer,
     pipeline,
     precision,
-    profiling,
-    schedule,
     sharding,
 )
 from megatron.training.flags.settings import Settings
@@ -27,16 +22,11 @@ _SUBJECTS = (
     hybrid_context,
     sharding,
     pipeline,
-    batch,
-    schedule,
     model,
     precision,
     optimizer,
     memory,
     experts,
-    data,
-    checkpoint,
-    profiling,
 )
 
 

@@ -10,12 +10,9 @@ from megatron.training.flags.settings import Settings
 
 def experts_are_divisible(s: Settings) -> Iterator[str]:
     experts, ep, groups = s.num_moe_experts, s.expert_model_parallel_size, s.moe_router_num_groups
-    if experts is None:
+    if not experts:
         if ep > 1:
             yield f"{s.say('expert_model_parallel_size')} needs --num-experts; use 1 for a dense model"
-        return
-    if experts < 1:
-        yield f"{s.say('num_moe_experts')} is out of range; give a whole number of at least 1, or 0 for a dense model"
         return
     if experts % ep:
         yield (
@@ -32,7 +29,7 @@ def experts_are_divisible(s: Settings) -> Iterator[str]:
 
 
 def router_is_consistent(s: Settings) -> Iterator[str]:
-    if s.num_moe_experts is None:
+    if not s.num_moe_experts:
         return
     score, topk = s.moe_router_score_function, s.moe_router_topk
     if topk == 1 and score == "softmax" and not s.moe_router_pre_softmax:
@@ -54,7 +51,7 @@ def router_is_consistent(s: Settings) -> Iterator[str]:
 
 
 def expert_biases_fit_the_layout(s: Settings) -> Iterator[str]:
-    if s.num_moe_experts is not None and s.add_bias_linear and s.expert_tensor_parallel_size > 1:
+    if s.num_moe_experts and s.add_bias_linear and s.expert_tensor_parallel_size > 1:
         yield (
             f"{s.say('expert_tensor_parallel_size')} cannot divide experts with biases; use --disable-bias-linear or "
             "--expert-tensor-parallel-size 1"
@@ -64,7 +61,7 @@ def expert_biases_fit_the_layout(s: Settings) -> Iterator[str]:
 def tokens_are_divisible(s: Settings) -> Iterator[str]:
     """Without sequence parallelism a layer with experts divides the tokens itself."""
     tp, cp, length = s.tensor_model_parallel_size, s.context_parallel_size, s.seq_length
-    if s.num_moe_experts is not None and length and not length % cp and length // cp % tp:
+    if s.num_moe_experts and length and not length % cp and length // cp % tp:
         yield (
             f"{s.say('num_moe_experts')}: {s.say('seq_length')} does not divide by "
             f"{s.say('tensor_model_parallel_size')} x {s.say('context_parallel_size')}; "

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config_base import multiples_near
 from megatron.core.context_parallel.planning import ranks_of_sample
-from megatron.training.flags.fully_sharded import sharding_flag
-from megatron.training.flags.settings import Settings
+from megatron.training.flags.settings import Settings, sharding_flag
 
 
 def plan_has_its_needs(s: Settings) -> Iterator[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.flags.fully_sharded import sharding_flag
-from megatron.training.flags.settings import Settings
+from megatron.training.flags.settings import Settings, sharding_flag
 
 
 def muon_finds_its_matrices(s: Settings) -> Iterator[str]:

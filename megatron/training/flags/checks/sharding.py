@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.flags.fully_sharded import asked_for_sharding, replicas, sharding_flag
-from megatron.training.flags.settings import Settings
+from megatron.training.flags.settings import Settings, asked_for_sharding, replicas, sharding_flag
 
 _FORMATS = ("megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
 

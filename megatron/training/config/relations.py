@@ -1,0 +1,244 @@
+"""Rules between settings of different groups: batches, schedules, positions, checkpoints, profiles.
+
+Each function yields a sentence for every violation: the flags with their values, the rule, and the nearest legal
+values. How processes share the work stands in layout_relations.py; what concerns one group alone stands in the
+`problems` of that group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.core.config_base import multiples_near
+from megatron.core.errors import ConfigError
+from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
+
+if TYPE_CHECKING:
+    from megatron.training.config.container import RunConfig
+
+
+def derive_across_groups(run: RunConfig) -> None:
+    """Fill in the settings that follow from those of another group. What a user gave stays."""
+    training, evaluation, model, scheduler = run.training, run.validation, run.model, run.scheduler
+    if training.micro_batch_size is None:
+        training.micro_batch_size = 1
+    if training.global_batch_size is None and training.step_batch_size_schedule is not None:
+        training.global_batch_size = last_batch_size(training.step_batch_size_schedule)
+    elif training.global_batch_size is None and run.is_divisible:
+        training.global_batch_size = training.micro_batch_size * run.data_parallel_size
+    if evaluation.eval_micro_batch_size is None:
+        evaluation.eval_micro_batch_size = training.micro_batch_size
+    if evaluation.eval_global_batch_size is None:
+        evaluation.eval_global_batch_size = training.global_batch_size
+    is_constant = scheduler.weight_decay_incr_style == "constant"
+    if is_constant and scheduler.start_weight_decay is None and scheduler.end_weight_decay is None:
+        scheduler.start_weight_decay = scheduler.end_weight_decay = run.optimizer.weight_decay
+    if run.gpt.max_position_embeddings is None and model.position_embedding_type != "learned_absolute":
+        run.gpt.max_position_embeddings = run.data.seq_length
+    if model.bf16 and not run.ddp.grad_reduce_in_bf16 and run.optimizer.main_grads_dtype == "fp32":
+        run.ddp.grad_reduce_in_fp32 = True
+    if evaluation.skip_train:
+        run.checkpoint.no_load_optim = True
+    model.measures_attention_logits = model.qk_clip or run.logger.log_max_attention_logit
+    # The optimizer is given parameters, not the model's settings.
+    run.optimizer.bf16, run.optimizer.fp16 = model.bf16, model.fp16
+    run.optimizer.width_multiplier = model.width_multiplier
+
+
+def run_is_described(run: RunConfig) -> Iterator[str]:
+    """What every training run must say, and nothing can be guessed for."""
+    if run.data.seq_length is None:
+        yield "--seq-length is missing; give the tokens per sequence, for example --seq-length 1024"
+    if run.optimizer.lr is None:
+        yield "--lr is missing; give the learning rate, for example --lr 3e-4"
+    if run.training.train_iters is None and run.training.train_samples is None and not run.validation.skip_train:
+        yield "--train-iters is missing; say how long to train with --train-iters or --train-samples"
+
+
+def batch_is_divisible(run: RunConfig) -> Iterator[str]:
+    """Every optimizer step takes whole microbatches on every data-parallel rank."""
+    training, replicas = run.training, run.data_parallel_size
+    is_constant = training.step_batch_size_schedule is None and training.rampup_batch_size is None
+    if training.global_batch_size is None or not is_constant or training.decrease_batch_size_if_needed:
+        return
+    unit = (training.micro_batch_size or 1) * replicas
+    if run.is_divisible and training.global_batch_size % unit:
+        yield (
+            f"{run.say('global_batch_size')} is not divisible by {run.say('micro_batch_size')} x data-parallel size "
+            f"{replicas} = {unit}; use {multiples_near(training.global_batch_size, unit)}"
+        )
+
+
+def evaluation_batch_is_divisible(run: RunConfig) -> Iterator[str]:
+    """Where evaluation has batches of its own, they divide like those of training."""
+    evaluation, training = run.validation, run.training
+    batch, micro_batch = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+    is_trainings = (batch, micro_batch) == (training.global_batch_size, training.micro_batch_size)
+    if batch is None or is_trainings or not run.is_divisible:
+        return
+    unit = (micro_batch or training.micro_batch_size or 1) * run.data_parallel_size
+    if batch % unit:
+        yield (
+            f"{run.say('eval_global_batch_size')} is not divisible by {run.say('eval_micro_batch_size')} x "
+            f"data-parallel size {run.data_parallel_size} = {unit}; use {multiples_near(batch, unit)}"
+        )
+
+
+def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
+    """--rampup-batch-size and --step-batch-size-schedule, by the rules of the calculator that will use them."""
+    training = run.training
+    schedule, batch = training.step_batch_size_schedule, training.global_batch_size
+    if schedule is None and training.rampup_batch_size is None:
+        return
+    if schedule is not None and batch not in (None, last_batch_size(schedule)):
+        yield "--step-batch-size-schedule and --global-batch-size both set the global batch size; keep one"
+        return
+    try:
+        build_num_microbatches_calculator(
+            global_batch_size=batch if schedule is None else None,
+            micro_batch_size=training.micro_batch_size or 1,
+            data_parallel_size=run.data_parallel_size,
+            rampup_batch_size=training.rampup_batch_size,
+            step_batch_size_schedule=schedule,
+            seq_length=run.data.seq_length,
+            decrease_batch_size_if_needed=training.decrease_batch_size_if_needed,
+        )
+    except ConfigError as error:
+        if run.is_divisible:
+            yield from error.problems
+
+
+def last_batch_size(schedule: str) -> int | None:
+    """The batch a run with a step schedule ends with; None where the schedule cannot be read."""
+    try:
+        return parse_step_schedule(schedule)[-1].global_batch_size
+    except ConfigError:
+        return None
+
+
+def units_agree(run: RunConfig) -> Iterator[str]:
+    """A run counted in iterations has a schedule in iterations, a run counted in samples one in samples."""
+    training = run.training
+    if (training.train_iters is None) == (training.train_samples is None):
+        return
+    unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(run.scheduler, f"{stem}_{other}"):
+            right = run.flag(f"{stem}_{unit}")
+            yield f"{run.say(f'{stem}_{other}')} does not fit {run.say(f'train_{unit}')}; use {right}"
+
+
+def there_is_a_step(run: RunConfig) -> Iterator[str]:
+    """A run is at least as long as one step, and its learning rate has a length to decay over."""
+    training = run.training
+    if training.train_iters == 0 and not run.scheduler.lr_decay_iters:
+        yield "--train-iters 0 leaves the learning rate nothing to decay over; give at least 1, or --lr-decay-iters"
+    grows = training.rampup_batch_size is not None or training.step_batch_size_schedule is not None
+    if training.train_samples is not None and not grows and training.train_samples < (training.global_batch_size or 0):
+        yield f"{run.say('train_samples')} are less than one step of {run.say('global_batch_size')}; give more"
+
+
+def warmup_ends_before_the_decay(run: RunConfig) -> Iterator[str]:
+    """The warm-up leaves something of the decay's length, or of the run's where that is not given."""
+    for unit in ("iters", "samples"):
+        decay, warmup = getattr(run.scheduler, f"lr_decay_{unit}"), getattr(run.scheduler, f"lr_warmup_{unit}")
+        length = decay or getattr(run.training, f"train_{unit}")
+        if length and warmup and warmup >= length:
+            yield (
+                f"{run.say(f'lr_warmup_{unit}')} leaves nothing of "
+                f"{run.say(f'lr_decay_{unit}' if decay else f'train_{unit}')} for the decay; "
+                f"use a warm-up of at most {length - 1}, or a longer decay"
+            )
+
+
+def warmup_rises(run: RunConfig) -> Iterator[str]:
+    """The warm-up ends at the learning rate, and begins below it."""
+    rate = run.optimizer.lr
+    if rate is not None and run.scheduler.lr_warmup_init > rate:
+        yield f"{run.say('lr_warmup_init')} is above {run.say('lr')}, which the warm-up ends at; use {rate} or less"
+
+
+def final_decay_has_a_length(run: RunConfig) -> Iterator[str]:
+    """Warm-up, stable, decay (Hu et al., 2024)."""
+    unit = "samples" if run.training.train_samples is not None else "iters"
+    if run.scheduler.lr_decay_style == "WSD" and not getattr(run.scheduler, f"lr_wsd_decay_{unit}"):
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay"
+
+
+def constant_weight_decay_is_said_once(run: RunConfig) -> Iterator[str]:
+    """Weight decay that does not change is --weight-decay."""
+    if run.scheduler.weight_decay_incr_style != "constant":
+        return
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if getattr(run.scheduler, name) not in (None, run.optimizer.weight_decay):
+            yield (
+                f"{run.say(name)} has no effect with --weight-decay-incr-style constant; use --weight-decay, or linear "
+                "or cosine"
+            )
+
+
+def weights_come_from_somewhere(run: RunConfig) -> Iterator[str]:
+    """Weights are drawn, or loaded."""
+    checkpoint = run.checkpoint
+    if not run.model.perform_initialization and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        yield f"{run.say('perform_initialization')} leaves the weights undefined; add --load or --pretrained-checkpoint"
+
+
+def checkpoint_format_fits_the_sharding(run: RunConfig) -> Iterator[str]:
+    """The format of upstream's own FSDP belongs to its flag."""
+    if run.checkpoint.ckpt_format == "fsdp_dtensor" and not run.ddp.use_megatron_fsdp:
+        yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp; use torch_dist"
+
+
+def profiled_ranks_exist(run: RunConfig) -> Iterator[str]:
+    """Ranks are counted from 0."""
+    beyond = [rank for rank in run.profiling.profile_ranks if rank >= run.world_size]
+    if beyond and (run.profiling.profile or run.profiling.record_memory_history):
+        yield (
+            f"--profile-ranks {beyond[0]} is none of the {run.world_size} ranks; give numbers below {run.world_size}"
+        )
+
+
+def named_ranges_are_not_compiled(run: RunConfig) -> Iterator[str]:
+    """A compiled layer is one range."""
+    if run.profiling.nvtx_ranges and run.model.compile:
+        yield "--nvtx-ranges names parts of layers, which --compile makes one; leave one of the two out"
+
+
+RELATIONS = (
+    run_is_described, batch_is_divisible, evaluation_batch_is_divisible, growing_batch_is_possible,
+    units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises, final_decay_has_a_length,
+    constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
+    profiled_ranks_exist, named_ranges_are_not_compiled,
+)  # fmt: skip
+
+
+def combinations_to_come(run: RunConfig) -> Iterator[str]:
+    """Settings that are each available, but not yet together: they are planned, not wrong."""
+    model, ddp, optimizer = run.model, run.ddp, run.optimizer
+    if model.num_moe_experts is None:
+        return
+    drops_by_position = model.moe_expert_capacity_factor is not None and model.moe_token_drop_policy == "position"
+    with_experts = (
+        (ddp.use_torch_fsdp2, sharding_flag(run), "--use-distributed-optimizer"),
+        (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
+        (optimizer.optimizer in ("muon", "soap"), run.say("optimizer"), "--optimizer adam"),
+        (ddp.num_distributed_optimizer_instances > 1, run.say("num_distributed_optimizer_instances"), "1"),
+        (model.recompute_granularity == "full", "--recompute-granularity full", "--recompute-granularity selective"),
+        (model.compile, "--compile", "layers that are not compiled"),
+        (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),
+        (
+            model.context_parallel_size > 1 and drops_by_position,
+            f"{run.say('moe_token_drop_policy')} and {run.say('context_parallel_size')}",
+            "--moe-token-drop-policy probs",
+        ),
+    )
+    for is_given, what, instead in with_experts:
+        if is_given:
+            yield f"{run.say('num_moe_experts')} cannot be combined with {what} yet; use {instead}"
+
+
+def sharding_flag(run: RunConfig) -> str:
+    """The switch of fully sharded data parallelism as the user wrote it."""
+    return "--use-megatron-fsdp" if run.ddp.use_megatron_fsdp else "--use-torch-fsdp2"

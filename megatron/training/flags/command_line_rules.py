@@ -1,0 +1,111 @@
+"""Rules that concern more than the settings of a RunConfig: flags still to come, two flags for one thing, environment.
+
+A planned flag is refused in any case; the sentences about it say beforehand what would be wrong with the rest of the
+command line. When a capability arrives, its flags become fields of a config, and their rules move to its `problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from megatron.training.config.container import RunConfig
+from megatron.training.config.relations import sharding_flag
+from megatron.training.flags.declarations import Flag
+
+
+class PlannedFlags:
+    """The values of the flags that no config declares, by upstream's name: `planned["fp8"]`."""
+
+    def __init__(self, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> None:
+        self._flags, self._given = flags, given
+
+    def __getitem__(self, dest: str) -> Any:
+        return self._given.get(dest, self._flags[dest].default)
+
+    def say(self, dest: str) -> str:
+        """The flag as a user writes it: `--fp8-format hybrid`."""
+        return self._flags[dest].spelling_for(self[dest])
+
+    def name(self, dest: str) -> str:
+        """The flag's usual spelling."""
+        return self._flags[dest].name
+
+
+def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
+    """Everything that stands against planned flags beside their status."""
+    yield from _number_formats(run, planned)
+    yield from _layers(run, planned)
+    yield from _expert_communication(run, planned)
+    yield from _checkpoints(run, planned)
+
+
+def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
+    if planned["fp8"] and planned["fp4"]:
+        yield f"{planned.say('fp8')} and {planned.say('fp4')} contradict each other; keep one"
+    for gather, number_format in (("fp8_param_gather", "fp8"), ("fp4_param_gather", "fp4")):
+        if not planned[gather]:
+            continue
+        if not planned[number_format]:
+            yield f"{planned.say(gather)} needs {planned.name(number_format)}"
+        if not (run.ddp.use_distributed_optimizer or run.ddp.use_megatron_fsdp or run.ddp.use_torch_fsdp2):
+            yield f"{planned.say(gather)} needs --use-distributed-optimizer, or fully sharded data parallelism"
+    if planned["first_last_layers_bf16"] and planned["fp8"] and planned["fp8_recipe"] == "delayed":
+        yield "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
+    if planned["optimizer_cpu_offload"] and not run.optimizer.use_precision_aware_optimizer:
+        yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer"
+
+
+def _layers(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
+    if planned["multi_latent_attention"] and run.gpt.group_query_attention:
+        yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
+    positions = run.model.position_embedding_type
+    if planned["mtp_num_layers"] and positions not in ("rope", "yarn", "none"):
+        yield f"{planned.say('mtp_num_layers')} works with --position-embedding-type rope or none, not {positions}"
+
+
+def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
+    dispatcher = run.model.moe_token_dispatcher_type
+    if planned["moe_shared_expert_overlap"] and dispatcher == "allgather":
+        yield "--moe-shared-expert-overlap does not work with --moe-token-dispatcher-type allgather; use alltoall"
+    overlaps = planned["overlap_moe_expert_parallel_comm"]
+    if overlaps and run.model.expert_model_parallel_size == 1:
+        yield "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1"
+    if overlaps and dispatcher not in ("alltoall", "flex"):
+        yield (
+            f"--overlap-moe-expert-parallel-comm does not work with {run.say('moe_token_dispatcher_type')}; use "
+            "alltoall"
+        )
+    if planned["delay_wgrad_compute"] and not (overlaps or planned["overlap_dispatch_backward_with_experts_wgrad"]):
+        yield "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"
+
+
+def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
+    checkpoint = run.checkpoint
+    without_gloo = not run.distributed.use_gloo_process_groups and run.ddp.use_distributed_optimizer
+    if without_gloo and checkpoint.ckpt_format == "torch":
+        yield (
+            "--disable-gloo-process-groups with --use-distributed-optimizer cannot save --ckpt-format torch; use "
+            "torch_dist"
+        )
+    if planned["ckpt_convert_format"] is not None and (planned["ckpt_convert_save"] is None or checkpoint.load is None):
+        yield (f"{planned.say('ckpt_convert_format')} needs --load, what to convert, and --ckpt-convert-save, where to")
+    if planned["override_ckpt_iteration"] is not None and checkpoint.finetune:
+        yield f"{planned.say('override_ckpt_iteration')} contradicts --finetune, which starts at iteration 0; keep one"
+
+
+def contradicting_flags(given: Set[str]) -> Iterator[str]:
+    """Flags that may not stand beside each other, whatever their values. given: names of the settings a user wrote."""
+    if given >= {"step_batch_size_schedule", "global_batch_size"}:
+        yield "--step-batch-size-schedule and --global-batch-size both set the global batch size; keep one"
+
+
+def environment_problems(run: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """Environment variables that contradict the settings."""
+    if (run.ddp.use_megatron_fsdp or run.ddp.use_torch_fsdp2) and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield (
+            f"{sharding_flag(run)} needs several hardware queues, but CUDA_DEVICE_MAX_CONNECTIONS=1 in the "
+            "environment; unset it"
+        )
+    if run.model.deterministic_mode and environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") != "0":
+        yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO in the environment contradicts --deterministic-mode; set it to 0"
