@@ -1,25 +1,22 @@
-"""Our model against a tiny random Hugging Face model: mapped weights, same logits (float32, 1e-5).
+"""Our model against a tiny random Hugging Face model: same logits (float32, 1e-5) from the same weights.
 
-Another family is one test in `test_model_families.py`:
+The table of families (megatron/training/recipes/families.py) says the rest: the flags follow from the model's
+config.json, the weights from the file that transformers writes. Another family is an entry there and one test:
 
-    hf = randomised(Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)))
-    names = LLAMA | {
-        "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
-        "decoder.layers.{}.self_attention.k_layernorm.weight": "model.layers.{}.self_attn.k_norm.weight",
-    }
-    assert_same_logits(hf, f"{LLAMA_FLAGS} --qk-layernorm --kv-channels 8", names)
+    hf = randomised(Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12)))
+    assert_same_logits(hf, list_flags(hf))
 
-A name map has a row for every parameter of ours: its name, `{}` for the layer, and where its values come from, which is
-the other model's name or a `Source` that joins several of its tensors. `names | {...}` replaces or adds rows,
-`without(names, "bias")` leaves rows out. Nothing may be left over on either side, so that a forgotten bias is found.
-`SIZES` and `SIZE_FLAGS` say the same shape in both languages; keep what a family changes beside each other.
+Nothing may be left over on either side, so that a forgotten bias is found. What our model has is also written back by
+the same rows, and must be their file again.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,8 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.recipes.families import find_family
+from megatron.training.recipes.family import Family, Row, build_flags, find_row
 from megatron.training.recipes.gpt import build_gpt_model
 from tests.unit.gpt_models import read_config
 
@@ -42,71 +41,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
-"""Arguments of a Hugging Face config; SIZE_FLAGS are the same in flags."""
-SIZE_FLAGS = (
-    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 --max-position-embeddings 64 --seq-length 24 --untie-embeddings-and-output-weights"
-)
-LLAMA_FLAGS = (
-    f"{SIZE_FLAGS} --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu "
-    "--disable-bias-linear"
-)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Several tensors of the other model, joined into one of ours."""
-
-    join: Callable[..., Tensor]
-    """(config, *tensors) -> tensor."""
-    names: tuple[str, ...]
-
-
-NameMap = Mapping[str, "str | Source"]
-
-
-def packed_qkv(config: TransformerConfig, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Queries, keys and values one below the other -> group by group; weights [rows, h] or biases [rows]."""
-    groups, width = config.num_query_groups, config.kv_channels
-    parts = [x.reshape(groups, -1, width, *x.shape[1:]) for x in (query, key, value)]
-    return torch.cat(parts, dim=1).flatten(0, 2)
-
-
-def packed_qkv_of_one(config: TransformerConfig, packed: Tensor) -> Tensor:
-    """The same from one tensor [all queries | all keys | all values] (Phi-3)."""
-    keys = config.num_query_groups * config.kv_channels
-    return packed_qkv(config, *packed.split([packed.shape[0] - 2 * keys, keys, keys]))
-
-
-def stacked(config: TransformerConfig, *tensors: Tensor) -> Tensor:
-    """One below the other: gate and up."""
-    return torch.cat(tensors)
-
-
-def qkv_from(pattern: str) -> Source:
-    """From three projections; `pattern` has `{}` for the layer and `*` for q, k, v."""
-    return Source(packed_qkv, tuple(pattern.replace("*", letter) for letter in "qkv"))
-
-
-LLAMA: dict[str, str | Source] = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.layers.{}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
-    "decoder.layers.{}.self_attention.linear_qkv.weight": qkv_from("model.layers.{}.self_attn.*_proj.weight"),
-    "decoder.layers.{}.self_attention.linear_proj.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "decoder.layers.{}.mlp.linear_fc1.weight": Source(
-        stacked, ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight")
-    ),
-    "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-"""Llama, Mistral, and what others start from."""
-
-
-def without(names: NameMap, *parts: str) -> dict[str, str | Source]:
-    """The rows whose name of ours contains none of these parts."""
-    return {ours: theirs for ours, theirs in names.items() if not any(part in ours for part in parts)}
+"""Arguments of a Hugging Face config."""
 
 
 def randomised(model: nn.Module, seed: int = 1) -> nn.Module:
@@ -120,26 +55,115 @@ def randomised(model: nn.Module, seed: int = 1) -> nn.Module:
     return model.eval()
 
 
-def mapped_weights(names: NameMap, theirs: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Our state dict from theirs. Fails when a tensor of theirs is not used."""
-    found, used = {}, set()
-    for name, source in names.items():
-        join, sources = (source.join, source.names) if isinstance(source, Source) else (None, (source,))
-        for layer in range(config.num_layers if "{}" in name else 1):
-            tensors = [theirs[each.format(layer)] for each in sources]
-            used |= {each.format(layer) for each in sources}
-            found[name.format(layer)] = tensors[0] if join is None else join(config, *tensors)
-    unused = {name for name in theirs if name not in used and not re.search(r"rotary_emb|lm_head", name)}
-    assert not unused, f"tensors that no row of the name map reads: {sorted(unused)}"
-    return found
+def list_flags(hf_model: nn.Module) -> list[str]:
+    """The flags of a model, by the table of families."""
+    config = hf_model.config.to_dict()
+    return build_flags(find_family(config["model_type"]), config)
 
 
-def converted(hf_model: nn.Module, flags: str, names: NameMap) -> GPTModel:
+def without(flags: Sequence[str], *names: str) -> list[str]:
+    """The flags but those of these names, each of which must be there."""
+    for name in names:
+        assert any(flag.split()[0] == name for flag in flags), f"{name} is not among {flags}"
+    return [flag for flag in flags if flag.split()[0] not in names]
+
+
+# ---- one row in both directions
+
+
+def to_ours(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tensor:
+    """Our tensor of a layer, or of one expert, from theirs, in the order of the row's names."""
+    tensors = [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in theirs]
+    if row.form == "stacked":
+        return torch.cat(tensors)
+    if row.form in ("qkv", "gated_qkv"):
+        groups, width = _heads(config)
+        if len(tensors) == 1:
+            keys = groups * width
+            tensors = list(tensors[0].split([tensors[0].shape[0] - 2 * keys, keys, keys]))
+        if row.form == "gated_qkv":
+            both = tensors[0].unflatten(0, (groups, -1, 2, width)).transpose(1, 2)  # [g, 2, n / g, d, h]
+            tensors[0] = both.flatten(0, 3)
+        parts = [tensor.reshape(groups, -1, width, *tensor.shape[1:]) for tensor in tensors]
+        return torch.cat(parts, dim=1).flatten(0, 2)
+    return tensors[0]
+
+
+def to_theirs(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
+    """The inverse of `to_ours`."""
+    tensors = [ours]
+    if row.form == "stacked":
+        tensors = list(ours.chunk(len(row.theirs)))
+    if row.form in ("qkv", "gated_qkv"):
+        groups, width = _heads(config)
+        by_group = ours.unflatten(0, (groups, -1, width))
+        query, key, value = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
+        if row.form == "gated_qkv":
+            query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        tensors = [part.flatten(0, 2) for part in (query, key, value)]
+        if len(row.theirs) == 1:
+            tensors = [torch.cat(tensors)]
+    return [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in tensors]
+
+
+def _heads(config: TransformerConfig) -> tuple[int, int]:
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    return config.num_query_groups, config.kv_channels
+
+
+# ---- a whole file
+
+
+def saved_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
+    """What transformers writes to disk, under the names of the published checkpoints."""
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        hf_model.save_pretrained(directory)
+        assert json.loads((Path(directory) / "config.json").read_text())["model_type"] == hf_model.config.model_type
+        return load_file(Path(directory) / "model.safetensors")
+
+
+def name_theirs(row: Row, ours: str, experts: int) -> list[list[str]]:
+    """The names in their files of a parameter of ours: a list for each expert, or one list."""
+    layer = ours.split(".")[2] if ours.startswith("decoder.layers.") else ""
+    names = [name.replace("{layer}", layer) for name in row.theirs]
+    count = experts if any("{expert}" in name for name in names) else 1
+    return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
+
+
+def convert(model: GPTModel, family: Family, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict from their file. Fails when a tensor of theirs is not used, or would be written back otherwise."""
+    state, used, config = {}, set(), model.config
+    for ours, value in model.state_dict().items():
+        row = find_row(family, ours)
+        assert row is not None, f"no row of the family {family.name} gives {ours}"
+        names = name_theirs(row, ours, config.num_moe_experts or 1)
+        used |= {name for of_one in names for name in of_one}
+        parts = [to_ours(row, config, [theirs[name] for name in of_one]) for of_one in names]
+        state[ours] = torch.stack(parts) if "{expert}" in row.theirs[0] else parts[0]
+        assert state[ours].shape == value.shape, f"{ours}: {tuple(state[ours].shape)} instead of {tuple(value.shape)}"
+        for of_one, part in zip(names, parts, strict=True):
+            for name, tensor in zip(of_one, to_theirs(row, config, part), strict=True):
+                assert torch.equal(tensor, theirs[name]), f"{name} would be written back otherwise"
+    tied = {"lm_head.weight"} if model.share_embeddings_and_output_weights else set()
+    unused = sorted(set(theirs) - used - tied)
+    assert not unused, f"tensors that no row of the family {family.name} reads: {unused}"
+    return state
+
+
+def converted(hf_model: nn.Module, flags: Sequence[str], family: Family | None = None) -> GPTModel:
     """Our model of these flags with the weights of `hf_model`."""
-    config = read_config(flags)
+    config = read_config(" ".join([*flags, f"--seq-length {LENGTH}"]))
     model = build_gpt_model(config, hf_model.config.vocab_size)
-    model.load_state_dict(mapped_weights(names, hf_model.state_dict(), config.model))
+    model.load_state_dict(convert(model, family or find_family(hf_model.config.model_type), saved_tensors(hf_model)))
     return model.eval()
+
+
+def replace_rows(family: Family, *rows: Row) -> Family:
+    """The family with these rows in place of its own for the same parameters."""
+    kept = [row for row in family.rows if row.ours not in {other.ours for other in rows}]
+    return dataclasses.replace(family, rows=(*kept, *rows))
 
 
 def token_ids(length: int = LENGTH) -> Tensor:
@@ -156,16 +180,35 @@ def logits_of(model: GPTModel, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assert_same_logits(
-    hf_model: nn.Module, flags: str, names: NameMap, *, tolerance: float = 1e-5, length: int = LENGTH
+    hf_model: nn.Module,
+    flags: Sequence[str],
+    family: Family | None = None,
+    *,
+    tolerance: float = 1e-5,
+    length: int = LENGTH,
 ) -> GPTModel:
     """Logits of every position of two sequences; returns our model. tolerance: of the largest logit.
 
-    hf_model: a ...ForCausalLM in float32. flags: of a command line, as SIZE_FLAGS and LLAMA_FLAGS.
+    hf_model: a ...ForCausalLM in float32. flags: `list_flags` of it, possibly changed. family: by default
+    that of its model_type.
     """
-    model, ids = converted(hf_model, flags, names), token_ids(length)
+    model, ids = converted(hf_model, flags, family), token_ids(length)
     expected = hf_model(input_ids=ids, use_cache=False).logits
     largest = expected.abs().max().item()
     assert largest > 0.5, "logits so small that anything would be close"
     difference = (logits_of(model, ids) - expected).abs().max().item()
     assert difference <= tolerance * max(1.0, largest), f"logits up to {largest:.2f} differ by {difference:.2e}"
     return model
+
+
+def assert_each_flag_counts(hf_model: nn.Module, flags: Sequence[str], *names: str) -> None:
+    """Same logits with the flags, and other logits when any of those of these names is left out."""
+    assert_same_logits(hf_model, flags)
+    for name in names:
+        others = without(flags, name)
+        try:
+            assert_same_logits(hf_model, others)
+        except AssertionError as error:
+            assert "differ by" in str(error), f"without {name}: {error}"
+        else:
+            raise AssertionError(f"the logits are the same without {name}")

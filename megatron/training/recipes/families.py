@@ -1,0 +1,431 @@
+"""The table of model families: their flags, the fields of their config.json, and the names of their weights.
+
+docs/models.md lists the flags of published models as this table gives them; the tests compare tiny random models of
+every family with those of Hugging Face transformers, through the files that transformers writes. `family.py` says what
+the entries mean. Sources: the configuration classes of transformers, and the files of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.training.recipes.family import Family, Row, Setting
+
+# ---- settings
+
+
+def _build_sizes(**renamed: str) -> tuple[Setting, ...]:
+    flags = {
+        "num_hidden_layers": "--num-layers",
+        "hidden_size": "--hidden-size",
+        "intermediate_size": "--ffn-hidden-size",
+        "num_attention_heads": "--num-attention-heads",
+        "max_position_embeddings": "--max-position-embeddings",
+    }
+    return tuple(Setting(renamed.get(theirs, theirs), flag) for theirs, flag in flags.items())
+
+
+SIZES = (*_build_sizes(), Setting("num_key_value_heads", "--num-query-groups", "query groups"))
+GPT2_SIZES = _build_sizes(
+    num_hidden_layers="n_layer", hidden_size="n_embd", intermediate_size="n_inner", num_attention_heads="n_head",
+    max_position_embeddings="n_positions",
+)  # fmt: skip
+
+HEAD_WIDTH = Setting("head_dim", "--kv-channels")
+UNTIED = Setting("tie_word_embeddings", "--untie-embeddings-and-output-weights", "inverted switch", default=True)
+NORM_EPSILON = Setting("rms_norm_eps|norm_eps|layer_norm_eps|layer_norm_epsilon", "--norm-epsilon", default=1e-5)
+ROTATION = (
+    Setting("rope_parameters.rope_theta|rope_theta|rotary_emb_base", "--rotary-base", default=10000),
+    Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor|rotary_pct", "--rotary-percent", default=1.0),
+)
+USUAL = (UNTIED, NORM_EPSILON, *ROTATION)
+WINDOW = Setting("sliding_window", "--window-size", "window")
+WINDOW_LAYERS = Setting("layer_types", "--window-attn-skip-freq", "window layers")
+QWEN_WINDOWS = (
+    Setting("sliding_window", "--window-size", "window", only_if="use_sliding_window"),
+    Setting("layer_types", "--window-attn-skip-freq", "window layers", only_if="use_sliding_window"),
+)
+EMBEDDING_MULTIPLIER = Setting("hidden_size", "--embedding-multiplier", "root")
+SCORE_SCALE = Setting("query_pre_attn_scalar", "--softmax-scale", "inverse root")
+TOP_K = Setting("num_experts_per_tok", "--moe-router-topk")
+EXPERT_WIDTH = Setting("moe_intermediate_size", "--moe-ffn-hidden-size")
+UNNORMALISED = Setting("norm_topk_prob", "--moe-router-pre-softmax", "inverted switch", default=True)
+
+
+# ---- rows
+
+
+def _rename(prefix: str, their_prefix: str, names: Mapping[str, str], *kinds: str) -> dict[str, Row]:
+    """Rows for modules that only have other names; kinds: weight, bias."""
+    return {
+        row.ours: row
+        for ours, theirs in names.items()
+        for kind in kinds or ("weight",)
+        for row in [Row(f"{prefix}{ours}.{kind}", (f"{their_prefix}{theirs}.{kind}",))]
+    }
+
+
+def _build_rows(*rows: Row) -> dict[str, Row]:
+    return {row.ours: row for row in rows}
+
+
+def _without(rows: Mapping[str, Row], *parts: str) -> dict[str, Row]:
+    return {name: row for name, row in rows.items() if not any(part in name for part in parts)}
+
+
+OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+def _projections(kind: str) -> tuple[str, ...]:
+    return tuple(f"{THEIRS}self_attn.{letter}_proj.{kind}" for letter in "qkv")
+
+
+def _gated(
+    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, Row]:
+    """A gated MLP: linear_fc1 is [gate | up], linear_fc2 is down."""
+    return _build_rows(
+        Row(
+            f"{OURS}{ours}.linear_fc1.weight",
+            (f"{THEIRS}{theirs}.{gate}.weight", f"{THEIRS}{theirs}.{up}.weight"),
+            "stacked",
+        ),
+        Row(f"{OURS}{ours}.linear_fc2.weight", (f"{THEIRS}{theirs}.{down}.weight",)),
+    )
+
+
+ENDS = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm"}
+LLAMA_ROWS = {
+    **_rename("", "", ENDS | {"output_layer": "lm_head"}),
+    **_rename(OURS, THEIRS, {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}),
+    **_build_rows(Row(f"{OURS}self_attention.linear_qkv.weight", _projections("weight"), "qkv")),
+    **_rename(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}),
+    **_gated("mlp", "mlp"),
+}
+QKV_BIAS = _build_rows(Row(f"{OURS}self_attention.linear_qkv.bias", _projections("bias"), "qkv"))
+QK_NORMS = _rename(OURS, THEIRS, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
+OUTPUT_NORMS = _rename(
+    OURS, THEIRS,
+    {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
+)  # fmt: skip
+SANDWICH_NORMS = OUTPUT_NORMS | _rename(OURS, THEIRS, {"pre_mlp_layernorm": "pre_feedforward_layernorm"})
+EXPERTS = _gated("mlp.experts", "mlp.experts.{expert}") | _rename(OURS, THEIRS, {"mlp.router": "mlp.gate"})
+MIXTRAL_EXPERTS = {
+    **_gated("mlp.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
+    **_rename(OURS, THEIRS, {"mlp.router": "block_sparse_moe.gate"}),
+}
+PHI3_ROWS = LLAMA_ROWS | _build_rows(
+    Row(f"{OURS}self_attention.linear_qkv.weight", (f"{THEIRS}self_attn.qkv_proj.weight",), "qkv"),
+    Row(f"{OURS}mlp.linear_fc1.weight", (f"{THEIRS}mlp.gate_up_proj.weight",)),
+)
+NEMOTRON_ROWS = {
+    **LLAMA_ROWS,
+    **_rename(
+        OURS, THEIRS, {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}, "bias"
+    ),
+    **_rename("", "", {"decoder.final_layernorm": "model.norm"}, "bias"),
+    **_rename(OURS, THEIRS, {"mlp.linear_fc1": "mlp.up_proj"}),
+}
+GPT2_MATRICES = {
+    "self_attention.linear_proj": "attn.c_proj",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
+}
+GPT2_ROWS = {
+    **_rename("embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"}),
+    **_rename("decoder.", "transformer.", {"final_layernorm": "ln_f"}, "weight", "bias"),
+    **_rename(
+        OURS, "transformer.h.{layer}.", {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}, "weight", "bias"
+    ),
+    **_rename(OURS, "transformer.h.{layer}.", GPT2_MATRICES, "bias"),
+    **_build_rows(
+        *(
+            Row(f"{OURS}{ours}.weight", (f"transformer.h.{{layer}}.{theirs}.weight",), transposed=True)
+            for ours, theirs in GPT2_MATRICES.items()
+        ),
+        Row(f"{OURS}self_attention.linear_qkv.weight", ("transformer.h.{layer}.attn.c_attn.weight",), "qkv", True),
+        Row(f"{OURS}self_attention.linear_qkv.bias", ("transformer.h.{layer}.attn.c_attn.bias",), "qkv"),
+    ),
+}
+GPT_NEOX_MODULES = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_qkv": "attention.query_key_value",
+    "self_attention.linear_proj": "attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+GPT_NEOX_ROWS = {
+    **_rename("", "", {"embedding.word_embeddings": "gpt_neox.embed_in", "output_layer": "embed_out"}),
+    **_rename("", "", {"decoder.final_layernorm": "gpt_neox.final_layer_norm"}, "weight", "bias"),
+    **_rename(OURS, "gpt_neox.layers.{layer}.", GPT_NEOX_MODULES, "weight", "bias"),
+}
+
+
+# ---- the families
+
+LLAMA_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
+GEMMA_FLAGS = "--normalization RMSNorm --apply-layernorm-1p --geglu --openai-gelu --disable-bias-linear"
+SILU = {"hidden_act": "silu"}
+WITHOUT_BIAS = {"attention_bias": False, "mlp_bias": False}
+EVERY_LAYER_HAS_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
+    return Family(
+        name=name,
+        model_type=model_type,
+        model_class=model_class,
+        flags=f"{GEMMA_FLAGS}{parts.pop('flags', '')}",
+        sizes=SIZES,
+        settings=(UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER, *parts.pop("settings", ())),
+        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
+        expects={
+            "hidden_activation|hidden_act": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            **parts.pop("expects", {}),
+        },
+        absent={"tie_word_embeddings": True},
+        examples={
+            example: {"hidden_size": 2304, "head_dim": 256, "rms_norm_eps": 1e-6, **config}
+            for example, config in parts.pop("examples").items()
+        },
+    )
+
+
+def _llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
+    """What differs from Llama; Mistral, Qwen and many others start from it."""
+    return Family(
+        name=name,
+        model_type=model_type,
+        model_class=model_class,
+        flags=f"{LLAMA_FLAGS}{parts.pop('flags', '')}",
+        sizes=SIZES,
+        settings=(*USUAL, *parts.pop("settings", ())),
+        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
+        expects={**SILU, **parts.pop("expects", {})},
+        absent={"tie_word_embeddings": False},
+        **parts,
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="GPT-2, GPT-3",
+        model_type="gpt2",
+        model_class="GPT2LMHeadModel",
+        flags="--openai-gelu",
+        sizes=GPT2_SIZES,
+        settings=(NORM_EPSILON,),
+        rows=tuple(GPT2_ROWS.values()),
+        is_rotary=False,
+        expects={
+            "activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
+        },
+        examples={"GPT-2, GPT-3": {}},
+    ),
+    _llama(
+        "Llama", "llama", "LlamaForCausalLM",
+        settings=(HEAD_WIDTH,),
+        expects=WITHOUT_BIAS,
+        examples={
+            "Llama 1, 2, 3": {},
+            "Llama 3.1": {"rope_theta": 500000, "rope_scaling": {"rope_type": "llama3", "factor": 8}},
+        },
+    ),
+    _llama(
+        "Mistral", "mistral", "MistralForCausalLM",
+        settings=(HEAD_WIDTH, WINDOW),
+        examples={"Mistral": {"sliding_window": 4096}},
+    ),
+    _llama(
+        "Qwen 2", "qwen2", "Qwen2ForCausalLM",
+        flags=" --add-qkv-bias", settings=QWEN_WINDOWS, rows=QKV_BIAS,
+        examples={"Qwen 2, 2.5": {"rms_norm_eps": 1e-6, "rope_theta": 1000000}},
+    ),
+    _llama(
+        "Qwen 3", "qwen3", "Qwen3ForCausalLM",
+        flags=" --qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, expects={"attention_bias": False},
+        examples={"Qwen 3": {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000}},
+    ),
+    _llama(
+        "Phi-3", "phi3", "Phi3ForCausalLM",
+        settings=(WINDOW,), rows=PHI3_ROWS,
+        examples={"Phi-3": {"partial_rotary_factor": 0.75}},
+    ),
+    Family(
+        name="OLMo 2",
+        model_type="olmo2",
+        model_class="Olmo2ForCausalLM",
+        flags=f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all",
+        sizes=SIZES,
+        settings=USUAL,
+        rows=tuple({
+            **_without(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
+        }.values()),
+        expects={**SILU, "attention_bias": False},
+        absent={"tie_word_embeddings": False},
+        examples={"OLMo 2": {"rope_theta": 500000}},
+    ),
+    _llama(
+        "SmolLM 3", "smollm3", "SmolLM3ForCausalLM",
+        settings=(Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),),
+        expects={**WITHOUT_BIAS, "use_sliding_window": False},
+        examples={"SmolLM 3": {
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "num_hidden_layers": 36,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+        }},
+    ),
+    _gemma("Gemma 1", "gemma", "GemmaForCausalLM", settings=ROTATION, examples={"Gemma 1": {}}),
+    _gemma(
+        "Gemma 2", "gemma2", "Gemma2ForCausalLM",
+        flags=" --norm-placement both",
+        settings=(
+            Setting("attn_logit_softcapping", "--attn-logit-softcapping"),
+            Setting("final_logit_softcapping", "--final-logit-softcapping"),
+            SCORE_SCALE, WINDOW, WINDOW_LAYERS, *ROTATION,
+        ),
+        rows=SANDWICH_NORMS,
+        examples={"Gemma 2": {
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
+            "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 13,
+        }},
+    ),
+    _gemma(
+        "Gemma 3", "gemma3_text", "Gemma3ForCausalLM",
+        flags=" --norm-placement both --qk-layernorm",
+        settings=(
+            SCORE_SCALE, WINDOW, WINDOW_LAYERS,
+            Setting("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
+            Setting("rope_parameters.sliding_attention.rope_theta|rope_local_base_freq", "--rotary-base-local"),
+        ),
+        rows={**SANDWICH_NORMS, **QK_NORMS},
+        # The larger ones stretch the positions of the layers without a window alone.
+        expects={"rope_scaling|rope_parameters.full_attention.factor": None},
+        examples={"Gemma 3": {
+            "query_pre_attn_scalar": 256, "sliding_window": 512, "rope_theta": 1000000, "rope_local_base_freq": 10000,
+            "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 5)[:26],
+        }},
+    ),
+    Family(
+        name="Nemotron",
+        model_type="nemotron",
+        model_class="NemotronForCausalLM",
+        flags="--squared-relu --apply-layernorm-1p --disable-bias-linear",
+        sizes=SIZES,
+        settings=(*USUAL, HEAD_WIDTH),
+        rows=tuple(NEMOTRON_ROWS.values()),
+        expects={"hidden_act": "relu2", **WITHOUT_BIAS},
+        absent={"tie_word_embeddings": False},
+        examples={"Nemotron": {"partial_rotary_factor": 0.5}},
+    ),
+    Family(
+        name="GPT-NeoX, Pythia",
+        model_type="gpt_neox",
+        model_class="GPTNeoXForCausalLM",
+        flags="",
+        sizes=_build_sizes(),
+        settings=(*USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
+        rows=tuple(GPT_NEOX_ROWS.values()),
+        expects={"hidden_act": "gelu", "attention_bias": True},
+        absent={"tie_word_embeddings": False, "use_parallel_residual": True, "rotary_pct": 0.25},
+        examples={"GPT-NeoX, Pythia": {}},
+    ),
+    # Its experts have biases, and their gates lie in every other row: rows for them are still missing.
+    Family(
+        name="gpt-oss, its dense part",
+        model_type="gpt_oss",
+        model_class="GptOssForCausalLM",
+        flags="--normalization RMSNorm --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 "
+        "--softmax-type learnable",
+        sizes=SIZES,
+        settings=(*USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
+        rows=tuple({
+            **_without(LLAMA_ROWS, ".mlp."), **QKV_BIAS,
+            **_rename(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
+            **_build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
+        }.values()),
+        expects={"attention_bias": True},
+        absent={"tie_word_embeddings": False},
+        examples={"gpt-oss, its dense part": {
+            "head_dim": 64, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "rope_theta": 150000, "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        }},
+    ),
+    _llama(
+        "Mixtral", "mixtral", "MixtralForCausalLM",
+        settings=(HEAD_WIDTH, WINDOW, Setting("num_local_experts|num_experts", "--num-experts"), TOP_K),
+        rows=MIXTRAL_EXPERTS,
+        examples={"Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000}},
+    ),
+    _llama(
+        "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
+        flags=" --add-qkv-bias --moe-shared-expert-gate",
+        settings=(
+            Setting("num_experts|num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
+            Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), *QWEN_WINDOWS,
+        ),
+        rows={
+            **QKV_BIAS, **EXPERTS, **_gated("mlp.shared_experts", "mlp.shared_expert"),
+            **_build_rows(Row(f"{OURS}mlp.shared_experts.gate_weight", (f"{THEIRS}mlp.shared_expert_gate.weight",))),
+        },
+        expects=EVERY_LAYER_HAS_EXPERTS,
+        examples={"Qwen 2 MoE": {
+            "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 5632, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+        }},
+    ),
+    _llama(
+        "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
+        flags=" --qk-layernorm",
+        settings=(
+            HEAD_WIDTH, Setting("num_experts|num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
+            *QWEN_WINDOWS,
+        ),
+        rows={**QK_NORMS, **EXPERTS},
+        expects={"attention_bias": False, **EVERY_LAYER_HAS_EXPERTS},
+        examples={"Qwen 3 MoE": {
+            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+        }},
+    ),
+    _llama(
+        "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
+        flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        settings=(
+            HEAD_WIDTH, Setting("n_routed_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
+            Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+            Setting("first_k_dense_replace", "--moe-layer-freq", "dense layers first", default=0),
+            Setting("n_group", "--moe-router-num-groups", default=1),
+            Setting("topk_group", "--moe-router-group-topk", default=1),
+            Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+            Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
+            Setting("use_qk_norm", "--qk-layernorm", "switch", default=False),
+        ),
+        rows={
+            **QKV_BIAS, **QK_NORMS, **EXPERTS, **_gated("mlp.shared_experts", "mlp.shared_experts"),
+            **_build_rows(Row(f"{OURS}mlp.router.expert_bias", (f"{THEIRS}mlp.gate.e_score_correction_bias",))),
+        },
+        expects={"norm_topk_prob": True},
+        examples={"GLM 4.5 Air": {
+            "num_hidden_layers": 46, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 1.0, "attention_bias": True, "partial_rotary_factor": 0.5,
+            "rope_theta": 1000000, "rms_norm_eps": 1e-5,
+        }},
+    ),
+)  # fmt: skip
+
+
+def find_family(model_type: str) -> Family:
+    """The family of a config.json's `model_type`. Raises ConfigError for one that is not known."""
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ConfigError(f"models of the type {model_type} are not known; known are {known}")
