@@ -39,7 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from benchmarks.conditions import print_conditions
-from megatron.core.transformer.recompute import recompute_units, recomputes
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.local_job import run_locally
@@ -193,18 +193,23 @@ def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
 
 def planned_activations(model: TransformerConfig, layers: int, under_way: int, per_layer: float, ends: float) -> float:
     """Bytes of a stage, whole: the other microbatches under way, and the one that backward begins with at its peak."""
-    x = 4.0 * SEQUENCE * HIDDEN
+    x, policy = 4.0 * SEQUENCE * HIDDEN, ActivationPolicy(model)
     if model.recompute_granularity != "full":
         less = {"core_attn": 4.0 * HEADS * SEQUENCE**2, "layernorm": 2 * x, "mlp": 8 * x}
-        kept = layers * (per_layer - sum(size for part, size in less.items() if recomputes(model, part)))
-        again = (8 * x + x * recomputes(model, "layernorm")) * recomputes(model, "mlp")
-        return under_way * kept + max(ends, again)
-    kept, again = 0.0, 0.0
-    for unit in recompute_units(model, layers):
+        again = {
+            "core_attn": policy.recomputes_core_attention,
+            "layernorm": policy.recomputes_attention_norm,
+            "mlp": policy.recomputes_mlp,
+        }
+        kept = layers * (per_layer - sum(size for part, size in less.items() if again[part]))
+        of_one_layer = (8 * x + x * again["layernorm"]) * again["mlp"]
+        return under_way * kept + max(ends, of_one_layer)
+    kept, peak = 0.0, 0.0
+    for unit in policy.divide_layers(layers):
         whole = len(unit.layers) * per_layer
-        again = max(again, kept + whole)  # the units before it still wait
+        peak = max(peak, kept + whole)  # the units before it still wait
         kept += x if unit.is_recomputed else whole
-    return (under_way - 1) * kept + max(kept + ends, again)
+    return (under_way - 1) * kept + max(kept + ends, peak)
 
 
 def report(layouts: list[str]) -> None:

@@ -8,10 +8,11 @@ import torch
 from benchmarks.memory import KeptForBackward
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.config_fields.recompute import RecomputeFields
-from megatron.core.transformer.recompute import computed_when_needed, recompute_units
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
 from tests.unit.run_flags import run_config
 
@@ -109,7 +110,7 @@ def test_units_of_a_stage() -> None:
         config = RecomputeFields(
             recompute_granularity="full", recompute_method=method, recompute_num_layers=count  # type: ignore[arg-type]
         )  # fmt: skip
-        return [(list(unit.layers), unit.is_recomputed) for unit in recompute_units(config, layers)]
+        return [(list(unit.layers), unit.is_recomputed) for unit in ActivationPolicy(config).divide_layers(layers)]
 
     assert units("uniform", 2, 5) == [([0, 1], True), ([2, 3], True), ([4], True)]
     assert units("block", 2, 5) == [([0], True), ([1], True), ([2, 3, 4], False)]
@@ -128,7 +129,7 @@ def test_only_the_value_itself_is_computed_anew() -> None:
             computed.append(1)
             return torch.arange(3.0)
 
-        with computed_when_needed(value, compute):
+        with keep_as(value, Recomputed(compute)):
             result = (weight * value.view(3)).sum()
             if change:
                 value += 1
@@ -141,6 +142,32 @@ def test_only_the_value_itself_is_computed_anew() -> None:
     computed.clear()
     # The product before the change has the first values, the one after it keeps the changed ones.
     assert gradient(change=True) == [0 + 1 + 3 + 2.0, 1 + 2 + 3 + 2.0, 2 + 3 + 3 + 2.0] and len(computed) == 1
+
+
+def test_another_part_of_the_same_memory_is_kept() -> None:
+    """As large, in the same storage, but not the value."""
+    weight, storage = torch.ones(3, requires_grad=True), torch.arange(6.0)
+    value, other = storage[:3], storage[3:]
+    with keep_as(value, Recomputed(lambda: torch.arange(3.0))):
+        result = (weight * value).sum() + 10 * (weight * other).sum()
+    assert torch.autograd.grad(result, weight)[0].tolist() == [30.0, 41.0, 52.0]
+
+
+def test_a_context_inside_another_one_leaves_it_in_force() -> None:
+    weight, outer, inner = torch.ones(2, requires_grad=True), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    computed: list[str] = []
+
+    def compute(name: str, value: torch.Tensor) -> torch.Tensor:
+        computed.append(name)
+        return value.clone()
+
+    with keep_as(outer, Recomputed(lambda: compute("outer", outer))):
+        with keep_as(inner, Recomputed(lambda: compute("inner", inner))):
+            result = (weight * outer).sum() + (weight * inner).sum()
+        result = result + (weight * inner).sum()
+    result = result + (weight * outer).sum()
+    assert torch.autograd.grad(result, weight)[0].tolist() == [8.0, 12.0]
+    assert sorted(computed) == ["inner", "outer"], "each once: outside its own context a value is kept"
 
 
 def test_rewound_streams_go_on_as_if_nothing_had_been_drawn() -> None:

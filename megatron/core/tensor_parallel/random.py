@@ -18,9 +18,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from megatron.core.collectives import all_gather_into_tensor
 from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.kept_activations import Divided, keep_as
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
@@ -150,7 +150,8 @@ def checkpoint(
     states = dict(tracker._states)
     keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if distribute_saved_activations:
-        keeping = _in_parts(args[0], tp_group if tp_group is not None else ProcessGroupCollection.current().tp)
+        group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+        keeping = keep_as(args[0], Divided(group))
     with keeping:
         return torch.utils.checkpoint.checkpoint(
             function,
@@ -158,27 +159,3 @@ def checkpoint(
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), tracker.rewound(states)),
         )
-
-
-def _in_parts(value: Tensor, group: Group) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which `value`, where it is kept for backward, is divided over the group."""
-    place, shape, size = value.untyped_storage().data_ptr(), value.shape, value.numel()
-    length = -(-size // group.size())  # the last part may be shorter
-
-    def pack(kept: Tensor) -> Any:
-        if kept.untyped_storage().data_ptr() != place or kept.shape != shape:
-            return kept
-        own = kept.detach().reshape(-1)[group.rank() * length : (group.rank() + 1) * length]
-        part = kept.new_zeros(length)
-        part[: own.numel()] = own
-        return (part,)
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        (part,) = packed
-        whole = part.new_empty(length * group.size())
-        all_gather_into_tensor(whole, part, group)
-        return whole[:size].view(shape)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

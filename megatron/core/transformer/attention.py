@@ -38,10 +38,10 @@ from megatron.core.placement import Part, grouped_parts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
-from megatron.core.transformer.recompute import recomputes
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -105,7 +105,7 @@ class Attention(MegatronModule):
         _check_tensor_parallel_size(heads, query_groups, tp_size)
         # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
         self.heads_per_group = heads // max(query_groups, tp_size)
-        self.recomputes_core = recomputes(config, "core_attn")
+        self.recomputes_core = ActivationPolicy(config).recomputes_core_attention
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,

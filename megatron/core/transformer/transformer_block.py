@@ -13,11 +13,11 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.layer_patterns import rotary_kind_of_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.pipeline_layout import layers_of_stage
-from megatron.core.transformer.recompute import recompute_units
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -42,7 +42,8 @@ class TransformerBlock(MegatronModule):
         self.first_layer = layers.start
         self.rotary_kinds = [rotary_kind_of_layer(config, index + 1) for index in layers]
         self.tp_group = groups.tp
-        self.units = recompute_units(config, len(layers))
+        policy = ActivationPolicy(config)
+        self.units, self.divides_unit_inputs = policy.divide_layers(len(layers)), policy.divides_unit_inputs
         self.layers = nn.ModuleList(
             build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
         )
@@ -70,12 +71,11 @@ class TransformerBlock(MegatronModule):
                 )
             return hidden_states
 
-        distribute = self.config.distribute_saved_activations
         with self._random_stream():
             for layers, is_recomputed in self.units:
                 unit = functools.partial(run, layers)
                 hidden_states = (
-                    checkpoint(unit, distribute, hidden_states, tp_group=self.tp_group)
+                    checkpoint(unit, self.divides_unit_inputs, hidden_states, tp_group=self.tp_group)
                     if is_recomputed and inference_context is None  # a cache must not be written to twice
                     else unit(hidden_states)
                 )

@@ -23,11 +23,12 @@ from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.recompute import computed_when_needed, recomputes
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -81,9 +82,10 @@ class TransformerLayer(MegatronModule):
             self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
         self.compute_dtype = parameter_dtype(config)
-        self.recomputes_attention_norm = recomputes(config, "layernorm")
-        self.recomputes_mlp_norm = recomputes(config, "layernorm") and is_dense
-        self.recomputes_mlp = recomputes(config, "mlp") and is_dense
+        policy = ActivationPolicy(config, has_experts=not is_dense)
+        self.recomputes_attention_norm = policy.recomputes_attention_norm and self.input_layernorm is not None
+        self.recomputes_mlp_norm = policy.recomputes_mlp_norm and self.pre_mlp_layernorm is not None
+        self.recomputes_mlp = policy.recomputes_mlp
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
 
     def forward(
@@ -97,14 +99,14 @@ class TransformerLayer(MegatronModule):
         """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
         layer_input = hidden_states
         normed, residual = self._enter(self.input_layernorm, layer_input)
-        with _kept_or_not(self.recomputes_attention_norm, self.input_layernorm, normed, layer_input):
+        with _keep_or_normalise_again(self.recomputes_attention_norm, self.input_layernorm, normed, layer_input):
             output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
         hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
         mlp_input = layer_input if self.config.parallel_residual else hidden_states
         normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input)
         if self.config.parallel_residual:
             residual = hidden_states
-        with _kept_or_not(self.recomputes_mlp_norm, self.pre_mlp_layernorm, normed, mlp_input):
+        with _keep_or_normalise_again(self.recomputes_mlp_norm, self.pre_mlp_layernorm, normed, mlp_input):
             output, bias = checkpoint(self.mlp, False, normed) if self.recomputes_mlp else self.mlp(normed)
         return self._leave(self.post_mlp_layernorm, output, bias, residual)
 
@@ -133,11 +135,12 @@ class TransformerLayer(MegatronModule):
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, self.training)
 
 
-def _kept_or_not(is_recomputed: bool, norm: Any, normed: Tensor, norm_input: Tensor) -> AbstractContextManager[None]:
+def _keep_or_normalise_again(
+    is_recomputed: bool, norm: Any, normed: Tensor, norm_input: Tensor
+) -> AbstractContextManager[None]:
     """In which what reads the normalised hidden states keeps them for backward, or has them normalised again."""
-    if norm is None or not is_recomputed:
-        return nullcontext()
-    return computed_when_needed(normed, lambda: norm(norm_input))
+    # The norm's input waits for backward anyway: the norm itself and the residual stream need it.
+    return keep_as(normed, Recomputed(lambda: norm(norm_input))) if is_recomputed else nullcontext()
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:

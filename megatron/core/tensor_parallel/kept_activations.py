@@ -1,0 +1,134 @@
+"""How an activation waits for backward when it is not simply kept: the ways, and the one context that puts them in
+force.
+
+| way         | what waits                                 | in backward                 | price                       |
+|-------------|--------------------------------------------|-----------------------------|-----------------------------|
+| kept        | the tensor                                 | read                        | its memory                  |
+| Recomputed  | what its function needs, kept by somebody  | computed again              | its computation             |
+| Divided     | this rank's part of it                     | gathered from all ranks     | an all-gather               |
+
+A further way, such as a copy in host memory, is one more subclass of `Way`. Two others need no context, because an
+operation of their own keeps what they need: a whole part of the network that is computed again from its inputs
+(`checkpoint` in random.py), and the input of a column layer under sequence parallelism, of which each rank keeps its
+tokens and gathers the others' beside a product (GatherInput in communication_plans.py).
+
+transformer/activation_policy.py decides which activation goes which way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_into_tensor
+from megatron.core.process_groups_config import Group
+
+
+class Way(ABC):
+    """What becomes of a tensor between forward and backward."""
+
+    @abstractmethod
+    def pack(self, value: Tensor) -> Any:
+        """What waits in its place."""
+
+    @abstractmethod
+    def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
+        """The tensor's values again, in this shape."""
+
+
+class Recomputed(Way):
+    """Nothing waits: compute() makes the values again, in their own order and number format."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute = compute
+
+    def pack(self, value: Tensor) -> None:
+        """Nothing."""
+
+    def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
+        """The values, computed anew."""
+        with torch.no_grad():
+            return self.compute().view(shape)
+
+
+class Divided(Way):
+    """Of a tensor that is the same on all ranks of the group each keeps a part; backward gathers them."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def pack(self, value: Tensor) -> Tensor:
+        """This rank's part of the elements in order, [ceil(elements / ranks)]; zeros fill the last one."""
+        length = -(-value.numel() // self.group.size())
+        first = self.group.rank() * length
+        own = value.detach().reshape(-1)[first : first + length]
+        part = value.new_zeros(length)
+        part[: own.numel()] = own
+        return part
+
+    def unpack(self, waiting: Tensor, shape: Sequence[int]) -> Tensor:
+        """All ranks' parts, put together."""
+        whole = waiting.new_empty(waiting.numel() * self.group.size())
+        all_gather_into_tensor(whole, waiting, self.group)
+        return whole[: math.prod(shape)].view(shape)
+
+
+class _Rule:
+    """A tensor as it is now, and the way that is meant for it."""
+
+    def __init__(self, value: Tensor, way: Way) -> None:
+        self.value, self.version, self.way = value, value._version, way
+        self.storage = value.untyped_storage().data_ptr()
+
+    def concerns(self, kept: Tensor) -> bool:
+        """Whether `kept` is the value, or a view of all its elements in their order, and still unchanged."""
+        value = self.value
+        if kept.untyped_storage().data_ptr() != self.storage or kept._version != self.version:
+            return False
+        if kept.storage_offset() != value.storage_offset() or kept.numel() != value.numel():
+            return False
+        same_strides = kept.shape == value.shape and kept.stride() == value.stride()
+        return same_strides or (kept.is_contiguous() and value.is_contiguous())
+
+
+# torch asks only the innermost pair of hooks for saved tensors. So that a context inside another one does not switch
+# that one off, each asks the rules of all contexts around it. Like torch's stack of hooks, this one is the thread's.
+_RULES: ContextVar[tuple[_Rule, ...]] = ContextVar("rules in force", default=())
+
+
+@contextlib.contextmanager
+def keep_as(value: Tensor, way: Way) -> Iterator[None]:
+    """What operations in this block keep of `value` for backward waits as the way says; everything else is kept.
+
+    A copy of it, or a view of some of its elements or in another order, is kept, too. Blocks may be nested.
+    """
+    rules = (*_RULES.get(), _Rule(value, way))
+    token = _RULES.set(rules)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack, rules), _unpack):
+            yield
+    finally:
+        _RULES.reset(token)
+
+
+def _pack(rules: tuple[_Rule, ...], kept: Tensor) -> Any:
+    for rule in reversed(rules):
+        if rule.concerns(kept):
+            return rule.way, rule.way.pack(kept), kept.shape
+    return kept
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    way, waiting, shape = packed
+    value: Tensor = way.unpack(waiting, shape)
+    return value

@@ -1,0 +1,63 @@
+"""Which activations of a stage's layers wait for backward, and which are computed or gathered again there.
+
+| setting                      | kept until backward                                                             |
+|------------------------------|---------------------------------------------------------------------------------|
+| none                         | everything; under sequence parallelism of the inputs of column layers a rank's  |
+|                              | own tokens (tensor_parallel/communication_plans.py)                             |
+| full uniform n               | the input of every n-th layer                                                   |
+| full block n                 | the inputs of the first n layers of a stage; of the others everything           |
+| selective core_attn          | all but what attention keeps beside query, key and value: the probabilities,    |
+|                              | unless a flash kernel does without them                                         |
+| selective layernorm          | all but the outputs of the norms before attention and MLP                       |
+| selective mlp                | all but what lies inside the MLP                                                |
+| distribute_saved_activations | of the inputs that full recomputation keeps, this rank's part                   |
+
+Of a layer with experts, only attention and the norm before it are recomputed selectively.
+
+While backward is in a unit of full recomputation, all of that unit is there. The means: `checkpoint` in
+tensor_parallel/random.py and `keep_as` in tensor_parallel/kept_activations.py. Source: Korthikanti et al., 2022,
+sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.core.transformer.config_fields.recompute import RecomputeFields
+
+
+class Unit(NamedTuple):
+    """Consecutive layers of a stage, counted from 0 there."""
+
+    layers: range
+    is_recomputed: bool
+
+
+class ActivationPolicy:
+    """The decisions of a config; stages and layers ask it once, when they are built.
+
+    has_experts: for a layer with experts.
+    """
+
+    def __init__(self, config: RecomputeFields, *, has_experts: bool = False) -> None:
+        self.config = config
+        self.divides_unit_inputs = config.distribute_saved_activations
+        is_selective = config.recompute_granularity == "selective"
+        parts = set(config.recompute_modules or ["core_attn"]) if is_selective else set()
+        self.recomputes_core_attention = "core_attn" in parts
+        self.recomputes_attention_norm = "layernorm" in parts
+        self.recomputes_mlp_norm = "layernorm" in parts and not has_experts
+        self.recomputes_mlp = "mlp" in parts and not has_experts
+
+    def divide_layers(self, layers: int) -> list[Unit]:
+        """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""
+        config = self.config
+        if config.recompute_granularity != "full":
+            return [Unit(range(layers), False)]
+        count = config.recompute_num_layers
+        assert count is not None, "full recomputation needs recompute_num_layers"
+        if config.recompute_method == "uniform":
+            return [Unit(range(first, min(first + count, layers)), True) for first in range(0, layers, count)]
+        assert config.recompute_method == "block", f"recompute_method {config.recompute_method} of full recomputation"
+        first_layers = [Unit(range(index, index + 1), True) for index in range(min(count, layers))]
+        return [*first_layers, Unit(range(len(first_layers), layers), False)]
