@@ -1,7 +1,7 @@
 """What attention and positions need from a key-value cache, so that the layers need not import inference.
 
     context.sequence_len_offset        tokens the cache held before this forward call
-    context.update(layer, key, value)  append this call's keys and values; get back all of them
+    context.update(layer, key, value)  append what a layer keeps of this call's tokens; get back that of all tokens
 
 The owner of the cache (the generation loop) moves `sequence_len_offset` on after a forward call; the layers never do.
 """
@@ -22,10 +22,11 @@ class InferenceContext(Protocol):
         """Tokens held before this forward call: the position of the first token of the call."""
         ...
 
-    def update(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append, and return everything so far.
+    def update(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append what a layer keeps of its new tokens, and return the same of all tokens so far.
 
-        layer_number: global, from 1. key, value: [s, b, num_query_groups_per_rank, kv_channels] of the new tokens,
-        already rotated. Returns both as [sequence_len_offset + s, b, num_query_groups_per_rank, kv_channels].
+        layer_number: global, from 1. new: [s, b, ...] each, as many tensors and of such shapes as the layer likes, the
+        same in every call: keys, rotated already, and values, of their own widths, or a compressed form of both.
+        Returns each as [sequence_len_offset + s, b, ...].
         """
         ...

@@ -8,26 +8,27 @@ from torch import Tensor
 class KVCache:
     """Implements megatron.core.inference_context.InferenceContext for a batch whose sequences grow in step.
 
-    max_tokens: longest sequence; memory for it is taken at once when a layer first writes, in the layer's own number
-    format: 2 * max_tokens * b * num_query_groups_per_rank * kv_channels elements for each layer.
+    max_tokens: longest sequence; memory for it is taken at once when a layer first writes, in the layer's own shapes
+    and number format. Keys and values of one layer take 2 * max_tokens * b * num_query_groups_per_rank * kv_channels
+    elements.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.sequence_len_offset = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
 
-    def update(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append this call's keys and values [s, b, g, d]; return views of all so far, [offset + s, b, g, d]."""
-        start, end = self.sequence_len_offset, self.sequence_len_offset + key.shape[0]
+    def update(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append what a layer keeps of this call's tokens, [s, b, ...] each, such as keys and values; return views of
+        that of all tokens so far, [offset + s, b, ...]."""
+        start, end = self.sequence_len_offset, self.sequence_len_offset + new[0].shape[0]
         assert end <= self.max_tokens, f"{end} tokens do not fit into a cache of {self.max_tokens}"
         if layer_number not in self._layers:
-            shape = (self.max_tokens, *key.shape[1:])
-            self._layers[layer_number] = (key.new_empty(shape), value.new_empty(shape))
-        keys, values = self._layers[layer_number]
-        keys[start:end] = key
-        values[start:end] = value
-        return keys[:end], values[:end]
+            self._layers[layer_number] = tuple(x.new_empty((self.max_tokens, *x.shape[1:])) for x in new)
+        held = self._layers[layer_number]
+        for memory, x in zip(held, new, strict=True):
+            memory[start:end] = x
+        return tuple(memory[:end] for memory in held)
 
     def advance(self, tokens: int) -> None:
         """The model has seen `tokens` more; call after each forward pass."""

@@ -45,6 +45,13 @@ class TransformerConfig(
         return self.mup_attention_scale(self.kv_channels) if self.use_mup else self.kv_channels**-0.5
 
     @property
+    def rotary_width(self) -> int:
+        """Channels of a query or key head that rotary positions concern; of them --rotary-percent are rotated. A kind
+        of attention that rotates a part of a head of its own has a config that says otherwise."""
+        assert self.kv_channels is not None
+        return self.kv_channels
+
+    @property
     def logit_scale(self) -> float:
         """Factor on the logits."""
         return self.logit_multiplier * (self.mup_output_mult / self.width_multiplier if self.use_mup else 1.0)

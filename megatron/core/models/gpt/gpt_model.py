@@ -236,8 +236,7 @@ def _rotary_embeddings(
     """
     if position_embedding_type not in ("rope", "yarn"):
         return None, None
-    assert config.kv_channels is not None
-    shape = (config.kv_channels, rotary_percent, config.rotary_interleaved)
+    shape = (config.rotary_width, rotary_percent, config.rotary_interleaved)
     everywhere = (
         YarnRotaryEmbedding(*shape, *stretch, **_yarn_options(config))
         if position_embedding_type == "yarn"
