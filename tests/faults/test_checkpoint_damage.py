@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.legacy import read_legacy_weights
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, record_of
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, record_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import ALONE, content, find, save, tensors
@@ -121,7 +121,7 @@ def replace_metadata(checkpoint: Path, pickled: bytes) -> None:
     """Put another `.metadata` there, with a manifest that agrees."""
     (checkpoint / ".metadata").write_bytes(pickled)
     manifest = read_manifest(checkpoint)
-    files = {**manifest.files, ".metadata": record_of(checkpoint / ".metadata")}
+    files = {**manifest.files, ".metadata": record_file(checkpoint / ".metadata")}
     (checkpoint / MANIFEST_NAME).unlink()
     Manifest(manifest.iteration, manifest.run_id, manifest.world_size, files).write(checkpoint)
 

@@ -97,17 +97,17 @@ class GPTDataset(MegatronDataset):
 
     @functools.cached_property
     def document_index(self) -> Array:
-        """See index_builders, as for the two others."""
+        """int32 [epochs * documents]: the documents in the order in which their tokens are laid end to end."""
         return self._arrays["document_index"]
 
     @functools.cached_property
     def sample_index(self) -> Array:
-        """Where samples start."""
+        """int32 or int64 [samples + 1, 2]: where samples start, as (position in document_index, token offset)."""
         return self._arrays["sample_index"]
 
     @functools.cached_property
     def shuffle_index(self) -> Array:
-        """The order of samples."""
+        """uint32 or int64 [samples]: which sample is served as number i."""
         return self._arrays["shuffle_index"]
 
     def describe(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class UnopenedDataset:
 
     @cached_property
     def opened(self) -> IndexedDataset:
-        """The dataset itself."""
+        """The dataset, opened at first use. Raises DataError where it is not what the counts say."""
         dataset = self._open_dataset()
         found = (len(dataset), len(dataset.document_indices) - 1, dataset.index.bin_bytes)
         expected = (self.counts.sequences, self.counts.documents, self.counts.bin_bytes)

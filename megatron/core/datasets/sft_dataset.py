@@ -218,7 +218,7 @@ class SFTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Conversations."""
+        """The number of conversations in the file."""
         return len(low_level_dataset)
 
     def __len__(self) -> int:

@@ -73,7 +73,7 @@ class LegacyWeights(NamedTuple):
     """The full tensors of a file."""
 
     tensors: dict[str, Tensor]
-    """By upstream name."""
+    """Upstream's parameter name -> the full tensor, on the CPU."""
     ignored: list[str]
     """Names beside them that have no place here: `_extra_state`."""
 

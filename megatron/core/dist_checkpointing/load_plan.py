@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, chunk_of
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, describe_chunk
 from megatron.core.dist_checkpointing.validation import check_all_used, check_fit, saved_key
 
 
@@ -49,7 +49,7 @@ class ShardLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """On every process."""
+        """On every process: the plan as the first process leaves it."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -71,7 +71,7 @@ class ShardLoadPlanner(LoadPlanner):
     def _reads(self, tensor: ShardedTensor, key: str) -> list[ReadItem]:
         saved = self.metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
-        reads = create_read_items_for_chunk_list(key, saved, [chunk_of(block.box) for block in tensor.blocks])
+        reads = create_read_items_for_chunk_list(key, saved, [describe_chunk(block.box) for block in tensor.blocks])
         # torch names the destination after the saved tensor; ours may have another name.
         return [
             ReadItem(

@@ -128,7 +128,7 @@ def checksum(path: Path) -> int:
     return value
 
 
-def record_of(path: Path) -> FileRecord:
+def record_file(path: Path) -> FileRecord:
     """The record of a file that has just been written. Raises OSError."""
     return FileRecord(path.stat().st_size, checksum(path))
 

@@ -161,7 +161,7 @@ def _meet(box: Box, piece: Piece) -> Piece | None:
 ShardedStateDict = dict[str, ShardedTensor]
 
 
-def chunk_of(box: Box) -> ChunkStorageMetadata:
+def describe_chunk(box: Box) -> ChunkStorageMetadata:
     """torch's record of a box: offsets and sizes."""
     return ChunkStorageMetadata(
         offsets=torch.Size([start for start, _ in box]), sizes=torch.Size([length for _, length in box])

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, chunk_of
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, describe_chunk
 from megatron.core.dist_checkpointing.validation import check_coverage
 
 
@@ -32,7 +32,7 @@ class ShardSavePlanner(SavePlanner):
                 continue
             properties = TensorProperties(dtype=tensor.data.dtype)
             for block in tensor.blocks:
-                chunk = chunk_of(block.box)
+                chunk = describe_chunk(block.box)
                 # Ranks that hold a replica of a block (a key-value head shared by several) leave it to its owner; an
                 # empty box, as a short slice has, is nothing to write.
                 if block.owned and chunk.sizes.numel():

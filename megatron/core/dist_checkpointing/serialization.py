@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.directory import (
     find_checkpoint,
 )
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
-from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read_manifest, record_of
+from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read_manifest, record_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.torch_dist import read_tensors, write_tensors
 from megatron.core.errors import CheckpointError
@@ -141,7 +141,7 @@ def _write_documents(directory: Path, documents: Mapping[str, Any]) -> dict[str,
     for name, content in documents.items():
         path = directory / f"{name}.json"
         write_file(path, (json.dumps(content, indent=1) + "\n").encode())
-        records[path.name] = record_of(path)
+        records[path.name] = record_file(path)
     return records
 
 
@@ -151,7 +151,7 @@ def _copy_attachments(directory: Path, attachments: Mapping[str, Path]) -> dict[
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, source.read_bytes())
-        records[name] = record_of(path)
+        records[name] = record_file(path)
     return records
 
 

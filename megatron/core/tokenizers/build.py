@@ -55,6 +55,7 @@ def check_type(tokenizer_type: str) -> None:
 def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int = 1) -> int:
     """`vocab_size` rounded up so that each of the tensor-parallel ranks holds a multiple of `divisible_by` rows."""
     multiple = divisible_by * tensor_parallel_size
+    # Rounded up without floating point, which is exact only below 2^53.
     return -(-vocab_size // multiple) * multiple
 
 
@@ -75,6 +76,7 @@ def _huggingface(options: TokenizerOptions) -> Tokenizer:
                 trust_remote_code=options.trust_remote_code,
                 include_special_tokens=not options.tokenizer_hf_no_include_special_tokens,
             )
+        # Many directories ship both; then the code is not needed, and the file is read as usual.
         if not (Path(model) / "tokenizer.json").is_file():
             raise ConfigError(
                 f"--tokenizer-model {model}: its tokenizer is Python code, which runs only with --trust-remote-code; "
@@ -143,6 +145,7 @@ def _word_piece(options: TokenizerOptions) -> Tokenizer:
 def _sentencepiece(options: TokenizerOptions) -> Tokenizer:
     from megatron.core.tokenizers.sentencepiece import sentencepiece_tokenizer
 
+    # Upstream ignores them in silence, and the tokens would come apart into pieces.
     if options.special_tokens and not options.tokenizer_sentencepiece_legacy:
         raise ConfigError(
             "--tokenizer-special-tokens needs --tokenizer-sentencepiece-legacy with a SentencePiece tokenizer; "
@@ -187,6 +190,7 @@ def _null(options: TokenizerOptions) -> Tokenizer:
     return NullTokenizer(vocab_size, eod_id, options.null_tokenizer_pad_id)
 
 
+# Each builder imports its library itself: a NullTokenizer must not need sentencepiece.
 _BUILDERS: dict[str, Callable[[TokenizerOptions], Tokenizer]] = {
     "HuggingFaceTokenizer": _huggingface,
     "GPT2BPETokenizer": _gpt2,

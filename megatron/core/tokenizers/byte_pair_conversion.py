@@ -137,6 +137,7 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
 def _check_pattern(pattern: str) -> None:
     """The pattern must consist of known alternatives that leave out no character."""
     alternatives = set(split_alternatives(pattern))
+    # An unknown alternative may match alike in both engines, but nobody has shown it.
     if alternatives - set().union(*KNOWN) or not all(alternatives & known for known in KNOWN[:-1]):
         raise NotConvertible("its pre-tokenizer has an unknown regular expression")
 
@@ -145,6 +146,7 @@ def split_alternatives(pattern: str) -> list[str]:
     """The parts of a regular expression between the `|` outside of all groups."""
     parts = [""]
     depth = 0
+    # Escapes and character classes are taken whole, as a parenthesis or bar inside them means itself.
     for token in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (token == "(") - (token == ")")
         if token == "|" and depth == 0:
@@ -214,6 +216,7 @@ def _ranks(model: dict[str, Any], backend: tokenizers.Tokenizer) -> tuple[dict[b
     if missing:
         raise NotConvertible(f"its vocabulary lacks {len(missing)} of the 256 bytes")
 
+    # Byte-level vocabularies of GPT-2 list a token's merges together; the first one has the token's rank.
     first_merge: dict[str, int] = {}
     last = ""
     for number, (left, right) in enumerate(merges):
@@ -258,6 +261,7 @@ def _check_every_pair_is_listed(
         if token not in merged:
             raise NotConvertible(f"no merge makes its token {token!r}")
         pairs += sum(token[:cut] in vocab and token[cut:] in vocab for cut in range(1, len(token)))
+    # Every listed merge makes a token, so equal numbers mean that all possible pairs are listed.
     if pairs != num_merges:
         raise NotConvertible("its merges leave out pairs that make a token")
 
@@ -265,5 +269,7 @@ def _check_every_pair_is_listed(
 def byte_alphabet() -> dict[str, int]:
     """The printable character that stands for each byte in a byte-level vocabulary, to that byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    # Bytes without a printable character get those from U+0100 on, in order: GPT-2's table, which all byte-level
+    # vocabularies use.
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

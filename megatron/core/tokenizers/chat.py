@@ -42,11 +42,14 @@ def render_template(
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
     sandbox = optional_deps.require("jinja2.sandbox", needed_by="a chat template")
+    # Templates come with downloaded tokenizers: the sandbox keeps them from Python's internals, and messages from being
+    # changed. The trimming of blocks is what transformers uses, and templates rely on it.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
+    # Llama 3's template writes today's date.
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(template)
 

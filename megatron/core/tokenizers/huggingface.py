@@ -47,6 +47,7 @@ class HuggingFaceTokenizer(Tokenizer):
         digest: str = "",
         include_special_tokens: bool = True,
     ) -> None:
+        # Settings that the tokenizer was saved with: they would cut documents, or fill them up.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -69,6 +70,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def eod(self) -> int | None:
         """The end-of-sequence token; a tokenizer without one ends documents with its separator."""
+        # BERT-like vocabularies have no end of sequence.
         return self._first_of("eos_token", "sep_token")
 
     @property
@@ -106,6 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        # What the model writes is shown as it is: a special token that vanished would hide a fault.
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
     def _encode(self, text: str, include_special_tokens: bool) -> Any:
@@ -142,7 +145,7 @@ def huggingface_tokenizer(
         backend,
         special_tokens,
         source=str(json_path),
-        digest=digest_of(json_path) + json.dumps([special_tokens, *more_special_tokens], sort_keys=True),
+        digest=digest_files(json_path) + json.dumps([special_tokens, *more_special_tokens], sort_keys=True),
         include_special_tokens=include_special_tokens,
     )
     tokenizer.chat_template = _own_chat_template(json_path, config)
@@ -172,7 +175,7 @@ def gpt2_bpe_tokenizer(
         backend,
         _GPT2_TOKENS,
         source=vocab_file,
-        digest=f"{digest_of(Path(vocab_file), Path(merge_file))} {list(more_special_tokens)}",
+        digest=f"{digest_files(Path(vocab_file), Path(merge_file))} {list(more_special_tokens)}",
         include_special_tokens=include_special_tokens,
     )
 
@@ -181,6 +184,7 @@ def _missing(model: str, json_path: Path) -> str:
     if Path(model).exists():
         return f"--tokenizer-model {model}: the directory holds no tokenizer.json; HuggingFaceTokenizer reads that file"
     hint = ""
+    # It looks like a name on the hub, which is never contacted from here.
     if model.count("/") == 1 and not model.startswith((".", "/")):
         hint = f"; fetch it from the Hugging Face hub first: hf download {model} --include 'tokenizer*' --local-dir DIR"
     return f"--tokenizer-model {model}: no such file or directory ({json_path.name} or its directory is expected){hint}"
@@ -209,6 +213,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 def _name_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], json_path: Path) -> dict[str, str]:
     """Role to token text, after adding the tokens that the vocabulary lacks."""
     tokenizer_class = str(config.get("tokenizer_class", "")).removesuffix("Fast")
+    # What the configuration names itself comes later and wins.
     special_tokens = dict(_CLASS_DEFAULTS.get(tokenizer_class, {}))
     for role in ROLES:
         token = _token_text(config.get(role), role, json_path)
@@ -251,11 +256,12 @@ def add_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Register special tokens that are not registered yet, so that their text becomes one id."""
     registered = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in dict.fromkeys(tokens):
+        # Adding a registered token again would change how it strips spaces.
         if token not in registered:
             backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
 
 
-def digest_of(*paths: Path) -> str:
+def digest_files(*paths: Path) -> str:
     """What tells the content of these files from any other."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:

@@ -44,6 +44,7 @@ class SentencePieceTokenizer(Tokenizer):
                 self._vocab_size += 1
             self._added_ids[token] = piece_id
         self._added_texts = {token_id: token for token, token_id in self._added_ids.items()}
+        # In a regular expression the first alternative wins, so `<a>` must not come before `<a>b`.
         longest_first = sorted(added_tokens, key=len, reverse=True)
         self._added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added_tokens else None
         self._separator_id: int = processor.piece_to_id(_SEPARATOR)
@@ -85,6 +86,7 @@ class SentencePieceTokenizer(Tokenizer):
                 ids.append(self._added_ids[piece])
             elif piece:
                 encoded = self._encode(piece)
+                # SentencePiece puts a separator before every text it is given, here also in the middle of one.
                 ids += encoded[1:] if number and encoded[0] == self._separator_id else encoded
         return ids
 
@@ -94,6 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
             if is_added:
                 pieces += [self._added_texts[token_id] for token_id in run]
             else:
+                # The embedding is padded, so an untrained model may write ids that no piece has.
                 known = [token_id for token_id in run if 0 <= token_id < self._num_pieces]
                 pieces.append(self._processor.decode(known))
         return "".join(pieces)

@@ -103,12 +103,14 @@ def tiktoken_tokenizer(
     if vocab_size is None:
         vocab_size = min(len(tokens) + num_special_tokens, LARGEST_DEFAULT_VOCABULARY)
     kept = tokens[: max(vocab_size - num_special_tokens, 0)]
+    # Without all single bytes some texts could not be encoded at all.
     if len(kept) < 256 or {token for token in kept if len(token) == 1} != {bytes([byte]) for byte in range(256)}:
         raise ConfigError(
             f"--vocab-size {vocab_size} leaves {len(kept)} tokens of {model} beside --tiktoken-num-special-tokens "
             f"{num_special_tokens}, and the 256 single bytes are not all among them; give a larger --vocab-size"
         )
     special = {name: number for number, name in enumerate(names)}
+    # Behind the vocabulary, as upstream numbers them, not among the special tokens at its beginning.
     special |= {token: vocab_size + number for number, token in enumerate(extra_tokens)}
     encoding = tiktoken.Encoding(
         name=Path(model).name,

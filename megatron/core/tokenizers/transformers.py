@@ -106,6 +106,7 @@ def tokenizer_with_own_code(
             "or leave --trust-remote-code out"
         ) from error
     digest = hashlib.blake2b(digest_size=16)
+    # The code is part of what determines the ids, so index caches must tell its versions apart.
     for path in sorted(Path(model).glob("*")):
         if path.suffix in (".json", ".py", ".model", ".txt", ".jinja"):
             digest.update(path.name.encode() + path.read_bytes())

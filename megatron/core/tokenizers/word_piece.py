@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from megatron.core.errors import ConfigError, DataError
-from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer, add_special, digest_of, read
+from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer, add_special, digest_files, read
 
 _SPECIAL_TOKENS = {
     "unk_token": "[UNK]",
@@ -51,6 +51,6 @@ def word_piece_tokenizer(
         backend,
         _SPECIAL_TOKENS,
         source=vocab_file,
-        digest=f"{digest_of(path)} {'lower' if lower_case else 'any'} case {list(more_special_tokens)}",
+        digest=f"{digest_files(path)} {'lower' if lower_case else 'any'} case {list(more_special_tokens)}",
         include_special_tokens=include_special_tokens,
     )

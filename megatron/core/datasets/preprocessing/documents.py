@@ -150,7 +150,7 @@ class EncodedDocuments:
     sequence_lengths: list[int]
     """Tokens per sequence, over all documents."""
     sequence_counts: list[int]
-    """Sequences per document."""
+    """Number of sequences in each document."""
 
 
 @dataclass

@@ -129,6 +129,7 @@ def _acquire(path: str, prefix: str) -> int:
     """Open and lock the file, making sure that it is still the one under this name."""
     while True:
         try:
+            # The file is opened first and locked then, so another job may remove it in between; see below.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except PermissionError as error:
             raise ConfigError(f"--output-prefix {prefix}: {path} cannot be written: {error.strerror}") from error

@@ -42,9 +42,9 @@ class _Line:
     place: str
     """file:line"""
     number: int
-    """Of the line, from 0 over all files."""
+    """Number of the line, counted from 0 over all files."""
     texts: list[list[str]]
-    """By key."""
+    """The texts of each key, in the order of the keys."""
 
 
 def verify_tokenization(options: PreprocessOptions, tokenizer: Tokenizer, max_documents: int | None = None) -> Verified:
