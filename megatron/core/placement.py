@@ -1,7 +1,8 @@
-"""How one parameter is cut over processes: stated once, and everything else is derived from it.
+"""What a parameter is and how it is cut over processes: stated once, and everything else is derived from it.
 
 Initialisation, checkpoints and resharding, weight conversion, gradient synchronisation, the gradient norm and the
 memory planner all read the `Placement` that a parameter carries; there is no second list of what is column parallel.
+Weight decay, the choice of an update rule, learning rates of their own and counts read its `kind`.
 
     full tensor --take()--> shard of one process          shards of all processes --join()--> full tensor
 
@@ -15,6 +16,7 @@ memory planner all read the `Placement` that a parameter carries; there is no se
 | tied embedding on the last stage      | is_copy: not saved, not counted; gradients are summed over "embd"          |
 | scales of a block-quantised weight    | block_scaled(): the same cut on the grid of blocks                         |
 | per-head updates (Muon)               | local_parts(): names and ranges of the parts inside the shard              |
+| rows of queries, keys and values      | named_parts(): names and ranges of the parts of the whole tensor           |
 
 Pure arithmetic on shapes: needs neither torch.distributed nor, to be imported, torch.
 """
@@ -26,7 +28,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron.core.errors import TopologyError
 
@@ -35,6 +37,19 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 """(start, length) for every dimension of a tensor."""
+
+Kind = Literal["matrix", "router", "embedding", "positions", "head", "vector", "norm", "qk_norm"]
+"""What a parameter is to the network.
+
+    matrix      weight of a linear layer inside the network; a stack of them for experts
+    router      matrix that chooses experts
+    embedding   a row for each token of the vocabulary
+    positions   a row for each position
+    head        output layer, hidden states to logits: a row for each token; also where it is a copy of the embedding
+    vector      bias, scale, attention sink: one number for each channel, head or expert
+    norm        weight or bias of a normalisation of the hidden states
+    qk_norm     weight or bias of a normalisation of queries or keys
+"""
 
 
 @dataclass(frozen=True)
@@ -169,8 +184,12 @@ class Placement:
     """True for a copy of a parameter that another stage owns (tied embeddings): it is neither saved nor counted."""
     partial_grad_axes: tuple[str, ...] = ()
     """Axes over which each process computes a partial sum of the gradient, to be summed before the update."""
+    kind: Kind | None = None
+    """What the parameter is; when None, what its name and shape suggest (`suggested_kind`). Never None afterwards."""
 
     def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "kind", suggested_kind(self.name, self.full_shape))
         dims = [split.dim for split in self.splits]
         if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.full_shape) for dim in dims):
             raise TopologyError(f"{self.name}: splits of dimensions {dims} do not fit the shape {self.full_shape}")
@@ -210,6 +229,22 @@ class Placement:
         """Whether this is a weight of experts: other processes hold the same shard than of dense layers."""
         return "ep" in self.axes
 
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Whether this is a matrix between hidden states, not a table of tokens or positions nor the output layer: what
+        Muon orthogonalises and what muP scales with the width."""
+        return self.kind in ("matrix", "router")
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether this has a row for each token: the word embedding and the output layer."""
+        return self.kind in ("embedding", "head")
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether this has one number for each channel, head or expert, whatever its shape: biases, norms, scales."""
+        return self.kind in ("vector", "norm", "qk_norm")
+
     def coordinates(self) -> list[tuple[int, ...]]:
         """The coordinates of all shards, the last split running fastest."""
         return list(itertools.product(*(range(split.num_shards) for split in self.splits)))
@@ -238,6 +273,14 @@ class Placement:
             if split.dim == dim:
                 return split.local_parts(self.full_shape[dim])
         return [("", 0, self.full_shape[dim])]
+
+    def named_parts(self, dim: int = 0) -> list[tuple[str, int, int]]:
+        """(name, start, length) of the parts along `dim` of the whole tensor, such as each query group's query, key and
+        value; one without a name where it has no parts."""
+        size = self.full_shape[dim]
+        parts = next((split.parts_of(size) for split in self.splits if split.dim == dim), (Part(size),))
+        starts = itertools.accumulate((part.size for part in parts), initial=0)
+        return [(part.name, start, part.size) for part, start in zip(parts, starts, strict=False)]
 
     # ---- values
 
@@ -312,6 +355,7 @@ class Placement:
             splits=splits,
             valid_rows=None if self.valid_rows is None else math.ceil(self.valid_rows / block[0]),
             is_copy=self.is_copy,
+            kind=self.kind,
         )
 
     def _block_split(self, split: Split, block: int) -> Split:
@@ -365,7 +409,8 @@ def placement_of(param: Tensor, name: str | None = None) -> Placement:
     """The parameter's placement.
 
     A parameter that was never placed (of a plain torch module) counts as held whole by every process, when the caller
-    gives its name; without a name it is a mistake and raises ValueError.
+    gives its name; without a name it is a mistake and raises ValueError. What it is follows from its name and shape,
+    or from upstream's mark for tables and output layers, the attribute `is_embedding_or_output_parameter`.
     """
     placement = getattr(param, "placement", None)
     if placement is not None:
@@ -373,7 +418,24 @@ def placement_of(param: Tensor, name: str | None = None) -> Placement:
         return placement
     if name is None:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} carries no Placement; give it one with place()")
-    return Placement(name, tuple(param.shape))
+    is_marked = getattr(param, "is_embedding_or_output_parameter", False)
+    return Placement(name, tuple(param.shape), kind="embedding" if is_marked else None)
+
+
+def suggested_kind(name: str, shape: Sequence[int]) -> Kind:
+    """What a parameter is for which nobody has said it, by upstream's names and its shape.
+
+    >>> suggested_kind("decoder.layers.0.self_attention.q_layernorm.weight", (64,))
+    'qk_norm'
+    """
+    if "q_layernorm." in name or "k_layernorm." in name:
+        return "qk_norm"
+    if len(shape) < 2 or name.endswith(".bias"):
+        return "vector"
+    path = f".{name}"
+    if path.endswith(".output_layer.weight"):
+        return "head"
+    return "embedding" if path.endswith(".word_embeddings.weight") else "matrix"
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

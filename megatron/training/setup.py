@@ -22,7 +22,7 @@ from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator,
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
 from megatron.core.pipeline_parallel.executor import Executor, activation_shape
-from megatron.core.tensor_parallel.parameters import materialise_parameters
+from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
@@ -173,6 +173,7 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Dis
                 post_process=content.has_loss,
                 **_accepted(recipe.build_model, offered),
             )
+        declare_vocabulary(module, recipe.vocab_size)
         if config.model.compile:
             compile_layers(module)
         modules.append(module)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import Process, rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
@@ -75,3 +76,12 @@ def test_divided_over_tensor_parallel_stages_too(tmp_path: Path) -> None:
     assert_bit_equal(original, saved(tmp_path / "one", 2))
     on(2, f"{DIVIDED} --load {tmp_path / 'one'} --save {tmp_path / 'two'}")
     assert_bit_equal(original, saved(tmp_path / "two", 2))
+
+
+def test_one_process_reads_tables_that_two_had_padded_further(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks pad 61 tokens to 128 rows, one process to 64."""
+    on(2, f"--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --vocab-size 60 --save {tmp_path}", 2)
+    table = saved(tmp_path, 2)["embedding.word_embeddings.weight"]
+    trained = load_trained_model(tmp_path)
+    assert (table.shape[0], trained.model.vocab_size) == (128, 64)
+    assert torch.equal(trained.model.embedding.word_embeddings.weight[:61], table[:61])

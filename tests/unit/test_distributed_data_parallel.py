@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.buffer_layout import ALIGNMENT, GroupKey, lay_out
+from megatron.core.distributed.buffer_layout import ALIGNMENT, lay_out
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -22,8 +21,6 @@ from megatron.core.optimizer.clip_grads import counted
 from megatron.core.placement import Part, Placement, Split, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.unit.run_flags import run_config
-
-DECAYED, OTHERS = GroupKey(True), GroupKey(False)
 
 
 class Tied(nn.Module):
@@ -46,24 +43,21 @@ def wrap(module: nn.Module, **settings: bool) -> DistributedDataParallel:
     return DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), module)
 
 
-shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+some_parameters = st.lists(st.tuples(st.integers(1, 64000), st.booleans()), min_size=1, max_size=20)
+"""(elements, whether it is a vector)."""
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a.weight", "b.bias"]), shapes), min_size=1, max_size=20))
-def test_layout_places_every_parameter_once_in_its_group(params: list[tuple[str, tuple[int, ...]]]) -> None:
-    layout = lay_out(params)
+@given(some_parameters)
+def test_layout_places_every_parameter_once_and_vectors_behind_the_others(params: list[tuple[int, bool]]) -> None:
+    layout = lay_out(*zip(*params, strict=True))
     taken = torch.zeros(layout.numel, dtype=torch.int)
-    for (name, shape), slot in zip(params, layout.slots, strict=True):
-        key = OTHERS if name.endswith(".bias") or len(shape) == 1 else DECAYED
+    for (numel, is_vector), slot in zip(params, layout.slots, strict=True):
         assert slot.start % ALIGNMENT == 0
-        assert slot.numel == math.prod(shape)
-        segment = layout.segments[key]
-        assert segment.start <= slot.start < slot.start + slot.numel <= segment.stop
+        assert slot.numel == numel
+        assert slot.start >= layout.vectors_start if is_vector else slot.padded_end <= layout.vectors_start
         taken[slot.start : slot.start + slot.numel] += 1
     assert taken.max() == 1
-    ordered = [layout.segments[key] for key in sorted(layout.segments, reverse=True)]
-    assert [part.start for part in ordered] == [0, *(part.stop for part in ordered[:-1])]
-    assert ordered[-1].stop == layout.numel
+    assert max(slot.padded_end for slot in layout.slots) == layout.numel
 
 
 def test_parameters_and_gradients_become_views_and_keep_their_values() -> None:
@@ -166,15 +160,15 @@ def test_switches_that_contradict_each_other_are_refused(switches: dict[str, Any
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["a.weight", "b.bias"]), shapes), min_size=1, max_size=20),
+    some_parameters,
     st.one_of(st.none(), st.integers(1, 500)),
     st.integers(1, 7),
     st.sets(st.integers(0, 19)),
 )
 def test_buckets_divide_the_buffer(
-    params: list[tuple[str, tuple[int, ...]]], size: int | None, shards: int, alone: set[int]
+    params: list[tuple[int, bool]], size: int | None, shards: int, alone: set[int]
 ) -> None:
-    layout = lay_out(params, bucket_size=size, padding=ALIGNMENT * shards, alone=alone)
+    layout = lay_out(*zip(*params, strict=True), bucket_size=size, padding=ALIGNMENT * shards, alone=alone)
     assert [bucket.start for bucket in layout.buckets] == [0, *(bucket.stop for bucket in layout.buckets[:-1])]
     assert layout.buckets[-1].stop == layout.numel
     assert sorted(index for bucket in layout.buckets for index in bucket.params) == list(range(len(params)))
@@ -184,7 +178,7 @@ def test_buckets_divide_the_buffer(
             slot = layout.slots[index]
             assert bucket.start <= slot.start and slot.start + slot.numel <= bucket.stop
         assert len(bucket.params) == 1 or not alone & set(bucket.params)
-        assert any(part.start <= bucket.start and bucket.stop <= part.stop for part in layout.segments.values())
+        assert bucket.stop <= layout.vectors_start or bucket.start >= layout.vectors_start
         if size is not None:  # without its first parameter it was not full yet
             assert sum(layout.slots[index].numel for index in bucket.params[1:]) < size
 

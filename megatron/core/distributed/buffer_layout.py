@@ -1,16 +1,16 @@
 """Where each parameter lies in a flat buffer, and how the buffer is cut into buckets: arithmetic only.
 
-    | decayed: weight A .. weight B .. | weight C .. weight D .. | not decayed: bias, norm, .. |
-    | bucket                           | bucket                  | bucket                      |
+    | weight A .. weight B .. | weight C .. weight D .. | vectors: bias, norm, .. |
+    | bucket                  | bucket                  | bucket                  |
      ^ every parameter starts at a multiple of ALIGNMENT elements; buckets end at a multiple of what they are padded to
 
-The optimizer's parameter groups decide the order, so that each group is one contiguous slice: one fused kernel updates
-it, one reduction takes its norm, one copy casts it. A bucket is what one collective carries; it lies inside one group.
+Vectors (biases, norms, scales) lie behind everything else, because optimizers treat them alike: what is updated in one
+way then is one contiguous slice, which one fused kernel updates, one reduction takes the norm of and one copy casts. A
+bucket is what one collective carries; it lies on one side of that border.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,12 +18,6 @@ ALIGNMENT = 64
 """Elements; 256 bytes in float32, enough for vector loads and for NCCL in any number format."""
 HIGH_BANDWIDTH_PADDING = 2**16
 """Elements a bucket is padded to where NCCL's rings and trees run fastest over sizes divisible by a power of two."""
-
-
-class GroupKey(NamedTuple):
-    """What the optimizer's parameter groups are told apart by."""
-
-    has_weight_decay: bool
 
 
 class Slot(NamedTuple):
@@ -47,40 +41,35 @@ class BucketRange(NamedTuple):
 
 
 class BufferLayout(NamedTuple):
-    """Places of all parameters (in the given order), the slice of each group, and the buckets, in elements."""
+    """Places of all parameters (in the given order), and the buckets, in elements."""
 
     slots: list[Slot]
-    segments: dict[GroupKey, slice]
+    vectors_start: int
+    """Where the vectors begin."""
     buckets: list[BucketRange]
     numel: int
 
 
-def group_key(name: str, shape: Sequence[int]) -> GroupKey:
-    """The group of a parameter: biases and one-dimensional weights (norms) get no weight decay."""
-    return GroupKey(has_weight_decay=not (name.endswith(".bias") or len(shape) == 1))
-
-
 def lay_out(
-    params: Sequence[tuple[str, Sequence[int]]],
+    sizes: Sequence[int],
+    are_vectors: Sequence[bool],
     *,
     bucket_size: int | None = None,
     padding: int = ALIGNMENT,
     alone: Collection[int] = (),
 ) -> BufferLayout:
-    """Places for parameters given as (name, shape): group by group, decayed ones first, in the given order inside.
+    """Places for parameters of these sizes, in elements: first the others, then the vectors, else in the given order.
 
-    bucket_size: elements after which a bucket is full; None: one bucket for each group. padding: each bucket's length
-    is a multiple of it; a multiple of ALIGNMENT. alone: parameters, by index, that get a bucket of their own.
+    bucket_size: elements after which a bucket is full; None: one bucket on each side of the border. padding: each
+    bucket's length is a multiple of it; a multiple of ALIGNMENT. alone: parameters, by index, that get a bucket of
+    their own.
     """
-    keys = [group_key(name, shape) for name, shape in params]
-    sizes = [math.prod(shape) for _, shape in params]
     slots: dict[int, Slot] = {}
-    segments: dict[GroupKey, slice] = {}
     buckets: list[BucketRange] = []
-    end = 0
-    for key in sorted(set(keys), reverse=True):
-        first = end
-        members = [index for index in range(len(params)) if keys[index] == key]
+    end = vectors_start = 0
+    for of_vectors in (False, True):
+        vectors_start = end
+        members = [index for index, is_vector in enumerate(are_vectors) if is_vector == of_vectors]
         for bucket in _divide(members, sizes, bucket_size, alone):
             start = end
             for index in bucket:
@@ -88,8 +77,7 @@ def lay_out(
                 end = slots[index].padded_end
             end = start + _padded(end - start, padding)
             buckets.append(BucketRange(start, end, tuple(bucket)))
-        segments[key] = slice(first, end)
-    return BufferLayout([slots[index] for index in range(len(params))], segments, buckets, end)
+    return BufferLayout([slots[index] for index in range(len(sizes))], vectors_start, buckets, end)
 
 
 def _divide(

@@ -216,13 +216,11 @@ def _layout(named_params: NamedParams, ddp_config: DistributedDataParallelConfig
         padding = math.lcm(padding, HIGH_BANDWIDTH_PADDING)
     # A tied embedding lies elsewhere in the other stage's buffer, yet both must be cut at the same elements, because
     # each process sums its slice of the two.
-    tied = [
-        index
-        for index, (name, param) in enumerate(named_params)
-        if shards > 1 and "embd" in placement_of(param, name).partial_grad_axes
-    ]
+    placements = [placement_of(param, name) for name, param in named_params]
+    tied = [index for index, found in enumerate(placements) if shards > 1 and "embd" in found.partial_grad_axes]
     return lay_out(
-        [(name, param.shape) for name, param in named_params],
+        [param.numel() for _, param in named_params],
+        [placement.is_vector for placement in placements],
         bucket_size=_bucket_size(named_params, ddp_config, reduction),
         padding=padding,
         alone=tied,

@@ -46,7 +46,9 @@ class ParamAndGradBuffer:
         self.is_expert = placement_of(first, self.names[0]).is_expert
         """Weights of experts lie in buffers of their own."""
         self.layout = layout or lay_out(
-            [(name, param.shape) for name, param in named_params], padding=ALIGNMENT * reduction.shards.size()
+            [param.numel() for param in self.params],
+            [placement_of(param, name).is_vector for name, param in named_params],
+            padding=ALIGNMENT * reduction.shards.size(),
         )
         self.dtype, self.device = first.dtype, first.device
         self.starts = [0] * len(self.params)

@@ -21,6 +21,7 @@ from megatron.core.distributed.bucket import Bucket, Reduction
 from megatron.core.distributed.buffer_layout import ALIGNMENT, lay_out
 from megatron.core.distributed.param_and_grad_buffer import NamedParams, ParamAndGradBuffer
 from megatron.core.flat_ranges import Range
+from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import Group
 
 
@@ -46,7 +47,9 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         self.model_dtype = model_dtype
         locals_ = [local_shard(param) for param in self.params]
         self.layout = lay_out(
-            [(name, shard.shape) for name, shard in zip(self.names, locals_, strict=True)], padding=ALIGNMENT
+            [shard.numel() for shard in locals_],
+            [placement_of(param, name).is_vector for name, param in named_params],
+            padding=ALIGNMENT,
         )
         self.dtype, self.device = locals_[0].dtype, locals_[0].device
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype or self.dtype, device=self.device)

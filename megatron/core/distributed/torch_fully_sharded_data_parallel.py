@@ -68,11 +68,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             raise ConfigError(
                 "--use-torch-fsdp2 cannot divide experts yet; use --use-distributed-optimizer with --num-experts"
             )
-        marks = [_marks(param) for param in module.parameters()]
         self._fill = fill
         self.module = self._shard(module)
-        for param, mark in zip(self.module.parameters(), marks, strict=True):
-            vars(param).update(mark)
         self.flat_buffers = list(self._make_buffers(placements))  # type: ignore[arg-type]
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -198,11 +195,6 @@ def _mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
     return DeviceMesh.from_group(
         [torch_group(copies), torch_group(shards)], device, mesh=ranks, mesh_dim_names=("copies", "shards")
     )
-
-
-def _marks(param: nn.Parameter) -> dict[str, Any]:
-    """What the model says of a parameter, such as is_embedding_or_output_parameter."""
-    return {name: value for name, value in vars(param).items() if name.startswith("is_")}
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:

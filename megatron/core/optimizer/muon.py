@@ -131,11 +131,7 @@ class Muon(UpdateRule):
         split = self._qkv_split(placement)
         if split is None:
             return [[(0, placement.full_shape[0])]]
-        parts, start = [], 0
-        for part in split.parts_of(placement.full_shape[0]):
-            parts.append((part.name, start, part.size))
-            start += part.size
-        return _by_name(parts)
+        return _by_name(placement.named_parts())
 
     def _qkv_split(self, placement: Placement) -> Split | None:
         """Where queries, keys and values are one matrix, and each is to be orthogonalised for itself: its split."""

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.flat_ranges import Range, merged
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.placement import Placement, placement_of
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -67,39 +67,27 @@ class ParamGroup:
         return part
 
 
-def is_embedding_or_output(param: nn.Parameter) -> bool:
-    """Whether the model has marked the parameter as the word embedding or the output layer."""
-    return bool(getattr(param, "is_embedding_or_output_parameter", False))
+def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
+    """Biases, norms and other vectors get none, but the norms of queries and keys do, if asked for."""
+    return not placement.is_vector or (placement.kind == "qk_norm" and config.apply_wd_to_qk_layernorm)
 
 
-def is_hidden_matrix(param: nn.Parameter) -> bool:
-    """Whether the parameter is a matrix and not one of the tables at the ends of the model."""
-    is_table = is_embedding_or_output(param) or bool(getattr(param, "is_embedding_parameter", False))
-    return param.dim() > 1 and not is_table
-
-
-def has_weight_decay(name: str, param: nn.Parameter, config: OptimizerConfig) -> bool:
-    """Biases and one-dimensional weights (norms) get none, but those of the norms of queries and keys, if asked for."""
-    if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
-        return True
-    return not (name.endswith(".bias") or param.dim() == 1)
-
-
-def rule_name(param: nn.Parameter, config: OptimizerConfig) -> str:
-    """Muon and SOAP are for the matrices inside the network; tables, the output layer and vectors take another rule."""
+def rule_name(placement: Placement, config: OptimizerConfig) -> str:
+    """Muon and SOAP are for the matrices inside the network; tables, the output layer, vectors and the stacked matrices
+    of experts take another rule."""
     others = {"muon": config.muon_scalar_optimizer, "soap": "adam"}
-    if config.optimizer not in others or (param.dim() == 2 and is_hidden_matrix(param)):
+    if config.optimizer not in others or (placement.is_hidden_matrix and len(placement.full_shape) == 2):
         return config.optimizer
     return others[config.optimizer]
 
 
-def param_key(name: str, param: nn.Parameter, config: OptimizerConfig) -> ParamKey:
+def param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
     """The group of a parameter."""
     return ParamKey(
-        is_undecayed=not has_weight_decay(name, param, config),
-        is_decoupled_lr=config.decoupled_lr is not None and is_embedding_or_output(param),
-        rule=rule_name(param, config),
-        is_hidden_matrix=config.width_multiplier != 1.0 and is_hidden_matrix(param),
+        is_undecayed=not has_weight_decay(placement, config),
+        is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,
+        rule=rule_name(placement, config),
+        is_hidden_matrix=config.width_multiplier != 1.0 and placement.is_hidden_matrix,
     )
 
 
@@ -130,13 +118,12 @@ def _divide(buffer: ParamAndGradBuffer, config: OptimizerConfig) -> dict[ParamKe
     ]
     in_place = sorted(members, key=lambda member: member.slot.start)
     ends = [member.slot.start for member in in_place[1:]] + [buffer.layout.numel]
+    keys = {member.name: param_key(placement_of(member.param, member.name), config) for member in members}
     ranges: dict[ParamKey, list[Range]] = defaultdict(list)
     for member, end in zip(in_place, ends, strict=True):
-        ranges[param_key(member.name, member.param, config)].append((member.slot.start, end))
-    return {
-        key: ([m for m in members if param_key(m.name, m.param, config) == key], merged(found))
-        for key, found in ranges.items()
-    }
+        ranges[keys[member.name]].append((member.slot.start, end))
+    by_key = {key: [member for member in members if keys[member.name] == key] for key in ranges}
+    return {key: (by_key[key], merged(found)) for key, found in ranges.items()}
 
 
 def _dtype(config: OptimizerConfig, field: str) -> torch.dtype:

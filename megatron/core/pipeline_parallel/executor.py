@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.stage_run import StageRun, iterators_of_chunks
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
+from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 LossFunction = Callable[..., Any]
@@ -183,8 +184,8 @@ def activation_shape(
 
 
 def _output_weight(chunk: nn.Module) -> list[nn.Parameter]:
-    """The weight of the output layer, by upstream's name for it."""
-    return [param for name, param in chunk.named_parameters() if name.endswith("output_layer.weight")]
+    """The weight of the output layer, where this chunk has one of its own."""
+    return [param for name, param in chunk.named_parameters() if placement_of(param, name).kind == "head"]
 
 
 def _run_alone(

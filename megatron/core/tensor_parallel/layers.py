@@ -180,6 +180,7 @@ class VocabParallelEmbedding(nn.Module):
         self.product = choose_lookup(config)
         self.weight = declare_parameter(
             (num_embeddings, embedding_dim),
+            kind="embedding",
             init=by_blocks_of_rows(init_method),
             dtype=parameter_dtype(config),
             splits=tensor_parallel_split(0, self.tp_group),

@@ -1,7 +1,7 @@
 """How a parameter is declared, named and filled: once, and the same for every layout.
 
 A layer declares what its parameter is (full shape, how it is split, which distribution it starts from) and allocates
-only this rank's shard. The outermost constructor then calls `initialise_parameters`, which knows the global names:
+only this rank's shard. The outermost constructor then calls `initialise_parameters`, which names and fills them:
 
     seed(name)  = hash(seed of the run, global name)
     full tensor = init(full shape) with a generator of that seed
@@ -12,15 +12,17 @@ A weight is thus a function of (seed, global name, index), whatever the number o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.placement import Placement, Split, place, placement_of
+from megatron.core.placement import Kind, Placement, Split, place, placement_of
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 """Fills a full-size tensor in place, taking random numbers from the generator only."""
@@ -73,24 +75,30 @@ def parameter_dtype(config: ModelParallelConfig) -> torch.dtype:
 def declare_parameter(
     full_shape: Sequence[int],
     *,
+    kind: Kind | None = None,
     init: Initialiser = zeros,
     dtype: torch.dtype = torch.float32,
     splits: Sequence[Split] = (),
+    valid_rows: int | None = None,
     is_copy: bool = False,
     partial_grad_axes: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> nn.Parameter:
     """An unnamed parameter holding this rank's shard of `full_shape`, filled later by `initialise_parameters`.
 
-    is_copy: another stage owns this parameter (tied embeddings). partial_grad_axes: axes over whose ranks the gradient
-    is a partial sum. device: torch's default device when None.
+    kind: what the parameter is to the network (placement.py); when None a vector if it has one dimension, else a
+    matrix. valid_rows: rows that are no padding, where rows are tokens; all when None. is_copy: another stage owns this
+    parameter (tied embeddings). partial_grad_axes: axes over whose ranks the gradient is a partial sum. device: torch's
+    default device when None.
     """
     placement = Placement(
         name="",
         full_shape=tuple(full_shape),
         splits=tuple(splits),
+        valid_rows=valid_rows,
         is_copy=is_copy,
         partial_grad_axes=tuple(partial_grad_axes),
+        kind=kind,
     )
     parameter = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
     place(parameter, placement)
@@ -102,32 +110,60 @@ def initialise_parameters(
     module: nn.Module,
     *,
     seed: int,
-    global_name: Callable[[str], str] = lambda name: name,
     draw_on_cpu: bool = False,
     draw: bool = True,
 ) -> None:
-    """Name every parameter of `module`, and fill those that were declared.
+    """Name every parameter of `module` as in the whole model (`global_names`), and fill those that were declared.
 
-    global_name: from the name inside this module (layers by local number) to the name in the whole model.
     draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
     different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of
     drawn weights as it is, for a model whose weights are loaded.
     """
-    for local_name, parameter in module.named_parameters():
-        init = getattr(parameter, "initialiser", None)
-        name = global_name(local_name)
-        if init is None:
-            # Of a plain torch module: it filled itself, and is whole on every process that has it.
-            place(parameter, placement_of(parameter, name))
-            continue
-        placement = placement_of(parameter)
+    for name, parameter in global_names(module):
+        placement = placement_of(parameter, name)
         # A tied copy already knows its owner's name.
         placement = placement if placement.name else placement.renamed(name)
         place(parameter, placement)
+        init = getattr(parameter, "initialiser", None)
+        if init is None:  # of a plain torch module, which filled it itself
+            continue
         device = torch.device("cpu") if draw_on_cpu else parameter.device
         if device.type == "meta" or not (draw or init in (ones, zeros)):
             continue
         _fill(parameter, placement, init, seed, device)
+
+
+class NamesParameters(Protocol):
+    """A module that holds some of several alike, such as one pipeline stage's layers, and knows which ones."""
+
+    def global_parameter_name(self, name: str) -> str:
+        """From a parameter's name inside this module to its name inside the same module of the whole model."""
+
+
+def global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name in the whole model, parameter) for every parameter of `module`, each once.
+
+    They are the names inside `module`, but where a part that implements `NamesParameters` says otherwise.
+    """
+    parts = [(path, part) for path, part in module.named_modules() if hasattr(type(part), "global_parameter_name")]
+    for name, parameter in module.named_parameters():
+        for path, part in reversed(parts):  # from the inside to the outside: paths of outer parts stay what they are
+            prefix = f"{path}." if path else ""
+            if name.startswith(prefix):
+                name = prefix + part.global_parameter_name(name.removeprefix(prefix))  # type: ignore[operator]
+        yield name, parameter
+
+
+def declare_vocabulary(module: nn.Module, vocab_size: int) -> None:
+    """Say of the word embedding and the output layer how many of their rows are tokens, where nobody has said so.
+
+    A model is built with the padded size; only who has the tokenizer knows how many tokens there are. Tables with fewer
+    rows are of something else.
+    """
+    for name, parameter in module.named_parameters():
+        placement = placement_of(parameter, name)
+        if placement.is_vocabulary and placement.valid_rows is None and placement.full_shape[0] >= vocab_size:
+            place(parameter, dataclasses.replace(placement, valid_rows=vocab_size))
 
 
 def materialise_parameters(

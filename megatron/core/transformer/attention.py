@@ -34,7 +34,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.fusions.rope import Rotation, apply_rotary, split_and_rotate, split_qkv
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.placement import Part, grouped_parts
+from megatron.core.placement import Part, grouped_parts, place, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.random import checkpoint
@@ -232,7 +232,10 @@ class SelfAttention(Attention):
             return None
         if self.config.qk_norm_scope == "head":
             # Each rank normalises its own heads.
-            return build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
+            of_head = build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
+            for param in of_head.parameters():
+                place(param, dataclasses.replace(placement_of(param, ""), kind="qk_norm"))
+            return of_head
         tp_group = self.groups.tp
         assert heads % tp_group.size() == 0, f"{heads} heads cannot be normalised together on {tp_group.size()} ranks"
         return AllHeadsRMSNorm(self.config, heads, self.head_width, tp_group)

@@ -60,6 +60,7 @@ class _Norm(MegatronModule):
         self.partial = by_sequence if partial_grad_axes is None else tuple(partial_grad_axes)
         self.weight = declare_parameter(
             (hidden_size,),
+            kind="norm",
             init=zeros if self.zero_centered else ones,
             dtype=parameter_dtype(config),
             partial_grad_axes=self.partial,
@@ -99,7 +100,11 @@ class LayerNorm(_Norm):
     ) -> None:
         super().__init__(config, hidden_size, eps, partial_grad_axes)
         self.bias = declare_parameter(
-            (hidden_size,), init=zeros, dtype=parameter_dtype(config), partial_grad_axes=self.partial
+            (hidden_size,),
+            kind="norm",
+            init=zeros,
+            dtype=parameter_dtype(config),
+            partial_grad_axes=self.partial,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,6 +133,7 @@ class AllHeadsRMSNorm(MegatronModule):
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = declare_parameter(
             (self.width,),
+            kind="qk_norm",
             init=zeros if self.zero_centered else ones,
             dtype=parameter_dtype(config),
             splits=tensor_parallel_split(0, tp_group),

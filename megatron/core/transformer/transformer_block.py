@@ -50,6 +50,13 @@ class TransformerBlock(MegatronModule):
         assert config.hidden_size is not None
         self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and post_process else None
 
+    def global_parameter_name(self, name: str) -> str:
+        """layers.0.mlp -> layers.8.mlp where this stage begins with the model's ninth layer (`NamesParameters`)."""
+        if not name.startswith("layers."):
+            return name
+        number, _, rest = name.removeprefix("layers.").partition(".")
+        return f"layers.{int(number) + self.first_layer}.{rest}"
+
     def forward(
         self,
         hidden_states: Tensor,

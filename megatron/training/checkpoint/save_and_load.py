@@ -47,7 +47,6 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.run import Run
 
 STATE, RNG, CONFIG = "state", "rng", "config"
-_VOCABULARY_WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 # ---- saving
@@ -259,14 +258,11 @@ def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
 
 
 def _placed_parameters(run: Run) -> Iterator[tuple[DistributedDataParallel, torch.nn.Parameter, Placement]]:
-    """Parameters, each with its chunk and placement; those with a row for each token know which rows are padding."""
+    """Parameters, each with its chunk and placement."""
     for chunk in run.model:
         chunk.finish_param_sync()
         for name, parameter in chunk.module.named_parameters():
-            placement = placement_of(parameter, name)
-            if placement.name in _VOCABULARY_WEIGHTS and placement.valid_rows is None:
-                placement = dataclasses.replace(placement, valid_rows=run.recipe.vocab_size)
-            yield chunk, parameter, placement
+            yield chunk, parameter, placement_of(parameter, name)
 
 
 def _say(world: Group, sentence: str) -> None:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.save_and_load import CONFIG
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.container import RunConfig
@@ -70,6 +71,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     device = current_device()
     with torch.device(device):
         model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
+    declare_vocabulary(model, recipe.vocab_size)
     parameters = ((parameter, placement_of(parameter, name)) for name, parameter in model.named_parameters())
     serialization.load(model_state(parameters), found, groups.world)
     return TrainedModel(found.path, config, recipe, model.eval())

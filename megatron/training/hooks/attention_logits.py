@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_gather_into_tensor, all_gather_object, all_reduce
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
-from megatron.core.placement import placement_of
+from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -84,11 +84,11 @@ class AttentionLogits:
         # Nothing is done where a score is no number, nor after an update that was skipped.
         is_above = (of_all_heads > threshold) & of_all_heads.isfinite() & (found_inf == 0)
         gamma = torch.where(is_above, threshold / of_all_heads, torch.ones_like(of_all_heads))
-        factors = row_factors(gamma, self.config)
         linear = layer.attention.linear_qkv
         for param in (linear.weight, linear.bias):
             if param is not None:
                 placement = placement_of(param, "linear_qkv")
+                factors = row_factors(gamma, placement, self.config)
                 rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
                 self.optimizer.scale_rows(placement.name, rows.take(factors))
 
@@ -118,11 +118,13 @@ def measured_layers(module: nn.Module) -> list[_Layer]:
     return found
 
 
-def row_factors(gamma: Tensor, config: TransformerConfig) -> Tensor:
-    """gamma of every query head of the model -> the factor of every row of linear_qkv, in its order."""
-    groups, alpha = config.num_query_groups, config.qk_clip_alpha
-    by_group = gamma.view(groups, -1)
-    query, key = by_group**alpha, by_group.amin(1, keepdim=True) ** (1.0 - alpha)
-    gates = [torch.ones_like(query)] if config.attention_output_gate else []
-    heads = torch.cat([query, *gates, key, torch.ones_like(key)], dim=1)
-    return heads.flatten().repeat_interleave(config.kv_channels)
+def row_factors(gamma: Tensor, placement: Placement, config: TransformerConfig) -> Tensor:
+    """gamma of every query head of the model, [heads] -> the factor of every row of linear_qkv, [rows] of the whole.
+
+    placement: of its weight or bias; its parts are each query group's queries, key and value.
+    """
+    alpha, by_group = config.qk_clip_alpha, gamma.view(config.num_query_groups, -1)
+    of_heads = {"query": by_group**alpha, "key": by_group.amin(1, keepdim=True) ** (1.0 - alpha)}
+    rows = {part: iter(heads.repeat_interleave(config.kv_channels, dim=1)) for part, heads in of_heads.items()}
+    parts = [(part, length) for part, _, length in placement.named_parts()]
+    return torch.cat([next(rows[part]) if part in rows else gamma.new_ones(length) for part, length in parts])

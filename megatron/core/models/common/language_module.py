@@ -50,12 +50,12 @@ class LanguageModule(MegatronModule):
         if self.config.logit_dtype == "fp32":
             layer.product = choose_product(self.config, out_dtype=torch.float32)
         if layer.weight is not None:
-            layer.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-        if is_tied and layer.weight is not None:
-            copy = dataclasses.replace(
-                placement_of(layer.weight), name=WORD_EMBEDDINGS, is_copy=True, partial_grad_axes=("embd",)
-            )
-            place(layer.weight, copy)
+            placement = dataclasses.replace(placement_of(layer.weight), kind="head")
+            if is_tied:
+                placement = dataclasses.replace(
+                    placement, name=WORD_EMBEDDINGS, is_copy=True, partial_grad_axes=("embd",)
+                )
+            place(layer.weight, placement)
         return layer
 
     @staticmethod

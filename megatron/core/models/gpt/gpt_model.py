@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import torch
@@ -23,8 +22,6 @@ from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 class GPTModel(LanguageModule):
@@ -111,12 +108,7 @@ class GPTModel(LanguageModule):
     def _initialise(self) -> None:
         """Name and fill the parameters as the config says."""
         on_cpu, draw = self.config.use_cpu_initialization, self.config.perform_initialization
-        initialise_parameters(self, seed=self.config.seed, global_name=self.global_name, draw_on_cpu=on_cpu, draw=draw)
-
-    def global_name(self, local_name: str) -> str:
-        """Name in the whole model of a parameter of this stage: layers by their global number."""
-        first = self.decoder.first_layer
-        return _LOCAL_LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first}.", local_name)
+        initialise_parameters(self, seed=self.config.seed, draw_on_cpu=on_cpu, draw=draw)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the previous stage, for the next forward call."""

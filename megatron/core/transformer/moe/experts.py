@@ -54,7 +54,8 @@ class ExpertLinear(nn.Module):
         self.weight = declare_parameter(shape, init=for_each_expert(init_method), dtype=dtype, splits=splits)
         self.bias = None
         if config.add_bias_linear:
-            self.bias = declare_parameter(shape[:2], init=zeros, dtype=dtype, splits=[s for s in splits if s.dim < 2])
+            of_rows = [split for split in splits if split.dim < 2]
+            self.bias = declare_parameter(shape[:2], kind="vector", init=zeros, dtype=dtype, splits=of_rows)
         widths = (self.weight.shape[2], self.weight.shape[1])
         self.product = choose_expert_product(config, widths, dtype, self.weight.device)
 

@@ -63,6 +63,7 @@ class TopKRouter(MegatronModule):
         self.auxiliary_loss_scale = AuxiliaryLossScale()
         self.weight = declare_parameter(
             (self.num_experts, config.hidden_size),
+            kind="router",
             init=input_initialiser(config),
             dtype=parameter_dtype(config),
             # Tensor-parallel ranks route different tokens.

@@ -23,7 +23,10 @@ class PositionEmbedding(MegatronModule):
         super().__init__(config)
         assert config.hidden_size is not None
         self.weight = declare_parameter(
-            (max_sequence_length, config.hidden_size), init=embedding_initialiser(config), dtype=parameter_dtype(config)
+            (max_sequence_length, config.hidden_size),
+            kind="positions",
+            init=embedding_initialiser(config),
+            dtype=parameter_dtype(config),
         )
         self.product = choose_lookup(config)
 
@@ -62,10 +65,6 @@ class LanguageModelEmbedding(MegatronModule):
         self.position_embeddings: nn.Module | None = (
             PositionEmbedding(config, max_sequence_length) if add_position_embedding else None
         )
-        # For optimizers that treat tables and the output layer in a way of their own.
-        self.word_embeddings.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-        if isinstance(self.position_embeddings, PositionEmbedding):
-            self.position_embeddings.weight.is_embedding_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """input_ids, position_ids [b, s] -> [s, b, h], with SP [s/tp, b, h]."""
