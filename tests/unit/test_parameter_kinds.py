@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamKey, param_key
 from megatron.core.placement import Kind, Part, Placement, Split, placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, declare_vocabulary, initialise_parameters
-from tests.unit.gpt_models import build_model
+from megatron.core.transformer.attention import SelfAttention
+from tests.unit.gpt_models import build_model, read_config
 
 KINDS: dict[str, Kind] = {
     r"embedding\.word_embeddings\.weight": "embedding",
@@ -168,12 +172,10 @@ def test_norms_of_a_users_own_around_queries_are_norms_of_queries() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.gain
 
-    from megatron.core.transformer import attention
-
-    model = build_model("--qk-layernorm")
-    built = attention.SelfAttention._norm_of_heads(
-        model.decoder.layers[0].self_attention, PlainNorm, 4, model.pg_collection.tp
-    )
-    holder = nn.ModuleDict({"q_layernorm": built})
-    initialise_parameters(holder, seed=1)
-    assert (placement_of(built.gain).name, placement_of(built.gain).kind) == ("q_layernorm.gain", "qk_norm")
+    config = read_config("--qk-layernorm").model
+    spec = get_gpt_layer_local_spec().submodules.self_attention
+    parts = dataclasses.replace(spec.submodules, q_layernorm=PlainNorm)
+    attention = SelfAttention(config, parts, 1, pg_collection=ProcessGroupCollection.single(), **spec.params)
+    initialise_parameters(attention, seed=1)
+    placement = placement_of(attention.q_layernorm.gain)
+    assert (placement.name, placement.kind) == ("q_layernorm.gain", "qk_norm")
