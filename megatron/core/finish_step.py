@@ -7,10 +7,7 @@ calls it for every module of the model chunks, after the step's last backward an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
-
-from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -21,12 +18,3 @@ class FinishesStep(Protocol):
     def finish_step(self, groups: ProcessGroupCollection) -> None:
         """The microbatches of a step are over. Every process that holds the module calls this at the same point, so
         that collectives over `groups` are allowed; it must not wait for the device."""
-
-
-def finish_step(networks: Iterable[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Tell every module of the networks that implements `FinishesStep`, in the order of `modules()`."""
-    for network in networks:
-        for module in network.modules():
-            # Asked of the class: a miss on the instance goes through nn.Module.__getattr__, which is slow.
-            if hasattr(type(module), "finish_step"):
-                module.finish_step(groups)  # type: ignore[operator]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+    from megatron.core.distributed.model_chunk import ModelChunk
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -111,7 +111,7 @@ class Run:
     device: torch.device
     recipe: Recipe
     """What depends on the kind of model: tokens, data, forward step."""
-    model: list[DistributedDataParallel]
+    model: list[ModelChunk]
     """This rank's pipeline chunks."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler

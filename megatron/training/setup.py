@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.core import device as device_module
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.distributed.torch_fully_sharded_data_parallel import (
     TorchFullyShardedDataParallel,
     shards_parameters,
@@ -158,7 +159,7 @@ def target_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) 
     return iterations + max(0, samples - consumed) // batch_size.running_global_batch_size(consumed)
 
 
-def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[DistributedDataParallel]:
+def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[ModelChunk]:
     """This rank's pipeline chunks on its device, compiled if asked for, in flat buffers."""
     groups = process.groups
     shape = virtual_stages(config.model)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffer_layout import ALIGNMENT
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.errors import NonFiniteError
 from megatron.core.mesh import RankGrid
 from megatron.core.model_parallel_config import ModelParallelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.replicated_grads import sum_replicated_grads
+from megatron.core.distributed.finalize_model_grads import sum_replicated_grads
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import Part, Placement, Split, grouped_parts
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.buffer_layout import ALIGNMENT, lay_out
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT, lay_out
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.clip_grads import counted

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding_units import sharding_units
+from megatron.core.distributed.torch_fully_sharded_data_parallel import sharding_units
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
 from megatron.training.launch.initialize import Launch, _prepare_environment

@@ -8,6 +8,8 @@ from typing import Any
 _NAMES = {
     "DistributedDataParallel": "distributed_data_parallel",
     "DistributedDataParallelConfig": "distributed_data_parallel_config",
+    "ModelChunk": "model_chunk",
+    "TorchFullyShardedDataParallel": "torch_fully_sharded_data_parallel",
     "finalize_model_grads": "finalize_model_grads",
 }
 

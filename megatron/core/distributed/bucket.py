@@ -1,4 +1,4 @@
-"""A bucket: the part of a flat buffer that one collective carries, and the communication over it.
+"""Buckets: the parts of a flat buffer that one collective carries, and when each is reduced and gathered.
 
 | state divided over      | gradients                                                   | parameters              |
 |-------------------------|-------------------------------------------------------------|-------------------------|
@@ -8,14 +8,26 @@
 
 The second row is ZeRO-1 (Rajbhandari et al., 2020); the third keeps the state once for each group of processes, such
 as the devices of a few nodes, so that the gather, and most of the reduction, stay inside the group.
+
+Gradients come from the last layer to the first. During the last microbatch's backward every parameter reports; when all
+of a bucket have, and all buckets before it have been started, the bucket's reduction starts while backward goes on:
+
+    backward   | layer 4 | layer 3 | layer 2 | layer 1 | embedding |
+    link                 | bucket 4,3        | bucket 2,1          | bucket embedding |
+
+After the update the gathers of all buckets are started in the order in which forward needs them; before a layer runs, a
+hook waits for the buckets that hold its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatron.core.collectives import (
     Handle,
@@ -25,7 +37,10 @@ from megatron.core.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_wide,
 )
-from megatron.core.process_groups_config import Group, SingleRankGroup
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.errors import ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,46 @@ class Reduction:
         return flat.narrow(0, self.shards.rank() * share, share)
 
 
+def choose_reduction(
+    config: ModelParallelConfig, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+) -> Reduction:
+    """Over whom gradients are combined: a mean over the replicas, or, for a loss per token, a sum (whoever knows the
+    number of tokens divides by it later)."""
+    whole: Group = groups.dp_cp
+    alone: Group = SingleRankGroup()
+    if not ddp_config.use_distributed_optimizer:
+        shards, copies = alone, whole
+    elif ddp_config.num_distributed_optimizer_instances == 1:
+        shards, copies = whole, alone
+    else:
+        shards, copies = groups.optimizer_shards, groups.optimizer_copies
+        if copies.size() != ddp_config.num_distributed_optimizer_instances:
+            raise ConfigError(
+                f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances}: the process "
+                f"groups were made for {copies.size()}; build them from a RankGrid with as many optimizer_instances"
+            )
+    wide = ddp_config.reduce_scatter_with_fp32_accumulation
+    if config.calculate_per_token_loss:
+        return Reduction(shards, copies, sums_in_fp32=wide)
+    if ddp_config.average_in_collective:
+        return Reduction(shards, copies, op="avg", sums_in_fp32=wide)
+    return Reduction(shards, copies, scale=1.0 / whole.size(), sums_in_fp32=wide)
+
+
+def choose_expert_reduction(
+    reduction: Reduction, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+) -> Reduction:
+    """The same for weights of experts: summed over the processes that hold the same shard of the same experts, whose
+    tokens together are those of all replicas, and divided as for dense weights by the replicas of the model."""
+    holders = groups.expt_dp
+    op, scale = reduction.op, reduction.scale
+    if op == "avg":
+        scale = holders.size() / groups.dp_cp.size()  # the collective divides by the holders
+    alone: Group = SingleRankGroup()
+    shards, copies = (holders, alone) if ddp_config.use_distributed_optimizer else (alone, holders)
+    return dataclasses.replace(reduction, shards=shards, copies=copies, op=op, scale=scale)
+
+
 class Bucket:
     """Reduces one part of the gradients and gathers the same part of the parameters, in steps that may overlap others.
 
@@ -72,8 +127,11 @@ class Bucket:
         """Begin to combine the gradients; they must be complete, and stay untouched until `advance` says False."""
         reduction = self.reduction
         self.is_started = True
+        # Before the sum, so that sums in 16 bits stay in range.
         if reduction.scale != 1.0:
             self.grads.mul_(reduction.scale)
+        # Called one after the other, not now: the second collective reads what the first one writes, and to wait for it
+        # here would hold up backward.
         if not isinstance(reduction.shards, SingleRankGroup):
             is_wide = reduction.sums_in_fp32 and self.grads.itemsize < 4
             reduce_scatter = reduce_scatter_wide if is_wide else reduce_scatter_in_place
@@ -106,3 +164,122 @@ class Bucket:
             return False
         self._reducing = self._waiting.pop(0)()
         return True
+
+
+class GradSync:
+    """Starts the buckets of one model chunk, and finishes them.
+
+    buckets: in the order in which backward completes them, each with its parameters.
+    """
+
+    def __init__(self, buckets: Sequence[tuple[Bucket, Sequence[nn.Parameter]]]) -> None:
+        self.buckets = [bucket for bucket, _ in buckets]
+        self._sizes = [len(params) for _, params in buckets]
+        self._place: Mapping[nn.Parameter, int] = {
+            param: position for position, (_, params) in enumerate(buckets) for param in params
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last step: from now on gradients are only accumulated."""
+        # Gradients that have not arrived, by bucket. A parameter that gets none in this step leaves its bucket, and
+        # those behind it, to `finish`.
+        self._missing = list(self._sizes)
+        self._next = 0
+        self._is_last = False
+        for bucket in self.buckets:
+            bucket.is_started = False
+
+    def expect_last(self) -> None:
+        """From now on each gradient that arrives is its parameter's last of this step."""
+        self._is_last = True
+
+    def arrived(self, param: nn.Parameter) -> None:
+        """A parameter's gradient has been added to its buffer."""
+        if not self._is_last:
+            return
+        position = self._place[param]
+        assert not self.buckets[position].is_started, (
+            f"a gradient of shape {tuple(param.shape)} arrived after its bucket was reduced; grad sync was enabled "
+            "before the last microbatch"
+        )
+        self._missing[position] -= 1
+        # All processes must start a group's collectives in the same order, but gradients may arrive in another
+        # (branches of the graph): a bucket that is complete early waits for those before it.
+        while self._next < len(self.buckets) and self._missing[self._next] == 0:
+            self._start_next()
+
+    def start(self) -> None:
+        """Start whatever has not been started; all gradients must be there."""
+        while self._next < len(self.buckets):
+            self._start_next()
+
+    def finish(self) -> None:
+        """Start what has not been started and wait for all of it."""
+        self.start()
+        # In rounds: each begins the next collective of every bucket, so that one bucket's all-reduce over the copies
+        # runs beside the next one's reduce-scatter.
+        unfinished = self.buckets
+        while unfinished:
+            unfinished = [bucket for bucket in unfinished if bucket.advance()]
+
+    def _start_next(self) -> None:
+        self.buckets[self._next].start_reduce()
+        self._next += 1
+
+
+class ParamGather:
+    """Gathers the buckets of one model chunk.
+
+    buckets: in the order in which forward needs them, each with its parameters. With `overlap`, hooks on the module's
+    layers wait for them; otherwise `finish` must be called before the parameters are used.
+    """
+
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[tuple[Bucket, Sequence[nn.Parameter]]], *, overlap: bool
+    ) -> None:
+        self.buckets = [bucket for bucket, _ in buckets]
+        if not overlap:
+            return
+        # A bucket may end in the middle of a layer: a layer waits for all buckets that hold some of it.
+        owner = {param: bucket for bucket, params in buckets for param in params}
+        for unit in _units(module):
+            needed = list(dict.fromkeys(owner[param] for param in unit.parameters() if param in owner))
+            if needed:
+                unit.register_forward_pre_hook(_waiter(needed))
+
+    def start(self) -> None:
+        """Begin to gather everything; the parameters must be updated."""
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def finish(self) -> None:
+        """Wait until all parameters are there."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of module lists (layers), whole, and otherwise the modules that have parameters of their own.
+
+    A layer waits as a whole, because it may use a part's weight without calling the part.
+    """
+    if next(module.parameters(recurse=False), None) is not None:
+        yield module
+        return
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _units(child)
+
+
+def _waiter(buckets: list[Bucket]) -> Callable[..., Any]:
+    """A forward pre-hook that waits for the buckets; a compiler leaves it as it is."""
+
+    @torch.compiler.disable
+    def wait(module: nn.Module, inputs: Any) -> None:
+        for bucket in buckets:
+            bucket.finish_gather()
+
+    return wait

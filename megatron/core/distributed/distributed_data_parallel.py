@@ -3,15 +3,14 @@
 The wrapper moves parameters and gradients into flat buffers. During backward a gradient reaches its place in one of
 two ways: a linear layer adds its weight-gradient product straight into `param.main_grad`, or autograd fills
 `param.grad` and the hook below adds it. `finish_grad_sync` combines the buffers of the replicas, whichever way they
-were filled; with overlap_grad_reduce, most of that is done by then (grad_sync.py).
+were filled; with overlap_grad_reduce, most of that is done by then (bucket.py).
 
 With use_distributed_optimizer each replica then has the combined gradients of its own slice of every bucket only; the
-optimizer updates the parameters of that slice and gathers the others' (param_gather.py).
+optimizer updates the parameters of that slice and gathers the others'.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -21,20 +20,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket import Bucket, Reduction
-from megatron.core.distributed.buffer_layout import ALIGNMENT, HIGH_BANDWIDTH_PADDING, BufferLayout, lay_out
+from megatron.core.distributed.bucket import (
+    Bucket,
+    GradSync,
+    ParamGather,
+    Reduction,
+    choose_expert_reduction,
+    choose_reduction,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.grad_sync import GradSync
-from megatron.core.distributed.param_and_grad_buffer import NamedParams, ParamAndGradBuffer
-from megatron.core.distributed.param_gather import ParamGather
+from megatron.core.distributed.model_chunk import ModelChunk
+from megatron.core.distributed.param_and_grad_buffer import (
+    ALIGNMENT,
+    HIGH_BANDWIDTH_PADDING,
+    BufferLayout,
+    NamedParams,
+    ParamAndGradBuffer,
+    lay_out,
+)
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import placement_of
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-class DistributedDataParallel(nn.Module):
-    """Wraps one pipeline chunk of the model.
+class DistributedDataParallel(ModelChunk):
+    """Wraps one pipeline chunk of the model; every replica has whole parameters.
 
     module: a network whose parameters may carry a Placement; one that carries none counts as held whole by everyone.
     pg_collection: the process groups; the current ones when None. `flat_buffers` holds one ParamAndGradBuffer for each
@@ -55,9 +66,9 @@ class DistributedDataParallel(nn.Module):
         self.ddp_config = ddp_config
         self.module = module
         self.groups = pg_collection or ProcessGroupCollection.current()
-        reduction = reduction_of(config, ddp_config, self.groups)
-        of_experts = expert_reduction_of(reduction, ddp_config, self.groups)
-        self.flat_buffers = list(_make_buffers(module, ddp_config, reduction, of_experts))
+        reduction = choose_reduction(config, ddp_config, self.groups)
+        of_experts = choose_expert_reduction(reduction, ddp_config, self.groups)
+        self.flat_buffers: list[ParamAndGradBuffer] = list(_make_buffers(module, ddp_config, reduction, of_experts))
         backward_order = _buckets_by_use(module, self.flat_buffers)[::-1]
         self.grad_sync = GradSync(backward_order)
         self.param_gather = ParamGather(module, backward_order[::-1], overlap=ddp_config.overlap_param_gather)
@@ -95,11 +106,6 @@ class DistributedDataParallel(nn.Module):
         """Combine the gradients of the replicas; call after the last microbatch of a step."""
         self.grad_sync.finish()
 
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply all gradients; a tensor is not waited for."""
-        for buffer in self.flat_buffers:
-            buffer.grad_data.mul_(factor)
-
     # ---- parameters
 
     def start_param_sync(self) -> None:
@@ -122,64 +128,6 @@ class DistributedDataParallel(nn.Module):
         """Give every replica the parameters of the first one."""
         for buffer in self.flat_buffers:
             buffer.broadcast_params(self.groups.replicas(buffer.is_expert))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped module's state, without a prefix of ours."""
-        self.finish_param_sync()
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The wrapped module's parameters for dist_checkpointing.save() and load(), without a prefix of ours."""
-        self.finish_param_sync()
-        module: Any = self.module
-        state: dict[str, Any] = module.sharded_state_dict(*args, **kwargs)
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the wrapped module; the values land in the flat buffers."""
-        self.finish_param_sync()
-        return self.module.load_state_dict(*args, **kwargs)
-
-
-def reduction_of(
-    config: ModelParallelConfig, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
-) -> Reduction:
-    """Over whom gradients are combined: a mean over the replicas, or, for a loss per token, a sum (whoever knows the
-    number of tokens divides by it later)."""
-    whole: Group = groups.dp_cp
-    alone: Group = SingleRankGroup()
-    if not ddp_config.use_distributed_optimizer:
-        shards, copies = alone, whole
-    elif ddp_config.num_distributed_optimizer_instances == 1:
-        shards, copies = whole, alone
-    else:
-        shards, copies = groups.optimizer_shards, groups.optimizer_copies
-        if copies.size() != ddp_config.num_distributed_optimizer_instances:
-            raise ConfigError(
-                f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances}: the process "
-                f"groups were made for {copies.size()}; build them from a RankGrid with as many optimizer_instances"
-            )
-    wide = ddp_config.reduce_scatter_with_fp32_accumulation
-    if config.calculate_per_token_loss:
-        return Reduction(shards, copies, sums_in_fp32=wide)
-    if ddp_config.average_in_collective:
-        return Reduction(shards, copies, op="avg", sums_in_fp32=wide)
-    return Reduction(shards, copies, scale=1.0 / whole.size(), sums_in_fp32=wide)
-
-
-def expert_reduction_of(
-    reduction: Reduction, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
-) -> Reduction:
-    """The same for weights of experts: summed over the processes that hold the same shard of the same experts, whose
-    tokens together are those of all replicas, and divided as for dense weights by the replicas of the model."""
-    holders = groups.expt_dp
-    op, scale = reduction.op, reduction.scale
-    if op == "avg":
-        scale = holders.size() / groups.dp_cp.size()  # the collective divides by the holders
-    alone: Group = SingleRankGroup()
-    shards, copies = (holders, alone) if ddp_config.use_distributed_optimizer else (alone, holders)
-    return dataclasses.replace(reduction, shards=shards, copies=copies, op=op, scale=scale)
 
 
 def _check(ddp_config: DistributedDataParallelConfig) -> None:

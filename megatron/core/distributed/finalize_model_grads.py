@@ -4,22 +4,20 @@ module's own end of the step."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.replicated_grads import sum_replicated_grads
-from megatron.core.finish_step import finish_step
-from megatron.core.placement import Placement, placement_of
-from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+from megatron.core.distributed.model_chunk import ModelChunk
+from megatron.core.placement import Placement, Split, placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 from megatron.core.timers import Timers
 
 
 def finalize_model_grads(
-    model_chunks: Sequence[DistributedDataParallel],
+    model_chunks: Sequence[ModelChunk],
     num_tokens: Tensor | int | None = None,
     *,
     pg_collection: ProcessGroupCollection | None = None,
@@ -53,11 +51,15 @@ def finalize_model_grads(
     sum_replicated_grads(_placed_grads(model_chunks), groups)
     if num_tokens is not None:
         _divide_by_tokens(model_chunks, num_tokens, groups)
-    finish_step((chunk.module for chunk in model_chunks), groups)
+    for chunk in model_chunks:
+        for module in chunk.module.modules():
+            # Asked of the class: a miss on the instance goes through nn.Module.__getattr__, which is slow.
+            if hasattr(type(module), "finish_step"):
+                module.finish_step(groups)  # type: ignore[operator]
 
 
 def _divide_by_tokens(
-    model_chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int, groups: ProcessGroupCollection
+    model_chunks: Sequence[ModelChunk], num_tokens: Tensor | int, groups: ProcessGroupCollection
 ) -> None:
     device = model_chunks[0].flat_buffers[0].grad_data.device
     total = torch.as_tensor(num_tokens).to(device, torch.float64, copy=True)
@@ -67,14 +69,14 @@ def _divide_by_tokens(
         chunk.scale_gradients(1.0 / total.clamp(min=1))
 
 
-def _placed_grads(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Placement, Tensor]]:
+def _placed_grads(model_chunks: Sequence[ModelChunk]) -> Iterator[tuple[Placement, Tensor]]:
     for chunk in model_chunks:
         for name, param in chunk.module.named_parameters():
             if param.requires_grad:
                 yield placement_of(param, name), param.main_grad  # type: ignore[attr-defined]
 
 
-def _partial_grads(model_chunks: Sequence[DistributedDataParallel]) -> dict[str, list[Tensor]]:
+def _partial_grads(model_chunks: Sequence[ModelChunk]) -> dict[str, list[Tensor]]:
     """Gradients to sum, by axis."""
     by_axis: dict[str, list[Tensor]] = defaultdict(list)
     for chunk in model_chunks:
@@ -83,3 +85,45 @@ def _partial_grads(model_chunks: Sequence[DistributedDataParallel]) -> dict[str,
                 for axis in placement_of(param, name).partial_grad_axes:
                     by_axis[axis].append(param.main_grad)  # type: ignore[attr-defined]
     return dict(by_axis)
+
+
+def sum_replicated_grads(grads: Iterable[tuple[Placement, Tensor]], groups: ProcessGroupCollection) -> None:
+    """Sum, in place, the parts that several shards hold over those shards.
+
+    These are keys and values where tensor-parallel ranks outnumber the query groups: each holder attends with queries
+    of its own, so that its gradient of the common part is a partial sum. The sum over the holders is one all-reduce
+    over the whole axis, in which every part has its own place; who does not hold it adds zeros:
+
+        parts        | k0 v0 | k1 v1 |
+        rank 0, 1    | dk dv |  0  0 |      afterwards every holder of a part has the same sum, bit for bit
+        rank 2, 3    |  0  0 | dk dv |
+
+    grads: placement and gradient (this process's shard) of every parameter, in the same order on all processes.
+    """
+    by_axis: dict[str, list[tuple[Placement, Split, Tensor]]] = defaultdict(list)
+    for placement, grad in grads:
+        for split in placement.splits:
+            if split.replicated_parts(placement.full_shape[split.dim]):
+                by_axis[split.axis].append((placement, split, grad))
+    for axis, found in by_axis.items():
+        _sum(found, getattr(groups, axis))
+
+
+def _sum(found: list[tuple[Placement, Split, Tensor]], group: Group) -> None:
+    """One all-reduce for all parameters."""
+    places: list[tuple[Tensor | None, int]] = []  # (the part in this shard's gradient, its elements)
+    for placement, split, grad in found:
+        elements_per_index = grad.numel() // grad.shape[split.dim]
+        for length, start in split.replicated_parts(placement.full_shape[split.dim]):
+            part = None if start is None else grad.narrow(split.dim, start, length)
+            places.append((part, length * elements_per_index))
+    first = found[0][2]
+    flat = torch.zeros(sum(numel for _, numel in places), dtype=first.dtype, device=first.device)
+    slots = flat.split([numel for _, numel in places])
+    for (part, _), slot in zip(places, slots, strict=True):
+        if part is not None:
+            slot.view(part.shape).copy_(part)
+    all_reduce(flat, group)
+    for (part, _), slot in zip(places, slots, strict=True):
+        if part is not None:
+            part.copy_(slot.view(part.shape))

@@ -3,7 +3,7 @@
     parameter [rows, ...]      rows 0 .. r-1 on the first of n processes, r .. 2r-1 on the second; r = ceil(rows / n)
     parameter.main_grad        our rows of the gradient, summed over the processes: a view of `grad_data`
 
-The optimizer sees what it sees of a ParamAndGradBuffer: places in a flat memory and the ranges that this process
+The optimizer sees a FlatBuffer (model_chunk.py): places in a flat memory and the ranges that this process
 updates. Values stay in the memory that torch gathers them from, so there is no second copy; a view of it is made for
 each range. Rows that follow each other are a slice of the parameter's flat memory, which is how checkpoints store them.
 """
@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.collectives import all_reduce
-from megatron.core.distributed.bucket import Bucket, Reduction
-from megatron.core.distributed.buffer_layout import ALIGNMENT, lay_out
-from megatron.core.distributed.param_and_grad_buffer import NamedParams, ParamAndGradBuffer
+from megatron.core.distributed.bucket import Reduction
+from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT, NamedParams, lay_out, view_slot
 from megatron.core.flat_ranges import Range
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import Group
 
 
-class ShardedParamBuffer(ParamAndGradBuffer):
+class ShardedParamBuffer:
     """Gives every sharded parameter its place, and a `grad` and `main_grad` that lie in flat memory.
 
     named_params: (name in the whole model, DTensor parameter cut along dimension 0 over `reduction.shards`).
@@ -44,6 +43,7 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         self.params = [param for _, param in named_params]
         self.reduction = reduction
         self.is_expert = False
+        self.is_updated_as_it_is = True
         self.model_dtype = model_dtype
         locals_ = [local_shard(param) for param in self.params]
         self.layout = lay_out(
@@ -54,7 +54,6 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         self.dtype, self.device = locals_[0].dtype, locals_[0].device
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype or self.dtype, device=self.device)
         self.starts = [first_element(param, reduction.shards) for param in self.params]
-        self.buckets: list[Bucket] = []
         self.adds_itself = self.grad_data.dtype != self.dtype
         """Whether gradients go another way than torch's, which adds them up in the parameters' number format."""
         self.attach_grads()
@@ -62,19 +61,9 @@ class ShardedParamBuffer(ParamAndGradBuffer):
             param.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     @property
-    def holds_main_params(self) -> bool:
-        """Whether the network computes with rounded copies of what is kept here."""
-        return self.model_dtype != self.dtype
-
-    @property
     def owned(self) -> list[Range]:
         """Our rows of every parameter: one range each, in the order of the flat memory."""
         return sorted((slot.start, slot.start + slot.numel) for slot in self.layout.slots if slot.numel)
-
-    @property
-    def updates_itself(self) -> bool:
-        """These are the values that the optimizer updates, in whatever number format."""
-        return True
 
     def values(self, start: int, stop: int) -> Tensor:
         """Elements of one parameter, by their place in the flat memory: a view."""
@@ -87,7 +76,7 @@ class ShardedParamBuffer(ParamAndGradBuffer):
         """Let torch add gradients into our flat memory, or a hook, where the number formats differ."""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             assert isinstance(param, DTensor)
-            shard = self.view(self.grad_data, slot, local_shard(param).shape)
+            shard = view_slot(self.grad_data, slot, local_shard(param).shape)
             param.main_grad = shard  # type: ignore[attr-defined]
             if self.adds_itself:
                 continue
@@ -112,8 +101,9 @@ class ShardedParamBuffer(ParamAndGradBuffer):
             all_reduce(whole, self.reduction.shards)
             yield name, whole.view(param.shape)
 
-    def broadcast_params(self, group: Group) -> None:
-        """Nothing: no two processes hold the same elements."""
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        self.grad_data.zero_()
 
 
 def _add_to_main_grad(param: Tensor) -> None:

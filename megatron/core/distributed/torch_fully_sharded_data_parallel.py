@@ -15,31 +15,38 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron.core.collectives import Handle, all_gather_into_tensor, reduce_scatter_tensor
 from megatron.core.device import current_device
-from megatron.core.distributed.bucket import Reduction
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, reduction_of
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharded_formats import Formats
+from megatron.core.distributed.bucket import Reduction, choose_reduction
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig, FullyShardedConfig
+from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
-from megatron.core.distributed.sharded_traffic import count_traffic
-from megatron.core.distributed.sharding_units import sharding_units
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Placement, place, placement_of
-from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup, group_ranks, torch_group
+from megatron.core.process_groups_config import (
+    MeteredGroup,
+    ProcessGroupCollection,
+    SingleRankGroup,
+    group_ranks,
+    torch_group,
+)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TorchFullyShardedDataParallel(DistributedDataParallel):
-    """Wraps the model; behaves like DistributedDataParallel towards the loop and the optimizer.
+class TorchFullyShardedDataParallel(ModelChunk):
+    """Wraps one pipeline chunk of the model, whose parameters are divided over the replicas.
 
     module: the network; its parameters are replaced by sharded ones, which keep their Placement. Needs at least two
     processes that hold the same parameters. fill: gives parameters of a part that were built on the meta device memory
@@ -55,12 +62,12 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
         fill: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         self.config = config
         self.ddp_config = ddp_config
         self.groups = pg_collection or ProcessGroupCollection.current()
         self.overlaps_grad_reduce = False
-        self.reduction = reduction_of(config, _dividing(ddp_config), self.groups)
+        self.reduction = choose_reduction(config, _dividing(ddp_config), self.groups)
         self.formats = Formats.of(ddp_config, next(module.parameters()).dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
@@ -70,7 +77,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             )
         self._fill = fill
         self.module = self._shard(module)
-        self.flat_buffers = list(self._make_buffers(placements))  # type: ignore[arg-type]
+        self.flat_buffers: list[ShardedParamBuffer] = list(self._make_buffers(placements))
 
     def _shard(self, module: nn.Module) -> nn.Module:
         """Main parameters, cut over the replicas, one unit for each layer or as large as asked for."""
@@ -115,6 +122,10 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         for model_dtype, named_params in by_dtype.items():
             yield ShardedParamBuffer(named_params, self.reduction, model_dtype, self.formats.grads)
 
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self.module(*inputs, **named_inputs)
+
     # ---- gradients
 
     def zero_grad_buffer(self) -> None:
@@ -137,7 +148,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         """Call after the last microbatch of a step; gradients have been summed already."""
         assert self._copies_are_summed, "enable_grad_sync() must be called before a step's last backward"
         for buffer in self.flat_buffers:
-            buffer.collect_grads()  # type: ignore[attr-defined]
+            buffer.collect_grads()
 
     # ---- parameters
 
@@ -154,6 +165,9 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         flat = local_shard(param).view(-1)
         model_dtype = self._model_dtypes[placement_of(param).name]
         return flat if main else flat.to(model_dtype), first_element(param, self.reduction.shards)
+
+    def broadcast_params(self) -> None:
+        """Nothing: no two processes hold the same elements."""
 
     @property
     def _sums_once(self) -> bool:
@@ -199,3 +213,117 @@ def _mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterator[list[nn.Module]]:
+    """The layers (elements of module lists), and the parts before and after them, embedding and output layer.
+
+    Parts of layers come before the layer that keeps the rest. A weight that embedding and output layer share belongs to
+    the whole network, as everything that is in no unit.
+    """
+    layers = list(_layers(module))
+    if config.megatron_fsdp_enable_fine_grained_param_gather:
+        for layer in layers:
+            yield from ([part] for part in layer.children() if len(list(part.children())) > 0 and _numel(part) > 0)
+    yield from _together(layers, config.suggested_communication_unit_size or 0)
+    if not getattr(module, "share_embeddings_and_output_weights", False):
+        for child in module.children():
+            if next(_layers(child), None) is None and _numel(child) > 0:
+                yield [child]
+
+
+def _together(layers: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
+    """Neighbours until they have `size` parameters."""
+    unit: list[nn.Module] = []
+    for layer in layers:
+        unit.append(layer)
+        if sum(map(_numel, unit)) >= size:
+            yield unit
+            unit = []
+    if unit:
+        yield unit
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+class Formats(NamedTuple):
+    """How divided parameters and their gradients are kept and sent."""
+
+    params: torch.dtype
+    """Of the divided parameters, which the optimizer updates; the network computes with copies in its own."""
+    grads: torch.dtype
+    """In which gradients are added up over microbatches."""
+    sent: torch.dtype
+    """In which they are sent, and summed over processes."""
+
+    @classmethod
+    def of(cls, config: DistributedDataParallelConfig, model: torch.dtype) -> Formats:
+        """model: number format in which the network computes. Raises ConfigError for a main gradient format that torch
+        cannot keep."""
+        params = _DTYPES.get(config.megatron_fsdp_main_params_dtype, model)
+        grads = _DTYPES.get(config.megatron_fsdp_main_grads_dtype)
+        sent = _DTYPES.get(config.megatron_fsdp_grad_comm_dtype, grads)
+        if sent is None:
+            sent = torch.float32 if config.grad_reduce_in_fp32 else model
+        if grads not in (None, params, model):
+            raise ConfigError(
+                f"--megatron-fsdp-main-grads-dtype {config.megatron_fsdp_main_grads_dtype}: sums arrive in the number "
+                "format of the divided parameters; use auto"
+            )
+        return cls(params, params if grads is None else grads, sent)
+
+
+def count_traffic(part: Any, reduction: Reduction) -> None:
+    """Let an FSDPModule communicate over groups that count: those that it divides and copies parameters over."""
+    shards, copies = reduction.shards, reduction.copies
+    if isinstance(shards, MeteredGroup):
+        part.set_custom_all_gather(_CountedGather(shards))
+        part.set_custom_reduce_scatter(_CountedSum(shards))
+    if isinstance(copies, MeteredGroup):
+        part.set_all_reduce_hook(_CountedCopies(copies))
+
+
+class _Counted:
+    """What torch asks for memory, and then to communicate."""
+
+    def __init__(self, group: MeteredGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to send from or to receive into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CountedGather(_Counted):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Handle | None:
+        return all_gather_into_tensor(output_tensor, input_tensor, self.group, async_op)
+
+
+class _CountedSum(_Counted):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Handle | None:
+        assert op == dist.ReduceOp.SUM, f"{op}: sums are forced"
+        return reduce_scatter_tensor(output_tensor, input_tensor, self.group, "sum", async_op)
+
+
+class _CountedCopies:
+    """Called with what torch has summed over the copies."""
+
+    def __init__(self, group: MeteredGroup) -> None:
+        self.group = group
+
+    def __call__(self, summed: Tensor) -> None:
+        self.group.traffic.add(self.group.axis, "all_reduce", summed.nbytes, self.group.size())

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, common, merged, ranges_of_box
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
@@ -46,7 +46,7 @@ class ModelSum:
     shards: Mapping[bool, Group]
 
     @classmethod
-    def of(cls, buffers: Sequence[ParamAndGradBuffer], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
+    def of(cls, buffers: Sequence[FlatBuffer], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
         """buffers: of this process. has_experts: whether any process of the model has experts."""
         dense = next(buffer for buffer in buffers if not buffer.is_expert).reduction
         if not has_experts:
@@ -63,7 +63,7 @@ class ModelSum:
         return total + own[True] if True in self.shards else total
 
 
-def counted_ranges(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -> list[Range]:
+def counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> list[Range]:
     """The flat ranges of a buffer that together are what this process counts, in ascending order.
 
     Neighbouring parameters that are counted whole come as one range, with the zeros between them.
@@ -87,7 +87,7 @@ def is_counted(placement: Placement, groups: ProcessGroupCollection) -> bool:
     return not placement.is_copy and (placement.is_expert or "tp" in placement.axes or groups.tp.rank() == 0)
 
 
-def counted(buffer: ParamAndGradBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:
+def counted(buffer: FlatBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:
     """Views of a flat tensor laid out like `buffer` that together hold what this process counts."""
     return [flat[start:stop] for start, stop in counted_ranges(buffer, groups)]
 

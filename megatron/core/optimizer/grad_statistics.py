@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, common, ranges_of_box
 from megatron.core.optimizer.clip_grads import ModelSum, is_counted, sum_of_squares
 from megatron.core.placement import placement_of
@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 
 
-def count_zeros(buffers: Sequence[ParamAndGradBuffer], model_sum: ModelSum) -> Tensor:
+def count_zeros(buffers: Sequence[FlatBuffer], model_sum: ModelSum) -> Tensor:
     """Elements of the model's gradient that are zero; a float64 scalar, equal on all processes."""
     device = buffers[0].grad_data.device
     zeros = {of_experts: torch.zeros((), dtype=torch.float64, device=device) for of_experts in model_sum.shards}
@@ -36,7 +36,7 @@ def count_zeros(buffers: Sequence[ParamAndGradBuffer], model_sum: ModelSum) -> T
 
 
 def layer_norms(
-    buffers: Sequence[ParamAndGradBuffer], model_sum: ModelSum, of: Literal["parameters", "gradients"]
+    buffers: Sequence[FlatBuffer], model_sum: ModelSum, of: Literal["parameters", "gradients"]
 ) -> dict[str, float]:
     """L2 norm by layer, such as decoder.layers.3, in the model's order; what is in no layer goes by its module."""
     groups = model_sum.groups
@@ -52,7 +52,7 @@ def layer_norms(
     return {layer: square**0.5 for layer, square in sorted(squares.items(), key=lambda entry: _place(entry[0]))}
 
 
-def _counted(buffer: ParamAndGradBuffer, groups: ProcessGroupCollection) -> Iterator[tuple[str, list[Range]]]:
+def _counted(buffer: FlatBuffer, groups: ProcessGroupCollection) -> Iterator[tuple[str, list[Range]]]:
     """Each parameter's name in the model, and the flat ranges of it that this process counts, without padding."""
     for name, param, slot in zip(buffer.names, buffer.params, buffer.layout.slots, strict=True):
         placement = placement_of(param, name)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffer_layout import Slot
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer
+from megatron.core.distributed.param_and_grad_buffer import Slot
 from megatron.core.flat_ranges import Range, common
 
 CHUNK = 2**24
@@ -66,7 +66,7 @@ class GroupState:
 
     def __init__(
         self,
-        buffer: ParamAndGradBuffer,
+        buffer: FlatBuffer,
         members: Sequence[Member],
         ranges: Sequence[Range],
         kinds: Mapping[str, torch.dtype],
@@ -80,7 +80,7 @@ class GroupState:
         self.tensors = {
             kind: torch.zeros(sum(lengths), dtype=dtype, device=buffer.device) for kind, dtype in kinds.items()
         }
-        has_main_params = buffer.dtype not in (torch.float32, main_dtype) and not buffer.updates_itself
+        has_main_params = buffer.dtype not in (torch.float32, main_dtype) and not buffer.is_updated_as_it_is
         self.main = self._take(main_dtype) if has_main_params else None
         kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
         self.is_float32 = all(dtype == torch.float32 for dtype in kept)
@@ -140,7 +140,7 @@ class GroupState:
                 is_whole = stop - start == param.numel()
                 shape = param.shape if is_whole else (stop - start,)
                 tensors = {kind: flat[place].view(shape) for kind, flat in flats.items()}
-                if self.buffer.holds_main_params:
+                if self.buffer.model_dtype != self.buffer.dtype:  # these are main parameters
                     tensors["main_param"] = self.buffer.values(start, stop).view(shape)
                 yield name, StateSlice(first + start - slot.start, is_whole, tensors)
 

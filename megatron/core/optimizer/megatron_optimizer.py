@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron.core.optimizer.clip_grads import ModelSum, clip_divisor, counted, counted_ranges, global_norm
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
@@ -44,7 +44,7 @@ class UpdateResult(NamedTuple):
 class _Turn(NamedTuple):
     """Chunks whose parameters are gathered as soon as they are updated."""
 
-    chunks: Sequence[DistributedDataParallel]
+    chunks: Sequence[ModelChunk]
     groups: list[ParamGroup]
     """As far as they lie in these chunks."""
 
@@ -62,7 +62,7 @@ class MegatronOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        model_chunks: Sequence[DistributedDataParallel],
+        model_chunks: Sequence[ModelChunk],
         groups: ProcessGroupCollection,
         update_rule: UpdateRule | None = None,
     ) -> None:
@@ -274,7 +274,7 @@ class MegatronOptimizer:
         return None
 
 
-def _turns(chunks: Sequence[DistributedDataParallel], groups: Sequence[ParamGroup]) -> Iterator[_Turn]:
+def _turns(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[_Turn]:
     """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
     in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
     for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
@@ -290,7 +290,7 @@ def _write_back(states: Sequence[GroupState]) -> None:
 
 def get_megatron_optimizer(
     config: OptimizerConfig,
-    model_chunks: Sequence[DistributedDataParallel],
+    model_chunks: Sequence[ModelChunk],
     *,
     pg_collection: ProcessGroupCollection | None = None,
     update_rule: UpdateRule | None = None,
@@ -304,7 +304,7 @@ def get_megatron_optimizer(
     if update_rule is None and config.optimizer not in ("adam", "sgd", "lion", "muon", "soap"):
         raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd, lion, muon or soap")
     for chunk in model_chunks:
-        if not isinstance(chunk, DistributedDataParallel):
+        if not isinstance(chunk, ModelChunk):
             found = type(chunk).__name__
             raise TypeError(f"get_megatron_optimizer needs chunks wrapped in DistributedDataParallel; found {found}")
     return MegatronOptimizer(config, model_chunks, pg_collection or ProcessGroupCollection.current(), update_rule)

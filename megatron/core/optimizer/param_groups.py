@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, merged
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -60,7 +60,7 @@ class ParamGroup:
             highest, lowest = (lr / config.width_multiplier for lr in (config.lr or 0.0, config.min_lr))
             self.options |= {"lr": highest, "max_lr": highest, "min_lr": lowest}
 
-    def part(self, buffers: Sequence[ParamAndGradBuffer]) -> ParamGroup:
+    def part(self, buffers: Sequence[FlatBuffer]) -> ParamGroup:
         """The same group, options and all, as far as it lies in some of the buffers."""
         part = copy.copy(self)
         part.states = [state for state in self.states if any(state.buffer is buffer for buffer in buffers)]
@@ -92,7 +92,7 @@ def param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
 
 
 def make_param_groups(
-    buffers: Sequence[ParamAndGradBuffer], config: OptimizerConfig, rule_of: Callable[[str], UpdateRule]
+    buffers: Sequence[FlatBuffer], config: OptimizerConfig, rule_of: Callable[[str], UpdateRule]
 ) -> list[ParamGroup]:
     """One group for each key that occurs, decayed parameters first. rule_of: the rule of a name."""
     divided = [_divide(buffer, config) for buffer in buffers]
@@ -110,7 +110,7 @@ def make_param_groups(
     return groups
 
 
-def _divide(buffer: ParamAndGradBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple[list[Member], list[Range]]]:
+def _divide(buffer: FlatBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple[list[Member], list[Range]]]:
     """Parameters and ranges of each group of a buffer. A gap belongs to the group before it, so that parameters that
     follow each other are one range."""
     members = [

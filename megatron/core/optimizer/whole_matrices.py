@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range
 from megatron.core.optimizer.group_state import FlatShard, GroupState, Member
 
@@ -18,7 +18,7 @@ def range_of(member: Member) -> Range:
     return member.slot.start, member.slot.start + member.slot.numel
 
 
-def is_cut(buffer: ParamAndGradBuffer, member: Member) -> bool:
+def is_cut(buffer: FlatBuffer, member: Member) -> bool:
     """Whether the slices of several processes meet in the matrix."""
     first, last = range_of(member)
     shards = buffer.reduction.shards.size()

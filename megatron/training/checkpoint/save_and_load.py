@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.mapping import (
     whole_optimizer_state,
 )
 from megatron.core.dist_checkpointing.validation import ModelMismatchError
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import Placement, placement_of
@@ -257,7 +257,7 @@ def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
     return [*sharded_model_state(run).values(), *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main)]
 
 
-def _placed_parameters(run: Run) -> Iterator[tuple[DistributedDataParallel, torch.nn.Parameter, Placement]]:
+def _placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
     """Parameters, each with its chunk and placement."""
     for chunk in run.model:
         chunk.finish_param_sync()

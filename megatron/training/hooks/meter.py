@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.optimizer.grad_statistics import count_zeros
 from megatron.planner.throughput import Yardstick, build_yardstick
 from megatron.training.run import Hook, Run, StepResult
@@ -73,7 +73,7 @@ class StepMetrics:
         }
 
 
-def flat_buffers(run: Run) -> list[ParamAndGradBuffer]:
+def flat_buffers(run: Run) -> list[FlatBuffer]:
     """The buffers of all chunks of this process."""
     return [buffer for chunk in run.model for buffer in chunk.flat_buffers]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.collectives import all_reduce
+from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -115,6 +116,7 @@ def _whole_grads(run: Run) -> list[Tensor]:
             if isinstance(buffer, ShardedParamBuffer):
                 views |= buffer.whole_views([param.main_grad.float() for param in buffer.params])  # type: ignore[attr-defined]
                 continue
+            assert isinstance(buffer, ParamAndGradBuffer), f"{type(buffer).__name__} cannot be put together"
             values = buffer.grad_data.detach().float().clone()
             if sum(stop - start for start, stop in buffer.owned) < values.numel():
                 holders = torch.zeros_like(values)

@@ -1,0 +1,122 @@
+"""What the step, the optimizer and checkpoints need of a wrapped part of the model, and of its flat memory.
+
+Two implementations: DistributedDataParallel keeps whole parameters on every replica (with a divided optimizer state if
+asked for), TorchFullyShardedDataParallel divides the parameters themselves. A wrapper of your own implements the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.bucket import Reduction
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import BufferLayout
+from megatron.core.flat_ranges import Range
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class FlatBuffer(Protocol):
+    """Parameters of one number format and their gradients, as flat memory of which this process updates `owned`."""
+
+    names: list[str]
+    """In the whole model."""
+    params: list[nn.Parameter]
+    starts: list[int]
+    """First element of each parameter that lies here, counted in its own flat memory."""
+    layout: BufferLayout
+    grad_data: Tensor
+    """[layout.numel], each gradient at its parameter's place."""
+    reduction: Reduction
+    """Over whom gradients are combined, and who divides the optimizer's state."""
+    is_expert: bool
+    """Weights of experts lie in buffers of their own."""
+    device: torch.device
+    dtype: torch.dtype
+    """Number format of the values here."""
+    model_dtype: torch.dtype
+    """Number format in which the network computes with them; another one than `dtype` where they are main parameters of
+    which the network gets rounded copies."""
+    is_updated_as_it_is: bool
+    """True: the values here are updated, in whatever number format. False: of values in 16 bits the optimizer keeps
+    main parameters beside them."""
+
+    @property
+    def owned(self) -> list[Range]:
+        """What this process updates, as ascending ranges of the flat memory."""
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """Elements of the parameters, inside one of the ranges that are `owned`: a view."""
+
+
+class ModelChunk(nn.Module, ABC):
+    """One pipeline chunk of the network, ready to be trained: `module` in flat memory.
+
+    A step calls `zero_grad_buffer`, then forward and backward of all microbatches (before the last of them
+    `enable_grad_sync`), `finish_grad_sync`, the optimizer's update, `start_param_sync`.
+    """
+
+    module: nn.Module
+    ddp_config: DistributedDataParallelConfig
+    groups: ProcessGroupCollection
+    flat_buffers: Sequence[FlatBuffer]
+    overlaps_grad_reduce: bool
+    """Whether gradients are reduced during backward, so that pipeline stages may want to begin at the same moment."""
+
+    # ---- gradients
+
+    @abstractmethod
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients; call before the first microbatch of a step."""
+
+    @abstractmethod
+    def enable_grad_sync(self) -> None:
+        """The next backward is this chunk's last of the step."""
+
+    @abstractmethod
+    def start_grad_sync(self) -> None:
+        """Start to combine whatever is not under way yet, where this can be done beside other work; all gradients must
+        be there."""
+
+    @abstractmethod
+    def finish_grad_sync(self) -> None:
+        """Combine the gradients of the replicas; call after the last microbatch of a step."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients; a tensor is not waited for."""
+        for buffer in self.flat_buffers:
+            buffer.grad_data.mul_(factor)
+
+    # ---- parameters
+
+    @abstractmethod
+    def start_param_sync(self) -> None:
+        """After the optimizer has updated what it owns: bring everyone the others' parameters, or begin to."""
+
+    @abstractmethod
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are those of the last update."""
+
+    @abstractmethod
+    def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[Tensor, int | None]:
+        """What this process holds of a parameter's shard: (values, None) where that is all of it, else (flat slice, its
+        first element). main: of main parameters, where they are all there is; otherwise as the network sees them."""
+
+    @abstractmethod
+    def broadcast_params(self) -> None:
+        """Give every replica the parameters of the first one, where replicas hold the same ones."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped module's state, without a prefix of ours."""
+        self.finish_param_sync()
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the wrapped module; the values land in the flat memory."""
+        self.finish_param_sync()
+        return self.module.load_state_dict(*args, **kwargs)
