@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.harness import DEFAULT_TIMEOUT_SECONDS, WorkerError, distributed, run_distributed
+from megatron.core.errors import ConfigError, TemporaryError
+from megatron.training.launch.local_job import run_locally
+from tests.parallel.harness import DEFAULT_TIMEOUT_SECONDS, WorkerError, distributed, run_distributed, server
 
 
 def sum_of_ranks(scale: int) -> tuple[int, torch.Tensor]:
@@ -134,3 +136,36 @@ def test_nested_functions_are_refused() -> None:
 
     with pytest.raises(ValueError, match="module-level"):
         run_distributed(nested, 2)
+
+
+# ---- run_locally, for tools: errors as sentences
+
+
+def fail_as(rank: int, kind: str) -> int:
+    if rank == 1 and kind == "config":
+        raise ConfigError("the layout is impossible")
+    if rank == 1 and kind == "bug":
+        raise KeyError("a lost tensor")
+    if rank == 1 and kind == "death":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return rank
+
+
+def test_tools_get_values_in_rank_order() -> None:
+    server()
+    assert run_locally(fail_as, 3, ("not at all",)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("config", ConfigError, "^the layout is impossible$"),
+        ("bug", TemporaryError, "^rank 1 of 2: KeyError: 'a lost tensor' (.*test_harness.py:[0-9]+)"),
+        ("death", TemporaryError, "^rank 1 of 2 died without a word$"),
+    ],
+)
+def test_tools_get_the_first_failure_as_a_sentence(kind: str, error: type[Exception], message: str) -> None:
+    server()
+    with pytest.raises(error, match=message):
+        run_locally(fail_as, 2, (kind,))

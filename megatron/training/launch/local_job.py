@@ -1,20 +1,28 @@
-"""A function on several processes of this machine that talk over gloo: for tools that compare layouts.
+"""A function on several processes of this machine that talk over gloo: for tools and tests that compare layouts.
 
-Processes are forked from a server that has imported torch once; they meet through a file, so no port is opened. The
-first one that fails ends the job with its rank; none is left behind.
+Processes are forked from a server that has imported torch once (some 20 ms each); they meet through a file, so no port
+is opened. Each sends one report. The first one that fails ends the job; none is left behind, also when the caller is
+killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.core.errors import MegatronError, TemporaryError
@@ -23,7 +31,35 @@ T = TypeVar("T")
 
 _PRELOAD = ["torch", "torch.distributed", "megatron.training.setup"]
 _GRACE_SECONDS = 2.0
-"""How long a process that failed may wait for a better explanation: the first to fail may only have lost its peer."""
+"""How long the others may still report after the first failure: the first to fail may only have lost its peer."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one process tells at its end."""
+
+    value: Any = None
+    """What the function returned."""
+    error: MegatronError | None = None
+    """What it raised, if that was one of ours."""
+    error_type: str = ""
+    """Name of the class of what it raised; empty where it returned."""
+    message: str = ""
+    place: str = ""
+    """file:line"""
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class JobReports:
+    """What became of the processes of a job."""
+
+    reports: dict[int, Report | None]
+    """Rank -> report, in the order of arrival; None for a process that died without one."""
+    silent: list[int]
+    """Ranks that had not reported when the time was over, or the grace after a failure."""
+    causes_of_death: dict[int, str]
+    """Of those that died: `by signal SIGKILL`, `exit code 3`."""
 
 
 def run_locally(
@@ -31,85 +67,168 @@ def run_locally(
 ) -> list[T]:
     """`function(rank, *arguments)` on each process; the results in rank order.
 
-    function: at module level, with arguments that can be pickled; torch.distributed is initialised with gloo when there
-    are several processes. A MegatronError is raised here as it was there. Raises TemporaryError, naming the rank, when
-    a process dies or fails otherwise, or when not all are done within the time.
+    function: at module level, with arguments that can be pickled; it runs with torch.distributed initialised. A
+    MegatronError is raised here as it was there. Raises TemporaryError, naming the rank, when a process dies or fails
+    otherwise, or when not all are done within the time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="parity-") as directory:
+    job = run_job_locally(function, world_size, arguments, timeout_seconds, context)
+    failures: list[Exception] = []
+    for rank, report in job.reports.items():
+        if report is None:
+            failures.append(TemporaryError(f"rank {rank} of {world_size} died without a word"))
+        elif report.error is not None:
+            failures.append(report.error)
+        elif report.error_type:
+            what = f"{report.error_type}: {report.message} ({report.place})"
+            failures.append(TemporaryError(f"rank {rank} of {world_size}: {what}"))
+    if failures:
+        raise next((error for error in failures if type(error) is not TemporaryError), failures[0])
+    if job.silent:
+        raise TemporaryError(f"no answer from rank(s) {job.silent} of {world_size} in time")
+    values = {rank: report.value for rank, report in job.reports.items() if report is not None}
+    return [values[rank] for rank in range(world_size)]
+
+
+def run_job_locally(
+    function: Callable[..., Any],
+    world_size: int,
+    arguments: Sequence[Any],
+    timeout_seconds: float,
+    context: Any,
+    prepare: Callable[[int, int], None] | None = None,
+) -> JobReports:
+    """The same, but tells what happened instead of raising. All processes are gone on return.
+
+    context: of multiprocessing, with start method forkserver. prepare(rank, world_size): called in each process before
+    it meets the others.
+    """
+    with tempfile.TemporaryDirectory(prefix="gloo-") as directory:
         pipes: list[Connection] = []
-        processes = []
+        processes: list[Any] = []
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                target = (function, rank, world_size, arguments, f"{directory}/store", timeout_seconds, theirs)
-                process = context.Process(target=_perform, args=target, daemon=True)
+                target = (rank, world_size, f"{directory}/store", timeout_seconds, function, arguments, prepare, theirs)
+                process = context.Process(target=_work, args=target, daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            return _collect(pipes, time.monotonic() + timeout_seconds)
+            reports = _collect(pipes, time.monotonic() + timeout_seconds)
+            causes = {rank: _describe_death(processes[rank]) for rank, report in reports.items() if report is None}
+            return JobReports(reports, [rank for rank in range(world_size) if rank not in reports], causes)
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            # Processes that are done wait for their pipe to close; the others are killed.
+            for pipe in pipes:
+                pipe.close()
+            _end(processes)
 
 
-def _collect(pipes: Sequence[Connection], deadline: float) -> list[Any]:
+# ---- in the calling process
+
+
+def _collect(pipes: Sequence[Connection], deadline: float) -> dict[int, Report | None]:
+    """Rank -> report, in the order of arrival, until all are there or the time is over."""
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    results: dict[int, Any] = {}
-    failures: dict[int, Exception] = {}
+    reports: dict[int, Report | None] = {}
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         ready: list[Any] = list(multiprocessing.connection.wait(list(waiting), timeout=remaining))
         for pipe in ready:
             rank = waiting.pop(pipe)
-            error: Exception | None
+            report: Report | None
             try:
-                error, value = pipe.recv()
+                report = pipe.recv()
             except (EOFError, OSError):  # also in the middle of a message
-                error, value = TemporaryError(f"rank {rank} of {len(pipes)} died without a word"), None
-            results[rank] = value
-            if error is not None:
-                failures[rank] = error
+                report = None
+            reports[rank] = report
+            if report is None or report.error_type:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    if failures:
-        raise next((error for error in failures.values() if type(error) is not TemporaryError), [*failures.values()][0])
-    if waiting:
-        raise TemporaryError(f"no answer from rank(s) {sorted(waiting.values())} of {len(pipes)} in time")
-    return [results[rank] for rank in range(len(pipes))]
+    return reports
 
 
-def _perform(
-    function: Callable[..., Any],
+def _describe_death(process: Any) -> str:
+    process.join(timeout=5)
+    if process.exitcode is not None and process.exitcode < 0:
+        return f"by signal {signal.Signals(-process.exitcode).name}"
+    return f"exit code {process.exitcode}"
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """Kill what is still there and wait for every one."""
+    for process in processes:
+        process.join(timeout=0.5)
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+
+
+# ---- in each process
+
+
+def _work(
     rank: int,
     world_size: int,
-    arguments: Sequence[Any],
     store: str,
     timeout_seconds: float,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    prepare: Callable[[int, int], None] | None,
     pipe: Connection,
 ) -> None:
+    """Run the call and send one report. A process that failed leaves at once, so that its peers notice; one that is
+    done stays until all are, so that a failure is seen as the failing rank's own."""
+    _die_with_parent()
+    try:
+        if prepare is not None:
+            prepare(rank, world_size)
+        _join(rank, world_size, store, timeout_seconds)
+        report = Report(function(rank, *arguments))
+        # Tensors as plain bytes: torch would hand them over as shared memory, a file each.
+        message = pickle.dumps(report)
+    except BaseException as error:
+        report = _describe_error(error)
+        message = pickle.dumps(report)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+        pipe.send_bytes(message)
+        if not report.error_type:
+            pipe.recv_bytes()  # ends with EOFError when the caller closes its end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No clean-up of process groups: after a failure it would wait for peers that are gone.
+    os._exit(0)
+
+
+def _join(rank: int, world_size: int, store: str, timeout_seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    try:
-        if world_size > 1:
-            timeout = timedelta(seconds=timeout_seconds)
-            files = dist.FileStore(store, world_size)
-            dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=timeout)
-        _send(pipe, None, function(rank, *arguments))
-    except MegatronError as error:
-        _send(pipe, error)
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename}:{last.lineno}"
-        _send(pipe, TemporaryError(f"rank {rank} of {world_size}: {type(error).__name__}: {error} ({where})"))
-    # Stay until the parent ends us: a process that leaves early looks like a failure to its peers.
-    pipe.poll(timeout_seconds)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
 
 
-def _send(pipe: Connection, error: Exception | None, value: Any = None) -> None:
-    """What pipe.send does, with tensors as plain bytes: torch would hand them over as shared memory, a file each."""
-    pipe.send_bytes(pickle.dumps((error, value)))
+def _describe_error(error: BaseException) -> Report:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Report(
+        error=error if isinstance(error, MegatronError) else None,
+        error_type=type(error).__name__,
+        message=str(error),
+        place=f"{last.filename}:{last.lineno}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _die_with_parent() -> None:
+    """Linux: be killed when the server that forked this process ends; it ends with the caller."""
+    if Path("/proc/self").exists():
+        pr_set_pdeathsig = 1
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
