@@ -21,11 +21,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
+from megatron.core.mesh import VirtualStages  # noqa: E402
 from megatron.core.optional_deps import require  # noqa: E402
-from megatron.core.pipeline_parallel.measured import read_trace  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import DEFERS_WEIGHT_GRADIENTS, ScheduleName, tables  # noqa: E402
-from megatron.core.pipeline_parallel.simulate import Costs, Event, Timeline, simulate  # noqa: E402
-from megatron.core.virtual_stages import VirtualStages  # noqa: E402
+from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate  # noqa: E402
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 COLOURS = {"F": ("#4c78a8", "#9ecae9"), "B": ("#54a24b", "#a8d8a0"), "W": ("#b279a2", "#dcbfd6")}

@@ -11,7 +11,14 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.core.process_groups_config import Group, MeteredGroup, SingleRankGroup, group_ranks, torch_group
+from megatron.core.process_groups_config import (
+    Group,
+    MeteredGroup,
+    PretendGroup,
+    SingleRankGroup,
+    group_ranks,
+    torch_group,
+)
 from megatron.core.traffic import Kind
 
 Op = Literal["sum", "max", "min", "avg"]
@@ -209,13 +216,12 @@ def broadcast_object(value: T | None, group: Group, source: int = 0) -> T:
 
 
 def _counted(
-    group: dist.ProcessGroup | MeteredGroup, kind: Kind, tensor: torch.Tensor, share: float = 1.0
+    group: dist.ProcessGroup | MeteredGroup | PretendGroup, kind: Kind, tensor: torch.Tensor, share: float = 1.0
 ) -> dist.ProcessGroup:
     """torch's group; where traffic is counted, count this call. share: how much of the tensor the call is about."""
     if isinstance(group, MeteredGroup):
         group.traffic.add(group.axis, kind, round(tensor.nbytes * share), group.size())
-        return group.group
-    return group
+    return torch_group(group)
 
 
 def _reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:

@@ -7,6 +7,8 @@ The ranks form two grids over the same processes, the first axis of `order` runn
 
 so expert parallelism is carved out of the processes that data, context and tensor parallelism use elsewhere.
 A group along some axes is the set of ranks whose other coordinates agree. Order of ranks and of groups is upstream's.
+
+Along a pipeline, VirtualStages says which process holds which stretch of layers.
 """
 
 from __future__ import annotations
@@ -100,15 +102,6 @@ class RankGrid:
             raise TopologyError(f"rank {rank} is not in a world of {self.world_size} processes")
         return _coordinates(rank, self.dense_sizes) | _coordinates(rank, self.expert_sizes)
 
-    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank with these coordinates on the dense grid."""
-        where = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-        rank, stride = 0, 1
-        for axis, size in self.dense_sizes.items():
-            rank += where[axis] * stride
-            stride *= size
-        return rank
-
     def groups(self, axes: str) -> list[list[int]]:
         """All groups along the named axes: "tp", "dp-cp", "ep-etp-pp", ... The order of the names does not matter.
 
@@ -158,10 +151,6 @@ class RankGrid:
         copies = [ranks[first::size] for ranks in wholes for first in range(size)]
         return shards, copies
 
-    def group_of(self, rank: int, axes: str) -> list[int] | None:
-        """The rank's own group along the axes; None where it has none (embd, on the middle stages of a pipeline)."""
-        return next((group for group in self.groups(axes) if rank in group), None)
-
     # ---- checks
 
     def _problems(self) -> list[str]:
@@ -206,6 +195,41 @@ class RankGrid:
                 "leave out --use-tp-pp-dp-mapping or change the sizes"
             )
         return problems
+
+
+@dataclass(frozen=True)
+class VirtualStages:
+    """Shape of a pipeline: `stages` processes with `chunks` stretches of layers each, its virtual stages.
+
+        looped   rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7      (interleaved, Narayanan et al., 2021)
+        folded   rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4      (V shape, Qi et al., 2024)
+
+    With one chunk both are the plain pipeline.
+    """
+
+    stages: int
+    """Processes in a row."""
+    chunks: int = 1
+    """Stretches of layers on each."""
+    folded: bool = False
+    """Every second round runs backwards, so that the first process also holds the last layers."""
+
+    @property
+    def count(self) -> int:
+        """Virtual stages in all."""
+        return self.stages * self.chunks
+
+    def index(self, rank: int, chunk: int) -> int:
+        """The virtual stage that is this chunk of this process."""
+        return chunk * self.stages + self._turned(rank, chunk)
+
+    def holder(self, index: int) -> tuple[int, int]:
+        """(rank, chunk) of a virtual stage."""
+        chunk, place = divmod(index, self.stages)
+        return self._turned(place, chunk), chunk
+
+    def _turned(self, place: int, chunk: int) -> int:
+        return self.stages - 1 - place if self.folded and chunk % 2 else place
 
 
 def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:

@@ -1,37 +1,16 @@
 """Every process group by name, in one object that is handed to whoever needs a group.
 
-| field     | the processes that ...                                  | upstream's name                        |
-|-----------|---------------------------------------------------------|----------------------------------------|
-| tp        | share each dense layer                                  | TENSOR_MODEL_PARALLEL                  |
-| pp        | hold the stages of one pipeline                         | PIPELINE_MODEL_PARALLEL                |
-| cp        | share each sequence                                     | CONTEXT_PARALLEL                       |
-| hcp       | ... at each level of a hierarchical exchange            | HIERARCHICAL_CONTEXT_PARALLEL_GROUPS   |
-| hybrid_cp | may share a sequence: 1, 2, 4, ... neighbours in dp_cp  | HYBRID_DP_CP_GROUPS                    |
-| dp        | hold the same shard and see other samples               | DATA_PARALLEL                          |
-| dp_cp     | hold the same shard: gradients are averaged here        | DATA_PARALLEL_WITH_CP                  |
-| tp_cp     | work on the same samples in one stage                   | TENSOR_AND_CONTEXT_PARALLEL            |
-| tp_dp     | ... of one stage and one sequence shard                 | TENSOR_AND_DATA_PARALLEL               |
-| tp_dp_cp  | hold the same stage                                     | TENSOR_AND_DATA_PARALLEL_WITH_CP       |
-| mp        | hold one replica of the model                           | MODEL_PARALLEL                         |
-| embd      | hold a copy of tied embeddings (first and last stage)   | EMBEDDING                              |
-| pos_embd  | hold position embeddings                                | POSITION_EMBEDDING                     |
-| ep        | share the experts of a layer                            | EXPERT_MODEL_PARALLEL                  |
-| expt_tp   | share each expert                                       | EXPERT_TENSOR_PARALLEL                 |
-| expt_dp   | hold the same expert shard                              | EXPERT_DATA_PARALLEL                   |
-| tp_ep     | hold one copy of a layer's experts                      | EXPERT_TENSOR_AND_MODEL_PARALLEL       |
-| tp_ep_pp  | hold one replica of all experts                         | EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL  |
-| world     | all                                                     | INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE   |
-| optimizer_shards | divide one copy of the optimizer's state         | INTRA_PARTIAL_DATA_PARALLEL_WITH_CP    |
-| optimizer_copies | hold the same slice of it                        | INTER_PARTIAL_DATA_PARALLEL_WITH_CP    |
+A row of ProcessGroupCollection says everything about a group: its members, the ranks of the grid it runs along, and the
+axis whose traffic it is. What builds, pretends, meters and limits groups reads these rows; a new axis is a new row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
@@ -72,67 +51,110 @@ class MeteredGroup:
         return self.group.rank()
 
 
-Group: TypeAlias = "dist.ProcessGroup | MeteredGroup | SingleRankGroup"
+@dataclass(frozen=True)
+class PretendGroup:
+    """A group as one of its members would see it, without processes: sizes and ranks, and no communication."""
+
+    ranks: tuple[int, ...]
+    global_rank: int
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """The place among them of the process whose view this is."""
+        return self.ranks.index(self.global_rank)
+
+
+Group: TypeAlias = "dist.ProcessGroup | MeteredGroup | PretendGroup | SingleRankGroup"
 """What a collective runs over: has size() and rank()."""
 
-GROUP_AXES: dict[str, str] = {
-    "tp": "tp",
-    "pp": "pp",
-    "cp": "cp",
-    "dp": "dp",
-    "dp_cp": "dp-cp",
-    "tp_cp": "tp-cp",
-    "tp_dp": "tp-dp",
-    "tp_dp_cp": "tp-dp-cp",
-    "mp": "tp-pp",
-    "embd": "embd",
-    "pos_embd": "pos_embd",
-    "ep": "ep",
-    "expt_tp": "etp",
-    "expt_dp": "edp",
-    "tp_ep": "etp-ep",
-    "tp_ep_pp": "etp-ep-pp",
-    "world": "world",
-}
-"""Field -> the axes of RankGrid.groups() it runs along."""
-_TRAFFIC_OF = GROUP_AXES | {
-    "dp_cp": "dp",
-    "embd": "pp",
-    "pos_embd": "pp",
-    "optimizer_shards": "dp",
-    "optimizer_copies": "dp",
-}
-"""Field -> the axis whose traffic it is: replicas average gradients, copies of embeddings belong to stages."""
+
+class _Row(NamedTuple):
+    """What is known of a field of ProcessGroupCollection."""
+
+    lists: Callable[[RankGrid], list[list[list[int]]]]
+    """Lists of groups; a process is in at most one group of each list. One list, but for fields that hold a tuple."""
+    traffic: str
+    """The axis that its traffic is counted for."""
+    axes: str | None = None
+    """What RankGrid.groups() calls it; None where the grid has a function of its own for it."""
+    is_tuple: bool = False
+
+
+def _along(axes: str, traffic: str | None = None) -> Any:
+    """A field whose groups run along axes of the grid. traffic: where it is not that of these axes."""
+    row = _Row(lambda grid: [grid.groups(axes)], traffic or axes, axes)
+    return dataclasses.field(metadata={_ROW: row})
+
+
+def _listed(lists: Callable[[RankGrid], list[list[list[int]]]], traffic: str, default: Any) -> Any:
+    """A field whose groups a function of the grid lists."""
+    row = _Row(lists, traffic, is_tuple=isinstance(default, tuple))
+    return dataclasses.field(default=default, metadata={_ROW: row})
+
+
+_ROW = "row"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupCollection:
-    """This process's groups. Each has .size() and .rank(); `embd` and `pos_embd` are None where it is no member."""
+    """This process's groups. Each has .size() and .rank(); `embd` and `pos_embd` are None where it is no member.
 
-    tp: Group
-    pp: Group
-    cp: Group
-    dp: Group
-    dp_cp: Group
-    tp_cp: Group
-    tp_dp: Group
-    tp_dp_cp: Group
-    mp: Group
-    embd: Group | None
-    pos_embd: Group | None
-    ep: Group
-    expt_tp: Group
-    expt_dp: Group
-    tp_ep: Group
-    tp_ep_pp: Group
-    world: Group
-    hcp: tuple[Group, ...] = ()
-    """Neighbours first; empty without --hierarchical-context-parallel-sizes."""
-    hybrid_cp: tuple[Group, ...] = ()
-    """The smallest first; empty without --hybrid-context-parallel."""
-    optimizer_shards: Group = SingleRankGroup()
-    """As dp_cp, unless the grid has several optimizer_instances."""
-    optimizer_copies: Group = SingleRankGroup()
+    The docstring of each field: the processes that ..., and upstream's name for the group.
+    """
+
+    tp: Group = _along("tp")
+    """Share each dense layer (TENSOR_MODEL_PARALLEL)."""
+    pp: Group = _along("pp")
+    """Hold the stages of one pipeline (PIPELINE_MODEL_PARALLEL)."""
+    cp: Group = _along("cp")
+    """Share each sequence (CONTEXT_PARALLEL)."""
+    dp: Group = _along("dp")
+    """Hold the same shard and see other samples (DATA_PARALLEL)."""
+    # Replicas average gradients over dp_cp, and copies of embeddings belong to stages: their traffic is that axis's.
+    dp_cp: Group = _along("dp-cp", traffic="dp")
+    """Hold the same shard: gradients are averaged here (DATA_PARALLEL_WITH_CP)."""
+    tp_cp: Group = _along("tp-cp")
+    """Work on the same samples in one stage (TENSOR_AND_CONTEXT_PARALLEL)."""
+    tp_dp: Group = _along("tp-dp")
+    """Hold one stage and one part of the sequences (TENSOR_AND_DATA_PARALLEL)."""
+    tp_dp_cp: Group = _along("tp-dp-cp")
+    """Hold the same stage (TENSOR_AND_DATA_PARALLEL_WITH_CP)."""
+    mp: Group = _along("tp-pp")
+    """Hold one replica of the model (MODEL_PARALLEL)."""
+    embd: Group | None = _along("embd", traffic="pp")
+    """Hold a copy of tied embeddings, on the first and the last stage (EMBEDDING)."""
+    pos_embd: Group | None = _along("pos_embd", traffic="pp")
+    """Hold position embeddings (POSITION_EMBEDDING)."""
+    ep: Group = _along("ep")
+    """Share the experts of a layer (EXPERT_MODEL_PARALLEL)."""
+    expt_tp: Group = _along("etp")
+    """Share each expert (EXPERT_TENSOR_PARALLEL)."""
+    expt_dp: Group = _along("edp")
+    """Hold the same expert shard (EXPERT_DATA_PARALLEL)."""
+    tp_ep: Group = _along("etp-ep")
+    """Hold one copy of a layer's experts (EXPERT_TENSOR_AND_MODEL_PARALLEL)."""
+    tp_ep_pp: Group = _along("etp-ep-pp")
+    """Hold one replica of all experts (EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL)."""
+    world: Group = _along("world")
+    """All (INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE)."""
+    hcp: tuple[Group, ...] = _listed(
+        lambda grid: [grid.cp_level_groups(level) for level in range(len(grid.cp_levels))], "cp", ()
+    )
+    """Share each sequence at each level of a hierarchical exchange, neighbours first; empty without
+    --hierarchical-context-parallel-sizes (HIERARCHICAL_CONTEXT_PARALLEL_GROUPS)."""
+    hybrid_cp: tuple[Group, ...] = _listed(
+        lambda grid: [grid.hybrid_cp_groups(size) for size in grid.hybrid_cp_sizes], "cp", ()
+    )
+    """May share a sequence: 1, 2, 4, ... neighbours in dp_cp, the smallest first; empty without
+    --hybrid-context-parallel (HYBRID_DP_CP_GROUPS)."""
+    optimizer_shards: Group = _listed(lambda grid: [grid.optimizer_groups()[0]], "dp", SingleRankGroup())
+    """Divide one copy of the optimizer's state: dp_cp, unless the grid has several optimizer_instances
+    (INTRA_PARTIAL_DATA_PARALLEL_WITH_CP)."""
+    optimizer_copies: Group = _listed(lambda grid: [grid.optimizer_groups()[1]], "dp", SingleRankGroup())
+    """Hold the same slice of the optimizer's state (INTER_PARTIAL_DATA_PARALLEL_WITH_CP)."""
     grid: RankGrid = dataclasses.field(default_factory=lambda: RankGrid(1))
     """The arithmetic the groups were built from."""
 
@@ -141,8 +163,19 @@ class ProcessGroupCollection:
     @classmethod
     def single(cls) -> ProcessGroupCollection:
         """The groups of a process that trains alone; torch.distributed is not needed."""
-        alone: dict[str, Any] = dict.fromkeys(GROUP_AXES, SingleRankGroup())
-        return cls(**alone, grid=RankGrid(1))
+        return cls.pretend(RankGrid(1), 0)
+
+    @classmethod
+    def pretend(cls, grid: RankGrid, rank: int) -> ProcessGroupCollection:
+        """The view that a rank of the grid would have, without any processes: for plans and tests.
+
+        Sizes and ranks of all groups are right; a collective over a group of several raises RuntimeError.
+        """
+
+        def view(ranks: list[int], description: str) -> Group:
+            return SingleRankGroup(rank) if len(ranks) == 1 else PretendGroup(tuple(ranks), rank)
+
+        return cls._of(grid, rank, view)
 
     @classmethod
     def build(
@@ -155,43 +188,36 @@ class ProcessGroupCollection:
         high_priority: fields whose groups communicate on NCCL streams of high priority.
         """
         if grid.world_size == 1:
-            alone = tuple(SingleRankGroup() for _ in grid.hybrid_cp_sizes)
-            return dataclasses.replace(cls.single(), grid=grid, hybrid_cp=alone)
+            return cls.pretend(grid, rank)
         if not dist.is_initialized() or dist.get_world_size() != grid.world_size:
             found = dist.get_world_size() if dist.is_initialized() else "none"
             raise RuntimeError(f"the grid has {grid.world_size} processes; torch.distributed has {found}")
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         urgent = {tuple(sorted(ranks)) for field in high_priority for ranks in grid.groups(GROUP_AXES[field])}
 
-        def create(ranks: list[int], description: str) -> dist.ProcessGroup | None:
+        def create(ranks: list[int], description: str) -> Group:
             options = communication_options(high_priority=tuple(sorted(ranks)) in urgent)
-            return _create(ranks, made, description, grid.world_size, timeout, options)
+            group = _create(ranks, made, description, grid.world_size, timeout, options)
+            return group or SingleRankGroup(rank)
 
-        fields: dict[str, Any] = dict.fromkeys(GROUP_AXES)
-        for field, axes in GROUP_AXES.items():
-            for ranks in grid.groups(axes):
-                group = create(ranks, f"{field}:{ranks[0]}")
-                if rank in ranks:
-                    fields[field] = group or SingleRankGroup(rank)
-        levels: list[Group] = []
-        for level in range(len(grid.cp_levels)):
-            for ranks in grid.cp_level_groups(level):
-                group = create(ranks, f"hcp{level}:{ranks[0]}")
-                if rank in ranks:
-                    levels.append(group or SingleRankGroup(rank))
-        blocks: list[Group] = []
-        for size in grid.hybrid_cp_sizes:
-            for ranks in grid.hybrid_cp_groups(size):
-                group = create(ranks, f"hybrid_cp{size}:{ranks[0]}")
-                if rank in ranks:
-                    blocks.append(group or SingleRankGroup(rank))
-        instances = zip(("optimizer_shards", "optimizer_copies"), grid.optimizer_groups(), strict=True)
-        for field, lists in instances:
-            for ranks in lists:
-                group = create(ranks, f"{field}:{ranks[0]}")
-                if rank in ranks:
-                    fields[field] = group or SingleRankGroup(rank)
-        return cls(**fields, hcp=tuple(levels), hybrid_cp=tuple(blocks), grid=grid)
+        return cls._of(grid, rank, create)
+
+    @classmethod
+    def _of(cls, grid: RankGrid, rank: int, make: Callable[[list[int], str], Group]) -> ProcessGroupCollection:
+        """The rank's groups. make: (global ranks, description) -> group."""
+        fields: dict[str, Any] = {}
+        for field, row in _ROWS.items():
+            ours: list[Group | None] = []
+            for number, groups in enumerate(row.lists(grid)):
+                ours.append(None)
+                for ranks in groups:
+                    # Also groups this rank is no member of, in the same order everywhere: torch.distributed needs every
+                    # process to take part in making every group.
+                    group = make(ranks, f"{field}{number if row.is_tuple else ''}:{ranks[0]}")
+                    if rank in ranks:
+                        ours[-1] = group
+            fields[field] = tuple(ours) if row.is_tuple else ours[0]
+        return cls(**fields, grid=grid)
 
     @classmethod
     def current(cls) -> ProcessGroupCollection:
@@ -224,15 +250,19 @@ class ProcessGroupCollection:
         """The same groups, which from now on count into `traffic`."""
 
         def meter(group: Any, axis: str) -> Any:
+            if isinstance(group, tuple):
+                return tuple(meter(member, axis) for member in group)
             return MeteredGroup(group, axis, traffic) if isinstance(group, dist.ProcessGroup) else group
 
-        fields: dict[str, Any] = {field: meter(getattr(self, field), axis) for field, axis in _TRAFFIC_OF.items()}
-        levels, blocks = (tuple(meter(group, "cp") for group in groups) for groups in (self.hcp, self.hybrid_cp))
-        return dataclasses.replace(self, **fields, hcp=levels, hybrid_cp=blocks)
+        return dataclasses.replace(
+            self, **{field: meter(getattr(self, field), r.traffic) for field, r in _ROWS.items()}
+        )
 
     def set_timeout(self, limit: timedelta) -> None:
         """From now on no collective of these groups waits longer."""
-        members = [*(getattr(self, field) for field in _TRAFFIC_OF), *self.hcp]
+        members: list[Any] = []
+        for field, row in _ROWS.items():
+            members += getattr(self, field) if row.is_tuple else [getattr(self, field)]
         groups = {torch_group(group) for group in members if isinstance(group, dist.ProcessGroup | MeteredGroup)}
         for group in groups:
             dist.distributed_c10d._set_pg_timeout(limit, group)
@@ -263,15 +293,29 @@ class ProcessGroupCollection:
         return 0 if self.grid.folded else self.pp.size() - 1
 
 
+_ROWS: dict[str, _Row] = {
+    field.name: field.metadata[_ROW] for field in dataclasses.fields(ProcessGroupCollection) if _ROW in field.metadata
+}
+GROUP_AXES: dict[str, str] = {field: row.axes for field, row in _ROWS.items() if row.axes is not None}
+"""Field -> the axes of RankGrid.groups() it runs along."""
+
+
 def group_ranks(group: Group) -> list[int]:
     """Global ranks of the group's members, in group order."""
     if isinstance(group, SingleRankGroup):
         return [group.global_rank]
+    if isinstance(group, PretendGroup):
+        return list(group.ranks)
     return list(dist.get_process_group_ranks(torch_group(group)))
 
 
-def torch_group(group: dist.ProcessGroup | MeteredGroup) -> dist.ProcessGroup:
-    """What torch.distributed knows it as."""
+def torch_group(group: dist.ProcessGroup | MeteredGroup | PretendGroup) -> dist.ProcessGroup:
+    """What torch.distributed knows it as. Raises RuntimeError for a group without processes."""
+    if isinstance(group, PretendGroup):
+        raise RuntimeError(
+            f"nothing can be sent over ranks {list(group.ranks)}: ProcessGroupCollection.pretend() made rank "
+            f"{group.global_rank}'s view of the groups without processes; use ProcessGroupCollection.build()"
+        )
     return group.group if isinstance(group, MeteredGroup) else group
 
 
@@ -289,7 +333,6 @@ def _create(
         return None
     if key not in made:
         everyone = len(key) == world_size and options is None
-        # Every process must take part in making every group, also of those it is no member of.
         group = (
             dist.group.WORLD
             if everyone

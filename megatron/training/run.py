@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.pipeline_parallel.communication import Program
     from megatron.core.pipeline_parallel.executor import Executor
+    from megatron.core.pipeline_parallel.programs import Program
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.timers import Timers
     from megatron.training.config.container import RunConfig

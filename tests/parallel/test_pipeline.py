@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.core.mesh import RankGrid
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
-from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.loop import evaluate

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.core.pipeline_parallel.measured import read_trace
 from megatron.core.pipeline_parallel.schedules import Action, tables
-from megatron.core.pipeline_parallel.simulate import needs
+from megatron.core.pipeline_parallel.timelines import needs, read_trace
 from megatron.training.loop import train
 from megatron.training.verify.parity import local_run
 from tests.functional.test_draw_schedule import draw

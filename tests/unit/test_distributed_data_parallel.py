@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.clip_grads import counted
 from megatron.core.placement import Part, Placement, Split, place
 from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.unit.pretend_groups import pretend
 from tests.unit.run_flags import run_config
 
 
@@ -210,18 +210,6 @@ def test_flag_keeps_gradients_of_a_bfloat16_run_in_bfloat16() -> None:
         assert model.flat_buffers[0].grad_data.dtype == expected
 
 
-class OneOfTwo(NamedTuple):
-    """A tensor-parallel group of two that nothing is sent over."""
-
-    index: int
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return self.index
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_element_of_the_model_is_counted_once(rank: int) -> None:
     parts = (Part(2, name="query"), Part(1, replicated=True, name="key"))
@@ -235,8 +223,7 @@ def test_every_element_of_the_model_is_counted_once(rank: int) -> None:
     for name, placement in placements.items():
         place(module[name], placement)
     (buffer,) = wrap(module).flat_buffers
-    groups = dataclasses.replace(ProcessGroupCollection.single(), tp=OneOfTwo(rank))  # type: ignore[arg-type]
-    views = counted(buffer, buffer.param_data, groups)
+    views = counted(buffer, buffer.param_data, pretend(rank, tp=2))
     sizes = {"column": 6, "partly": 6, "replicated": 6} if rank == 0 else {"column": 6, "partly": 3}
     assert sum(view.sum().item() for view in views) == sum(sizes.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.grad_sync_moments import grad_sync_moments
+from megatron.core.pipeline_parallel.executor import grad_sync_moments
 from megatron.core.pipeline_parallel.schedules import Action
 from tests.unit.run_flags import run_config
 

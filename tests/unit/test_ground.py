@@ -124,6 +124,26 @@ def test_one_process_has_every_group_without_torch_distributed() -> None:
     assert groups.is_first_stage and groups.is_last_stage
 
 
+def test_a_ranks_view_without_processes() -> None:
+    grid = RankGrid(16, tp=2, pp=2, ep=2, cp=2, cp_levels=(2, 1), optimizer_instances=2)
+    views = [ProcessGroupCollection.pretend(grid, rank) for rank in range(16)]
+    for field, axes in GROUP_AXES.items():
+        for rank, view in enumerate(views):
+            group = getattr(view, field)
+            members = next((ranks for ranks in grid.groups(axes) if rank in ranks), None)
+            assert (group and group_ranks(group)) == members, field
+            assert members is None or (group.size(), group.rank()) == (len(members), members.index(rank))
+    assert [group.size() for group in views[0].hcp] == [2, 1]
+    assert (views[5].optimizer_shards.size(), views[5].optimizer_copies.size()) == (2, 2)
+    assert [view.is_last_stage for view in views] == [False] * 8 + [True] * 8
+    tensor = torch.ones(2)
+    for collective in (all_reduce, broadcast):
+        with pytest.raises(RuntimeError, match=r"over ranks \[4, 5\]: .*pretend\(\) made rank 5's"):
+            collective(tensor, views[5].tp)
+    with pytest.raises(RuntimeError, match="use ProcessGroupCollection.build"):
+        barrier(views[0].pp)
+
+
 def test_collectives_over_one_process_copy_or_do_nothing() -> None:
     alone, tensor = SingleRankGroup(), torch.tensor([1.0, 2.0])
     for result in (all_reduce(tensor, alone, "avg", async_op=True), broadcast(tensor, alone), barrier(alone)):

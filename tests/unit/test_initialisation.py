@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -11,10 +9,9 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import placement_of
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows, normal
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.unit.test_tensor_parallel_layers import OneOf
+from tests.unit.pretend_groups import pretend
 
 VOCAB_SIZE = 48
 
@@ -26,10 +23,9 @@ def config(**changed: object) -> TransformerConfig:
     )  # fmt: skip
 
 
-def gpt(tp: OneOf | None = None, pp: OneOf | None = None, tied: bool = False, **changed: object) -> GPTModel:
-    """A model, or the part of it on one rank of groups that need no processes."""
-    groups = ProcessGroupCollection.single()
-    groups = dataclasses.replace(groups, tp=tp or groups.tp, pp=pp or groups.pp)
+def gpt(rank: int = 0, tp: int = 1, pp: int = 1, tied: bool = False, **changed: object) -> GPTModel:
+    """A model, or the part of it on one rank of a layout."""
+    groups = pretend(rank, tp=tp, pp=pp)
     return GPTModel(
         config(**changed),
         get_gpt_layer_local_spec(),
@@ -45,7 +41,7 @@ def gpt(tp: OneOf | None = None, pp: OneOf | None = None, tied: bool = False, **
 @pytest.mark.parametrize("size", [2, 4])  # 4: more ranks than the two query groups
 def test_tensor_parallel_shards_are_slices_of_the_whole(size: int) -> None:
     whole = {placement_of(p).name: p.detach() for p in gpt().parameters()}
-    ranks = [gpt(tp=OneOf(size, rank)) for rank in range(size)]
+    ranks = [gpt(rank, tp=size) for rank in range(size)]
     split = 0
     for name, full in whole.items():
         shards = [model.get_parameter(name).detach() for model in ranks]
@@ -65,7 +61,7 @@ def test_pipeline_stages_hold_layers_under_their_global_names(chunk_of: int) -> 
     whole = {placement_of(p).name: p.detach() for p in gpt().parameters()}
     found = {}
     for stage in range(chunk_of):
-        for param in gpt(pp=OneOf(chunk_of, stage)).parameters():
+        for param in gpt(stage, pp=chunk_of).parameters():
             assert torch.equal(param, whole[placement_of(param).name])
             found[placement_of(param).name] = param
     assert found.keys() == whole.keys()
@@ -73,17 +69,17 @@ def test_pipeline_stages_hold_layers_under_their_global_names(chunk_of: int) -> 
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ConfigError, match="--num-layers 4 cannot be divided over 3 pipeline stages"):
-        gpt(pp=OneOf(3, 0))
+        gpt(pp=3)
     with pytest.raises(ConfigError, match="--num-attention-heads 4 cannot be split"):
-        gpt(tp=OneOf(3, 0))
+        gpt(tp=3)
     with pytest.raises(ConfigError, match="--num-query-groups 2 cannot be shared by --tensor-model-parallel-size 3"):
-        gpt(tp=OneOf(3, 0), num_attention_heads=6, kv_channels=8)
+        gpt(tp=3, num_attention_heads=6, kv_channels=8)
 
 
 def test_tied_embeddings_across_stages() -> None:
     """The last stage's copy starts equal under the owner's name, is no second parameter, and gradients are summed."""
-    owner = gpt(pp=OneOf(2, 0), tied=True).embedding.word_embeddings.weight
-    copy = gpt(pp=OneOf(2, 1), tied=True).output_layer.weight
+    owner = gpt(pp=2, tied=True).embedding.word_embeddings.weight
+    copy = gpt(1, pp=2, tied=True).output_layer.weight
     assert torch.equal(owner, copy)
     assert placement_of(copy).name == placement_of(owner).name == "embedding.word_embeddings.weight"
     assert placement_of(copy).is_copy and not placement_of(owner).is_copy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import placement_of
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, first_mlp
+from tests.unit.pretend_groups import pretend
 from tests.unit.run_flags import SMALLEST_RUN
-from tests.unit.test_tensor_parallel_layers import OneOf
 from tests.unit.tiny_training import train_tiny
 
 SPEC = "--spec examples.custom_layer layer_spec"
@@ -84,7 +82,7 @@ def test_plain_torch_modules_in_a_layer_have_names_in_the_whole_model() -> None:
 
     spec = get_gpt_layer_local_spec()
     spec.submodules.mlp = ModuleSpec(WithPlainWeight, submodules=spec.submodules.mlp.submodules)
-    groups = dataclasses.replace(ProcessGroupCollection.single(), pp=OneOf(2, 1))
+    groups = pretend(1, pp=2)
     config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=2)
     model = GPTModel(config, spec, 16, 16, pre_process=False, pg_collection=groups)
     names = {placement_of(parameter).name for parameter in model.parameters()}

@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.parameters import parameter_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, first_layer, losses_and_grads, read_config, token_batch
+from tests.unit.pretend_groups import pretend
 from tests.unit.run_flags import SMALLEST_RUN, run_config
-from tests.unit.test_tensor_parallel_layers import OneOf
 from tests.unit.tiny_training import differing, prepare, train_tiny
 
 
@@ -189,7 +189,7 @@ def test_the_whole_embedded_sequence_is_freed() -> None:
     for flags in ("", "--no-clone-scatter-output-in-embedding"):
         config = read_config(flags).model
         config.sequence_parallel = True
-        group = OneOf(2, 0)
+        group = pretend(tp=2).tp
         embedding = LanguageModelEmbedding(config, 64, 16, add_position_embedding=True, tp_group=group)
         initialise_parameters(embedding, seed=1)
         embedding.word_embeddings.leave = lambda x, group: x.contiguous()  # the sum of one rank is enough here

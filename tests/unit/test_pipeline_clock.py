@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.communication import Program, Transfer, play, programs
+from megatron.core.mesh import VirtualStages
+from megatron.core.pipeline_parallel.programs import Program, Transfer, play, programs
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     ScheduleName,
@@ -19,8 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (
     tables,
     zero_bubble_h1,
 )
-from megatron.core.pipeline_parallel.simulate import EQUAL_PARTS, Deadlock, Timeline, simulate
-from megatron.core.virtual_stages import VirtualStages
+from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, Deadlock, Timeline, simulate
 
 STAGES = (1, 2, 3, 4, 8)
 SMALL = list(itertools.product(range(1, 9), (1, 2, 3, 5, 8, 16)))

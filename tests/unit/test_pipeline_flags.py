@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
+from tests.unit.pretend_groups import pretend
 
 SIZES = """--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1
     --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 31"""
@@ -27,23 +27,9 @@ def layer_counts(flags: str, **sizes: int) -> list[int]:
     return [len(stage.layers) for stage in pipeline_layout(config, virtual_stages(config))]
 
 
-class Stages:
-    """Enough of a process group for arithmetic."""
-
-    def __init__(self, size: int) -> None:
-        self.pp, self._size = self, size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
-
-
 def pipeline(flags: str, stages: int = 2) -> Pipeline:
     config = read(flags, stages).model
-    groups: ProcessGroupCollection = Stages(stages)  # type: ignore[assignment]
-    return Pipeline.of(config, groups, config.virtual_pipeline_model_parallel_size or 1)
+    return Pipeline.of(config, pretend(pp=stages), config.virtual_pipeline_model_parallel_size or 1)
 
 
 @pytest.mark.flags("--pipeline-model-parallel-size")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel import forward_backward
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import Action, forward_only, one_f_one_b
@@ -172,3 +175,35 @@ def test_non_loss_data_is_collected() -> None:
         seq_length=4, micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
     )  # fmt: skip
     assert found == [(4, 1)] * 2
+
+
+def test_an_executor_serves_all_steps_of_a_model_and_a_copy_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(forward_backward, "Executor", lambda *args: made.append(args) or Executor(*args))
+
+    def step(model: nn.Module, count: int = 1) -> None:
+        get_forward_backward_func()(
+            forward_step_func=three_results, data_iterator=batches(count), model=model, num_microbatches=count,
+            seq_length=4, micro_batch_size=1,
+        )  # fmt: skip
+
+    model = nn.Linear(3, 1)
+    for count in (1, 2):
+        step(model, count)
+    assert len(made) == 1
+    copied = copy.deepcopy(model)
+    step(copied)
+    assert len(made) == 2 and list(model.state_dict()) == ["weight", "bias"]
+    assert made[1][0] == [copied]
+
+
+def test_losses_are_scaled_as_the_models_config_says() -> None:
+    plain, scaled = nn.Linear(3, 1), nn.Linear(3, 1)
+    scaled.load_state_dict(plain.state_dict())
+    scaled.config = SimpleNamespace(grad_scale_func=lambda loss: 8 * loss)  # type: ignore[assignment]
+    for model in (plain, scaled):
+        get_forward_backward_func()(
+            forward_step_func=three_results, data_iterator=batches(2), model=model, num_microbatches=2, seq_length=4,
+            micro_batch_size=1,
+        )  # fmt: skip
+    torch.testing.assert_close(scaled.weight.grad, 8 * plain.weight.grad)  # type: ignore[operator]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
-from tests.unit.test_tensor_parallel_layers import OneOf
+from tests.unit.pretend_groups import pretend
 
 
 def seeded(seed: int, tp_rank: int) -> CudaRNGStatesTracker:
     tracker = CudaRNGStatesTracker()
-    groups = dataclasses.replace(ProcessGroupCollection.single(), tp=OneOf(2, tp_rank))
+    groups = pretend(tp_rank, tp=2)
     model_parallel_cuda_manual_seed(seed, pg_collection=groups, tracker=tracker)
     return tracker
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -18,20 +16,7 @@ from megatron.core.context_parallel.sharding import (
 )
 from megatron.core.errors import ConfigError
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-
-@dataclass
-class Place:
-    """A rank of a group that needs no processes."""
-
-    index: int
-    count: int
-
-    def rank(self) -> int:
-        return self.index
-
-    def size(self) -> int:
-        return self.count
+from tests.unit.pretend_groups import pretend
 
 
 def test_the_split_by_example() -> None:
@@ -62,20 +47,20 @@ def test_a_batch_is_cut_along_its_queries() -> None:
     row = torch.arange(length).expand(3, -1)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1).expand(3, 1, -1, -1)
     batch = {"tokens": row + 100, "position_ids": row, "attention_mask": mask, "cu_seqlens": torch.zeros(3, 9)}
-    cut = get_batch_on_this_cp_rank(batch, Place(1, size))
+    cut = get_batch_on_this_cp_rank(batch, pretend(1, cp=size).cp)
     assert cut["position_ids"][0].tolist() == [2, 3, 4, 5]
     assert cut["tokens"].shape == (3, 4)
     assert cut["tokens"][2].tolist() == [102, 103, 104, 105]
     assert torch.equal(cut["attention_mask"], mask[:, :, 2:6])
     assert cut["cu_seqlens"] is batch["cu_seqlens"]
-    assert get_batch_on_this_cp_rank(batch, Place(0, 1)) == batch
+    assert get_batch_on_this_cp_rank(batch, pretend(0, cp=1).cp) == batch
 
 
 def test_angles_are_those_of_the_positions() -> None:
     embedding = RotaryEmbedding(8, 1.0)
     whole = embedding.rotation(12)
     for rank in range(3):
-        own = rotation_of_rank(whole, Place(rank, 3))
+        own = rotation_of_rank(whole, pretend(rank, cp=3).cp)
         positions = positions_of_rank(12, rank, 3)
         assert torch.equal(own.cos, whole.cos[positions])
         assert torch.equal(own.sin, whole.sin[positions])

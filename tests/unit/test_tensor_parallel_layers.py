@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,22 +21,9 @@ from megatron.core.tensor_parallel.parameters import (
 )
 from megatron.core.tensor_parallel.products import Matmul, finish_weight_grad, multiply
 from tests.unit.gpt_models import build_model, token_batch
+from tests.unit.pretend_groups import pretend
 
 ALONE = SingleRankGroup()
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """Stands for a group of several ranks where nothing is communicated."""
-
-    number: int
-    index: int
-
-    def size(self) -> int:
-        return self.number
-
-    def rank(self) -> int:
-        return self.index
 
 
 def filled(layer: nn.Module) -> nn.Module:
@@ -112,7 +97,7 @@ def test_weight_gradient_in_a_wider_format() -> None:
 
 
 def test_placements() -> None:
-    group = OneOf(4, 1)
+    group = pretend(1, tp=4).tp
     config = ModelParallelConfig()
     column = ColumnParallelLinear(
         8, 24, config=config, init_method=normal(1.0), parts=(Part(16, name="a"), Part(8, name="b")), tp_group=group

@@ -1,6 +1,6 @@
 """When the actions of one step really began and ended on this process.
 
-A measured action begins when its input is there: waiting for a neighbour is idle time, as in simulate.py.
+A measured action begins when its input is there: waiting for a neighbour is idle time, as in timelines.py.
 """
 
 from __future__ import annotations

@@ -1,25 +1,34 @@
-"""Run one rank's part of a plan: where a schedule meets the model, the data and the loss."""
+"""Run one rank's program: where a schedule meets the model, the data and the loss.
+
+A program is this rank's cut of a plan (programs.py): forward, backward and weight-gradient actions, with the sends and
+receives between them. The executor walks through it once for each step:
+
+    Executor.run            what belongs to a step: losses, auxiliary losses, when gradients are reduced
+      _run_whole_model      one process, one chunk: a loop over microbatches, in which only losses live on
+      _StageStep            a part of a pipeline: hidden states come and go, and wait between forward and backward
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.auxiliary_loss import auxiliary_loss_scales
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.action_clock import ActionClock
-from megatron.core.pipeline_parallel.communication import Transfer
-from megatron.core.pipeline_parallel.grad_sync_moments import Signals, grad_sync_moments
-from megatron.core.pipeline_parallel.p2p_communication import Mail, connect_neighbours
-from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.pipeline_parallel.p2p_communication import P2PTransfers, TensorKey, connect_neighbours
+from megatron.core.pipeline_parallel.programs import Pipeline, Transfer, end_of_adjacent_transfers
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.pipeline_parallel.stage_run import StageRun, iterators_of_chunks
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,6 +37,10 @@ LossFunction = Callable[..., Any]
 """loss_func(output) -> (loss, dict) with a mean loss, or (loss sum, number of tokens, dict)."""
 ForwardStep = Callable[[Any, nn.Module], tuple[Tensor, LossFunction]]
 """forward_step(data_iterator, model) -> (output, loss_func): the user's half of a step, with upstream's contract."""
+ForwardChunk = Callable[[int, bool], tuple[Tensor | None, Tensor | None]]
+"""(number of a chunk, whether it holds the loss) -> its output [s, b, h], or None and the microbatch's loss."""
+Signals = Mapping[int, Sequence[Callable[[], None]]]
+"""Position in a program -> what to call before the action there."""
 
 
 @dataclass
@@ -65,6 +78,7 @@ class Executor:
         self.stages = self.pipeline.shape
         self.clock: ActionClock | None = None
         """Where a step's actions are timed; whoever wants that sets one before the step."""
+        self._has_whole_model = self.stages.count == 1
         self._queue: WeightGradQueue | None = None
         if self.pipeline.defers_weight_gradients:
             self._queue = WeightGradQueue()
@@ -108,21 +122,18 @@ class Executor:
                 if collect_non_loss_data:
                     outputs.loss_dicts.append(loss_func(output, non_loss_data=True))
                     return output, None
+                # The output (logits or losses) is not handed on: the loss alone keeps what backward needs of it.
                 return None, self._collect_loss(loss_func(output), num_microbatches, outputs)
 
         signals = {} if forward_only else grad_sync_moments(actions, self.chunks, self.groups.pp.rank())
-        deferred = any(action.kind == "W" for action in computed)
-        if self.stages.count == 1 and not deferred:
-            _run_alone(computed, forward, signals, forward_only, None if forward_only else self.clock)
+        clock = None if forward_only else self.clock
+        deferred = {(action.microbatch, action.chunk) for action in computed if action.kind == "W"}
+        if self._has_whole_model and not deferred:
+            _run_whole_model(computed, forward, signals, forward_only, clock)
         else:
-            stage_run = StageRun(self.chunks, self.groups.pp.rank(), self.stages, forward, forward_only)
-            stage_run.clock = None if forward_only else self.clock
-            stage_run.run(
-                actions,
-                signals,
-                self._mail(activation_shape or self.activation_shape),
-                self._queue if deferred else None,
-            )
+            transfers = self._transfers(activation_shape or self.activation_shape)
+            step = _StageStep(self, forward, forward_only, transfers, clock, deferred)
+            step.run(actions, signals)
         return outputs
 
     def _scale_auxiliary_losses(self, num_microbatches: int) -> None:
@@ -135,17 +146,19 @@ class Executor:
         for losses in self._auxiliary_losses:
             losses.begin_step(value)
 
-    def _mail(self, shape: Sequence[int] | None) -> Mail | None:
+    def _transfers(self, shape: Sequence[int] | None) -> P2PTransfers | None:
+        """What carries out this step's sends and receives; None where one process has all stages."""
         if self.stages.stages == 1:
             return None
         if shape is None:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
         assert self.config is not None
-        dtype = self.config.pipeline_dtype or self.config.params_dtype or getattr(torch, self.config.compute_dtype_name)
-        if getattr(self.config, "fp32_residual_connection", False):
+        config = self.config
+        dtype = config.pipeline_dtype or config.params_dtype or getattr(torch, config.compute_dtype_name)
+        if getattr(config, "fp32_residual_connection", False):
             dtype = torch.float32
         blocking = not self.pipeline.overlap
-        return Mail(self.groups.pp, shape, dtype, current_device(), blocking=blocking)
+        return P2PTransfers(self.groups.pp, shape, dtype, current_device(), blocking=blocking)
 
     def _collect_loss(self, result: tuple[Any, ...], num_microbatches: int, outputs: RunOutputs) -> Tensor:
         """File the microbatch's loss dict and return its share of the step's loss.
@@ -183,19 +196,54 @@ def activation_shape(
     return seq_length // parts, micro_batch_size, config.hidden_size
 
 
-def _output_weight(chunk: nn.Module) -> list[nn.Parameter]:
-    """The weight of the output layer, where this chunk has one of its own."""
-    return [param for name, param in chunk.named_parameters() if placement_of(param, name).kind == "head"]
+def iterators_of_chunks(data_iterator: Any, chunks: int) -> list[Iterator[Any] | None]:
+    """One iterator for each chunk: a given list as it is, or views of one iterator that all see every microbatch."""
+    if isinstance(data_iterator, list | tuple):
+        return list(data_iterator)
+    if data_iterator is None or chunks == 1:
+        return [data_iterator] * chunks
+    return list(itertools.tee(data_iterator, chunks))
 
 
-def _run_alone(
+def grad_sync_moments(program: Sequence[Action | Transfer], chunks: Sequence[Any], stage: int) -> Signals:
+    """When, in a program, the gradients of each chunk may start to be summed over the replicas of the model.
+
+    | the chunk's last gradients come from | without alignment            | --align-grad-reduce, stage r > 0 |
+    |--------------------------------------|------------------------------|----------------------------------|
+    | a whole backward (B)                 | bucket by bucket, during it  | r actions after it, all buckets  |
+    | a deferred weight backward (W)       | after it, all buckets        | r actions after it, all buckets  |
+
+    chunks: those wrapped in DistributedDataParallel are told; others, which have nothing to sum, are left alone. What
+    would come after the last action is left to `finish_grad_sync`.
+    """
+    signals: dict[int, list[Callable[[], None]]] = defaultdict(list)
+    positions = [p for p, step in enumerate(program) if isinstance(step, Action)]
+    actions = [step for step in program if isinstance(step, Action)]
+    for index, chunk in enumerate(chunks):
+        gradients = [turn for turn, action in enumerate(actions) if action.chunk == index and action.kind != "F"]
+        if not gradients or not hasattr(chunk, "enable_grad_sync"):
+            continue
+        # Stage r ends its last backward r actions before the first stage does. Waiting r actions lets all stages reduce
+        # at the same time, instead of disturbing neighbours that still compute and exchange hidden states.
+        is_aligned = chunk.ddp_config.align_grad_reduce and stage > 0
+        if not is_aligned and all(actions[turn].kind == "B" for turn in gradients):
+            # Earlier microbatches still add to the same buckets, so only the last backward may send them away.
+            signals[positions[gradients[-1]]].append(chunk.enable_grad_sync)
+            continue
+        turn = gradients[-1] + 1 + (stage if is_aligned else 0)
+        if turn < len(actions):
+            signals[positions[turn]].append(chunk.start_grad_sync)
+    return signals
+
+
+def _run_whole_model(
     actions: Sequence[Action],
-    forward: Callable[[int, bool], tuple[Tensor | None, Tensor | None]],
+    forward: ForwardChunk,
     signals: Signals,
     forward_only: bool,
     clock: ActionClock | None,
 ) -> None:
-    """The plain loop of a process that has the whole model: only losses are kept."""
+    """The plain loop of a process that has the whole model."""
     losses: dict[int, Tensor] = {}
     for position, action in enumerate(actions):
         for signal in signals.get(position, ()):
@@ -206,6 +254,7 @@ def _run_alone(
             _, loss = forward(action.chunk, True)
             if loss is not None:
                 losses[action.microbatch] = loss
+            # A name left in this frame would keep the graph alive through the next microbatch's forward.
             del loss
         elif action.kind == "B" and action.microbatch in losses and not forward_only:
             # Popping frees the loss, and with it the microbatch's graph, as soon as backward is done.
@@ -214,6 +263,151 @@ def _run_alone(
             raise ValueError(f"{action} cannot run: its forward has not run, or weight gradients are not deferred")
         if clock is not None:
             clock.end()
+
+
+class _Waiting(NamedTuple):
+    """What a microbatch's backward needs, kept since its forward."""
+
+    hidden_states_in: Tensor | None
+    """None on the first virtual stage."""
+    root: GradientEdge
+    """Where backward begins: the output's place in the graph, or the loss's. The output itself need not stay."""
+    loss: Tensor | None
+    """On the last virtual stage."""
+
+
+class _StageStep:
+    """One step on one process of a pipeline: computes its actions, exchanges hidden states and their gradients.
+
+    transfers: None where nothing is exchanged. deferred: (microbatch, chunk) of the backwards whose weight gradients
+    have actions of their own.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        forward: ForwardChunk,
+        forward_only: bool,
+        transfers: P2PTransfers | None,
+        clock: ActionClock | None,
+        deferred: set[tuple[int, int]],
+    ) -> None:
+        self.chunks, self.rank, self.shape = executor.chunks, executor.groups.pp.rank(), executor.stages
+        self.forward, self.forward_only = forward, forward_only
+        self.transfers, self.clock = transfers, clock
+        self.queue = executor._queue if deferred else None
+        self.deferred = deferred
+        self.waiting: dict[tuple[int, int], _Waiting] = {}
+        self.outgoing: dict[TensorKey, Tensor] = {}
+        """Computed, and not yet posted to be sent."""
+        self.local: dict[TensorKey, Tensor] = {}
+        """Between two chunks of this rank, by the key under which the second takes it."""
+
+    def run(self, program: Sequence[Action | Transfer], signals: Signals) -> None:
+        """Everything in order. signals: by position, what to call before an action.
+
+        Raises ValueError for an action whose turn it cannot be.
+        """
+        position = 0
+        while position < len(program):
+            step = program[position]
+            if isinstance(step, Transfer):
+                # Transfers that stand side by side are posted together, before any of them is waited for: two ranks
+                # that send to each other would otherwise both wait for the other's receive.
+                end = end_of_adjacent_transfers(program, position)
+                assert self.transfers is not None, "a program with transfers on a pipeline of one process"
+                self.transfers.post(program[position:end], self.outgoing)  # type: ignore[arg-type]
+                position = end
+                continue
+            for signal in signals.get(position, ()):
+                signal()
+            if self.clock is not None:
+                self.clock.begin(step)
+            self._compute(step)
+            if self.clock is not None:
+                self.clock.end()
+            position += 1
+        if self.transfers is not None:
+            self.transfers.finish()
+
+    def _compute(self, action: Action) -> None:
+        key = (action.microbatch, action.chunk)
+        if action.kind == "F":
+            self._run_forward(action)
+        elif action.kind == "B" and key in self.waiting:
+            self._run_backward(action)
+        elif action.kind == "W" and self.queue is not None:
+            self.queue.run(key)
+        else:
+            raise ValueError(f"{action} cannot run: its forward has not run, or weight gradients are not deferred")
+
+    def _run_forward(self, action: Action) -> None:
+        stage = self.shape.index(self.rank, action.chunk)
+        hidden_states = self._take("F", action) if stage > 0 else None
+        if hidden_states is not None and not self.forward_only:
+            hidden_states.requires_grad_()
+        receiver = _module_with_input(self.chunks[action.chunk])
+        if receiver is not None:
+            receiver.set_input_tensor(hidden_states)
+        output, loss = self.forward(action.chunk, stage == self.shape.count - 1)
+        if receiver is not None:
+            receiver.set_input_tensor(None)  # the module would keep them until its next microbatch
+        if output is not None and stage < self.shape.count - 1:
+            # Only values travel: the graph ends at the stage's border, and backward enters it there again.
+            self._give("F", action, output.detach(), stage + 1)
+        if not self.forward_only:
+            result = output if loss is None else loss
+            assert result is not None
+            # Backward needs the place of the output in the graph, not its values. Without a reference of ours they are
+            # freed as soon as they are sent, which saves [s, b, h] for each microbatch in flight.
+            root = get_gradient_edge(result)
+            self.waiting[action.microbatch, action.chunk] = _Waiting(hidden_states, root, loss)
+
+    def _run_backward(self, action: Action) -> None:
+        stage = self.shape.index(self.rank, action.chunk)
+        hidden_states, root, loss = self.waiting.pop((action.microbatch, action.chunk))
+        with self._deferring(action.microbatch, action.chunk):
+            if loss is not None:
+                loss.backward()
+            else:
+                torch.autograd.backward((root,), (self._take("B", action),))
+        if hidden_states is not None:
+            assert hidden_states.grad is not None, f"stage {stage} does not use the hidden states it is given"
+            self._give("B", action, hidden_states.grad, stage - 1)
+
+    def _deferring(self, *key: int) -> AbstractContextManager[None]:
+        """While open, linear layers leave their weight gradients for the action W of this microbatch and chunk."""
+        return self.queue.collect(key) if self.queue is not None and key in self.deferred else nullcontext()
+
+    def _take(self, what: str, action: Action) -> Tensor:
+        key = (what, action.microbatch, action.chunk)
+        if key in self.local:
+            return self.local.pop(key)
+        assert self.transfers is not None
+        tensor = self.transfers.take(key)
+        if self.clock is not None:
+            self.clock.inputs_arrived()  # the time until now was waiting, not computing
+        return tensor
+
+    def _give(self, what: str, action: Action, tensor: Tensor, to_stage: int) -> None:
+        rank, chunk = self.shape.holder(to_stage)
+        if rank == self.rank:
+            self.local[what, action.microbatch, chunk] = tensor
+        else:
+            self.outgoing[what, action.microbatch, action.chunk] = tensor
+
+
+def _module_with_input(chunk: nn.Module) -> Any:
+    """The module inside wrappers that takes hidden states from the previous stage; None where none does."""
+    module: Any = chunk
+    while module is not None and not hasattr(module, "set_input_tensor"):
+        module = getattr(module, "module", None)
+    return module
+
+
+def _output_weight(chunk: nn.Module) -> list[nn.Parameter]:
+    """The weight of the output layer, where this chunk has one of its own."""
+    return [param for name, param in chunk.named_parameters() if placement_of(param, name).kind == "head"]
 
 
 def _detached(value: Any) -> Any:

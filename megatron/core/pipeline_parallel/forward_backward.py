@@ -8,13 +8,18 @@ from typing import Any
 from torch import nn
 
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep, activation_shape
+from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: ProcessGroupCollection | None = None,
+) -> Callable[..., list[Any]]:
     """The function that runs one step's microbatches; the same for every pipeline, since the schedule is data.
 
-    pp_size, vp_size: part of upstream's signature; the process groups and the number of chunks say both.
+    Part of upstream's signature: the process groups and the number of chunks say all three.
     """
     return forward_backward
 
@@ -35,7 +40,8 @@ def forward_backward(
     """Run all microbatches of a step; returns the loss dict of each, where the last layers are.
 
     seq_length, micro_batch_size: shape of what stages exchange. decoder_seq_length: takes the place of seq_length.
-    A `finalize_model_grads_func` set on the model's config is called after the last backward, as upstream.
+    A `finalize_model_grads_func` set on the model's config is called after the last backward, and a `grad_scale_func`
+    set there multiplies each loss before its backward, as upstream.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -43,14 +49,42 @@ def forward_backward(
     shape = None
     if groups.pp.size() > 1:
         shape = activation_shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
-    executor = Executor(chunks, groups, config, activation_shape=shape)
+    executor = _executor_for(chunks, groups, config)
+    executor.grad_scale_func = getattr(config, "grad_scale_func", None)
     actions = executor.pipeline.program(groups.pp.rank(), num_microbatches, forward_only)
-    outputs = executor.run(actions, forward_step_func, data_iterator, forward_only, collect_non_loss_data)
+    outputs = executor.run(actions, forward_step_func, data_iterator, forward_only, collect_non_loss_data, shape)
     finalize = getattr(config, "finalize_model_grads_func", None)
     if finalize is not None and not forward_only:
         per_token = getattr(config, "calculate_per_token_loss", False)
         finalize(chunks, outputs.num_tokens if per_token else None, pg_collection=groups)
     return outputs.loss_dicts
+
+
+class _Kept:
+    """The executor of a model, kept on its first chunk from one step to the next; a copy of the model makes its own."""
+
+    def __init__(self, executor: Executor | None = None) -> None:
+        self.executor = executor
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def _executor_for(chunks: list[nn.Module], groups: ProcessGroupCollection, config: Any) -> Executor:
+    """That of the last step where chunks, groups and pipeline are still the same: with NCCL a new one would connect the
+    stages anew, and each looks through all modules for auxiliary losses."""
+    kept = chunks[0].__dict__.get("_pipeline_executor")
+    executor = kept.executor if isinstance(kept, _Kept) else None
+    if (
+        executor is None
+        or executor.groups != groups
+        or [*map(id, executor.chunks)] != [*map(id, chunks)]
+        or executor.pipeline != Pipeline.of(config, groups, len(chunks))
+    ):
+        executor = Executor(chunks, groups, config)
+        chunks[0].__dict__["_pipeline_executor"] = _Kept(executor)
+    executor.config = config
+    return executor
 
 
 def _config_of(chunk: nn.Module) -> Any:

@@ -1,4 +1,9 @@
-"""Point-to-point: carries out the transfers that communication.py planned, on gloo and on NCCL."""
+"""Point-to-point communication: carries out the transfers that programs.py planned, on gloo and on NCCL.
+
+Both match the sends and receives of two processes by their order (gloo also by tag), and a program lists those of a
+pair alike on both sides. So nothing is negotiated here: transfers are posted in the program's order, and waited for
+late.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import receive, send
-from megatron.core.pipeline_parallel.communication import SENDS_UNDER_WAY, Transfer
+from megatron.core.mesh import VirtualStages
+from megatron.core.pipeline_parallel.programs import SENDS_UNDER_WAY, Transfer
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
-from megatron.core.virtual_stages import VirtualStages
 
-Key = tuple[str, int, int]
+TensorKey = tuple[str, int, int]
 """(F or B, microbatch, chunk of this rank)."""
 
 
-class Mail:
+class P2PTransfers:
     """One step's sends and receives of this rank.
 
     tensor_shape, dtype, device: of every tensor that is exchanged. blocking: wait for transfers as soon as they are
@@ -31,54 +36,57 @@ class Mail:
     ) -> None:
         self.group, self.blocking = group, blocking
         self.tensor_shape, self.dtype, self.device = tuple(tensor_shape), dtype, device
-        self._arriving: dict[Key, tuple[Any, Tensor]] = {}
-        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._receives: dict[TensorKey, tuple[Any, Tensor]] = {}
+        self._sends: deque[tuple[Any, Tensor]] = deque()
 
-    def post(self, transfers: Sequence[Transfer], outgoing: MutableMapping[Key, Tensor]) -> None:
+    def post(self, transfers: Sequence[Transfer], outgoing: MutableMapping[TensorKey, Tensor]) -> None:
         """Begin transfers that stand next to each other in the program; what is sent leaves `outgoing`."""
         works = [self._begin(transfer, outgoing) for transfer in transfers]
         if self.blocking:
             for work in works:
                 work.wait()
-            self._leaving.clear()
-        while len(self._leaving) > SENDS_UNDER_WAY:
-            self._leaving.popleft()[0].wait()
+            self._sends.clear()
+        # A tensor must stay unchanged until it has left. Waiting for the oldest bounds the memory that sends hold.
+        while len(self._sends) > SENDS_UNDER_WAY:
+            self._sends.popleft()[0].wait()
 
-    def take(self, key: Key) -> Tensor:
-        """The received tensor."""
-        work, tensor = self._arriving.pop(key)
+    def take(self, key: TensorKey) -> Tensor:
+        """The received tensor [s, b, h], waited for now."""
+        work, tensor = self._receives.pop(key)
         if not self.blocking:
             work.wait()
         return tensor
 
     def finish(self) -> None:
         """Wait until every send has left: its tensor's memory may then be used again."""
-        while self._leaving:
-            self._leaving.popleft()[0].wait()
-        assert not self._arriving, f"received and never used: {sorted(self._arriving)}"
+        while self._sends:
+            self._sends.popleft()[0].wait()
+        assert not self._receives, f"received and never used: {sorted(self._receives)}"
 
-    def _begin(self, transfer: Transfer, outgoing: MutableMapping[Key, Tensor]) -> Any:
+    def _begin(self, transfer: Transfer, outgoing: MutableMapping[TensorKey, Tensor]) -> Any:
         key = (transfer.what, transfer.microbatch, transfer.chunk)
         if transfer.kind == "send":
             tensor = outgoing.pop(key)
+            # The receiver has allocated this shape unasked; another one would be garbage there, or a hang.
             assert tensor.shape == self.tensor_shape and tensor.dtype == self.dtype, (
                 f"a stage gives {tuple(tensor.shape)} {tensor.dtype}; "
                 f"the next one expects {self.tensor_shape} {self.dtype}"
             )
             tensor = tensor.contiguous()
             work = send(tensor, self.group, transfer.peer, transfer.tag)
-            self._leaving.append((work, tensor))
+            self._sends.append((work, tensor))
             return work
         tensor = torch.empty(self.tensor_shape, dtype=self.dtype, device=self.device)
         work = receive(tensor, self.group, transfer.peer, transfer.tag)
-        self._arriving[key] = (work, tensor)
+        self._receives[key] = (work, tensor)
         return work
 
 
 def connect_neighbours(group: Group, shape: VirtualStages, device: torch.device) -> None:
     """Make the connections between stages, one after the other in the same order everywhere.
 
-    NCCL makes one when it is first used, and waits there for the partner, who may be waiting elsewhere.
+    NCCL makes a connection when it is first used, and the host waits there for the partner. In the middle of a step
+    the partner may itself be waiting for a third rank, so it is done before, with a tensor of one element.
     """
     if isinstance(group, SingleRankGroup) or dist.get_backend(torch_group(group)) != "nccl":
         return

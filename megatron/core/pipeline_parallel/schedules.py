@@ -1,6 +1,6 @@
 """Pipeline schedules as data: for one stage, the ordered list of what to run.
 
-A schedule knows nothing of tensors or processes, so the same list drives training (executor.py), a clock (simulate.py)
+A schedule knows nothing of tensors or processes, so the same list drives training (executor.py), a clock (timelines.py)
 and the tests. With one stage it is the plain loop: forward and backward of one microbatch after the other.
 
 | name        | bubble, part of the time             | microbatches in flight on stage r of S   | needs              |
@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from megatron.core.errors import ConfigError
-from megatron.core.virtual_stages import VirtualStages
+from megatron.core.mesh import VirtualStages
 
 
 class Action(NamedTuple):

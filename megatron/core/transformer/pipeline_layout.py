@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.errors import ConfigError
-from megatron.core.virtual_stages import VirtualStages
+from megatron.core.mesh import VirtualStages
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group

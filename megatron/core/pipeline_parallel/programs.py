@@ -1,4 +1,4 @@
-"""What stages send each other, planned for all ranks together.
+"""Every rank's program for a step: its actions, and the transfers between stages, planned for all ranks together.
 
 NCCL matches the sends and receives of two processes by their order, so both sides must list them alike, and a transfer
 that waits for one listed behind it never ends. Therefore the schedule is played on a clock; each transfer gets its
@@ -9,18 +9,28 @@ place on that one time line, at the moment its tensor exists; and each rank's pr
 
 One line for all means that every rank could even stop at each transfer until its partner is there (that is what
 `--no-overlap-p2p-communication` does). With overlap a receive is posted one action earlier, but never before another
-transfer with the same partner, so that both sides still list them alike.
+transfer with the same partner, so that both sides still list them alike. `play` proves it for any plan.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.pipeline_parallel.simulate import EQUAL_PARTS, UNDIVIDED, Deadlock, Timeline, simulate
-from megatron.core.virtual_stages import VirtualStages
+from megatron.core.mesh import VirtualStages
+from megatron.core.pipeline_parallel.schedules import (
+    DEFERS_WEIGHT_GRADIENTS,
+    Action,
+    ScheduleName,
+    forward_tables,
+    interleaved_problem,
+    tables,
+)
+from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, UNDIVIDED, Deadlock, Timeline, simulate
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 SENDS_UNDER_WAY = 4
 """A rank waits for its oldest send before it has more than this many; their tensors stay in memory meanwhile."""
@@ -45,6 +55,87 @@ Program: TypeAlias = "list[Action | Transfer]"
 """Everything one rank does in a step, in order."""
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """Everything that decides what the ranks do in a step."""
+
+    shape: VirtualStages
+    schedule: ScheduleName
+    group_size: int | None = None
+    """Of the interleaved schedule: consecutive microbatches of a chunk; the number of stages when None."""
+    overlap: bool = True
+    """Receives are posted early, and sends are not waited for at once."""
+    head_deferral: int | None = None
+    """Microbatches whose output layer gets its weight gradient after the last backward; 0: all; None: none."""
+
+    @classmethod
+    def of(cls, config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
+        """The pipeline that a model's config asks for; 1F1B, or interleaved with several chunks, where it is silent."""
+        asked: ScheduleName | None = getattr(config, "pipeline_schedule", None)
+        name: ScheduleName = asked or ("1f1b" if chunks == 1 else "interleaved")
+        if groups.pp.size() == 1 and chunks == 1:
+            name = "1f1b"
+        return cls(
+            shape=VirtualStages(groups.pp.size(), chunks, folded=name == "zb-v"),
+            schedule=name,
+            group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
+            overlap=getattr(config, "overlap_p2p_comm", True),
+            head_deferral=config.wgrad_deferral_limit
+            if getattr(config, "defer_embedding_wgrad_compute", False)
+            else None,
+        )
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether weight gradients are computed by actions of their own."""
+        return self.schedule in DEFERS_WEIGHT_GRADIENTS
+
+    def defers_head(self, rank: int) -> bool:
+        """Whether this rank has the output layer and computes its weight gradient later than the others."""
+        return self.head_deferral is not None and rank == self.shape.holder(self.shape.count - 1)[0]
+
+    def program(self, rank: int, microbatches: int, forward_only: bool = False) -> Program:
+        """What a rank does in a step. Raises ConfigError where the schedule does not exist for this number."""
+        return _plan(self, microbatches, forward_only)[rank]
+
+    def problem(self, microbatches: int) -> str | None:
+        """Why a step of so many microbatches cannot run; None where it can."""
+        if self.schedule != "interleaved":
+            return None
+        return interleaved_problem(self.shape.stages, microbatches, self.group_size or self.shape.stages)
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(pipeline: Pipeline, microbatches: int, forward_only: bool) -> list[Program]:
+    """All ranks' programs; planning takes up to a second, and most runs have two numbers of microbatches."""
+    actions = (
+        forward_tables(pipeline.shape, microbatches)
+        if forward_only
+        else tables(pipeline.schedule, pipeline.shape, microbatches, pipeline.group_size)
+    )
+    plan = programs(actions, pipeline.shape, overlap=pipeline.overlap)
+    if pipeline.head_deferral is not None and not forward_only:
+        rank, chunk = pipeline.shape.holder(pipeline.shape.count - 1)
+        plan[rank] = _with_head_gradients(plan[rank], chunk, pipeline.head_deferral or microbatches)
+    return plan
+
+
+def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program:
+    """The output layer's weight gradients as actions: of the first microbatches at the end, others after backward.
+
+    On the last stage backward follows forward at once, and the output layer's product is the largest of all: what can
+    wait until the last backward has gone on its way does not keep the stages before it waiting.
+    """
+    steps: Program = []
+    waiting: Program = []
+    for step in program:
+        steps.append(step)
+        if isinstance(step, Action) and step.kind == "B" and step.chunk == chunk:
+            product = Action("W", step.microbatch, chunk)
+            (waiting if len(waiting) < deferred else steps).append(product)
+    return steps + waiting
+
+
 def programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overlap: bool) -> list[Program]:
     """The tables of all ranks with their transfers. overlap: receives are posted early."""
     deferred = any(action.kind == "W" for table in tables for action in table)
@@ -55,7 +146,7 @@ def programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overla
     return [list(_receive_early(program)) for program in found] if overlap else found
 
 
-def adjacent_transfers(program: Sequence[Action | Transfer], first: int) -> int:
+def end_of_adjacent_transfers(program: Sequence[Action | Transfer], first: int) -> int:
     """End of the run of transfers that begins at position `first`: they are under way together."""
     end = first
     while end < len(program) and isinstance(program[end], Transfer):
@@ -70,6 +161,8 @@ def _on_one_line(timeline: Timeline, shape: VirtualStages) -> Iterator[tuple[int
         line.append(((start, 1, number), [(rank, action)]))
         pair = _transfer(rank, action, shape)
         if pair:
+            # Both ends go to the same place of the line, and before any action that begins at that moment: the partner
+            # may be one that begins with what is sent.
             line.append(((end, 0, number), pair))
     for _, steps in sorted(line, key=lambda entry: entry[0]):
         yield from steps
@@ -107,7 +200,7 @@ def _earlier_place(program: Program, peer: int) -> int:
     for place in range(len(program), 0, -1):
         before = program[place - 1]
         if isinstance(before, Action):
-            return place - 1
+            return place - 1  # one action is enough to hide a transfer behind, and holds one more tensor only
         if before.peer == peer:
             return place
     return 0
@@ -156,7 +249,7 @@ class _Player:
         begin = self.position
         while self.position < len(self.program) and self.over.issuperset(self.awaited):
             if isinstance(self.program[self.position], Transfer):
-                end = adjacent_transfers(self.program, self.position)
+                end = end_of_adjacent_transfers(self.program, self.position)
                 self.awaited = list(self._post(self.program[self.position : end]))
                 self.position = end
             elif self.over.issuperset(self._inputs(self.position)):

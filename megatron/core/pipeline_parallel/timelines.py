@@ -1,0 +1,229 @@
+"""Schedules on a clock: simulated from dependencies alone, or measured in a step that ran.
+
+Simulated, without tensors and processes:
+
+    F(m, v)  needs  F(m, v-1)                     v: virtual stage, m: microbatch
+    B(m, v)  needs  F(m, v) and B(m, v+1)
+    W(m, v)  needs  B(m, v)
+
+Measured: what --pipeline-trace-dir wrote, a file for each stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.errors import DataError
+from megatron.core.mesh import VirtualStages
+from megatron.core.pipeline_parallel.schedules import Action, ScheduleName
+
+MILLISECONDS = 1000.0
+
+
+class Costs(NamedTuple):
+    """How long one action on one chunk takes, in any unit."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    """Of inputs and weights, or of inputs alone where weight gradients are deferred."""
+    weight: float = 1.0
+    transfer: float = 0.0
+    """From one process to its neighbour; computing goes on meanwhile."""
+
+    def of(self, action: Action) -> float:
+        """Duration of an action."""
+        return {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind]
+
+
+UNDIVIDED = Costs()
+EQUAL_PARTS = Costs(forward=1.0, backward=1.0, weight=1.0)
+"""What zero-bubble schedules are designed for: backward in two halves, each as long as the forward."""
+
+
+class Event(NamedTuple):
+    """One action on the clock."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """A schedule that was played."""
+
+    events: list[Event]
+    """In an order in which one process could run them all: by start, and by what they need."""
+    makespan: float
+    bubble: float
+    """Idle part of all processes' time, from 0 to 1."""
+    peak_in_flight: list[float]
+    """For each rank, the most microbatches whose activations it held at once; a chunk's share of one counts as
+    1 / chunks."""
+
+
+class Deadlock(RuntimeError):
+    """The schedule waits for something that never comes."""
+
+
+def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Costs = UNDIVIDED) -> Timeline:
+    """Play the tables of all ranks. Raises Deadlock when all that are not done wait for each other."""
+    done: dict[tuple[str, int, int], float] = {}
+    clocks = [0.0] * shape.stages
+    positions = [0] * shape.stages
+    events: list[Event] = []
+    while True:
+        ready = [_next_event(rank, tables, positions, clocks, done, shape, costs) for rank in range(shape.stages)]
+        runnable = [event for event in ready if event is not None]
+        if not runnable:
+            break
+        event = min(runnable, key=lambda found: (found.start, found.rank))
+        rank, action = event.rank, event.action
+        done[action.kind, action.microbatch, shape.index(rank, action.chunk)] = event.end
+        clocks[rank] = event.end
+        positions[rank] += 1
+        events.append(event)
+    waiting = [
+        f"rank {rank} for {table[position]}"
+        for rank, (table, position) in enumerate(zip(tables, positions, strict=True))
+        if position < len(table)
+    ]
+    if waiting:
+        raise Deadlock(f"the schedule stops; waiting: {', '.join(waiting)}")
+    makespan = max(clocks)
+    busy = sum(event.end - event.start for event in events)
+    peaks = [peak_in_flight(table) / shape.chunks for table in tables]
+    return Timeline(events, makespan, 1 - busy / (shape.stages * makespan), peaks)
+
+
+def peak_in_flight(table: Sequence[Action]) -> int:
+    """Most forwards whose activations wait for the end of their backward at once, counted in chunks."""
+    last = "W" if any(action.kind == "W" for action in table) else "B"
+    held = peak = 0
+    for action in table:
+        held += (action.kind == "F") - (action.kind == last)
+        peak = max(peak, held)
+    return peak
+
+
+def needs(action: Action, rank: int, shape: VirtualStages) -> list[tuple[str, int, int]]:
+    """What must be done before: (kind, microbatch, virtual stage)."""
+    stage = shape.index(rank, action.chunk)
+    if action.kind == "F":
+        return [("F", action.microbatch, stage - 1)] if stage > 0 else []
+    if action.kind == "W":
+        return [("B", action.microbatch, stage)]
+    own = [("F", action.microbatch, stage)]
+    return own + [("B", action.microbatch, stage + 1)] if stage < shape.count - 1 else own
+
+
+def _next_event(
+    rank: int,
+    tables: Sequence[Sequence[Action]],
+    positions: list[int],
+    clocks: list[float],
+    done: dict[tuple[str, int, int], float],
+    shape: VirtualStages,
+    costs: Costs,
+) -> Event | None:
+    """The rank's next action with its times; None when it has none or its input is not there."""
+    if positions[rank] == len(tables[rank]):
+        return None
+    action = tables[rank][positions[rank]]
+    start = clocks[rank]
+    for need in needs(action, rank, shape):
+        if need not in done:
+            return None
+        travels = shape.holder(need[2])[0] != rank
+        start = max(start, done[need] + costs.transfer * travels)
+    return Event(rank, action, start, start + costs.of(action))
+
+
+# ---- measured
+
+
+class MeasuredStep(NamedTuple):
+    """One iteration of one pipeline; times in milliseconds from its first action on."""
+
+    iteration: int
+    schedule: ScheduleName
+    shape: VirtualStages
+    group_size: int | None
+    microbatches: int
+    timeline: Timeline
+    costs: Costs
+    """Mean times of the actions; transfers are not measured apart."""
+
+
+def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
+    """The given iteration of a trace; the last one that all stages have when None.
+
+    Raises DataError for a directory without a complete trace.
+    """
+    header, *_ = _rows(directory / "stage-0.jsonl")
+    try:
+        shape = VirtualStages(int(header["stages"]), int(header["chunks"]), bool(header["folded"]))
+        by_stage = [_by_iteration(_rows(directory / f"stage-{stage}.jsonl")[1:]) for stage in range(shape.stages)]
+        common = set.intersection(*map(set, by_stage))
+        chosen = max(common, default=0) if iteration is None else iteration
+        if chosen not in common:
+            found = f"iterations {min(common)} to {max(common)}" if common else "none"
+            raise DataError(f"{directory} has no complete trace of iteration {chosen}; found {found}")
+        tables = [found[chosen] for found in by_stage]
+        microbatches = 1 + max(row["microbatch"] for row in tables[0])
+        timeline = _timeline(tables, shape)
+        return MeasuredStep(
+            chosen, header["schedule"], shape, header["group_size"], microbatches, timeline, _costs(timeline.events)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{directory} holds no trace of a pipeline ({type(error).__name__}: {error})") from error
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); give a --pipeline-trace-dir") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not a trace of a pipeline: {error}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} is not a trace of a pipeline")
+    return rows
+
+
+def _by_iteration(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["iteration"]].append(row)
+    return found
+
+
+def _timeline(tables: list[list[dict[str, Any]]], shape: VirtualStages) -> Timeline:
+    first = min(row["start"] for table in tables for row in table)
+    events = [
+        Event(rank, Action(row["kind"], row["microbatch"], row["chunk"]), *_times(row, first))
+        for rank, table in enumerate(tables)
+        for row in table
+    ]
+    events.sort(key=lambda event: (event.start, event.rank))
+    makespan = max(event.end for event in events)
+    busy = sum(event.end - event.start for event in events)
+    orders = [[event.action for event in events if event.rank == rank] for rank in range(shape.stages)]
+    peaks = [peak_in_flight(order) / shape.chunks for order in orders]
+    return Timeline(events, makespan, 1 - busy / (shape.stages * makespan), peaks)
+
+
+def _times(row: dict[str, Any], first: float) -> tuple[float, float]:
+    return (row["start"] - first) * MILLISECONDS, (row["end"] - first) * MILLISECONDS
+
+
+def _costs(events: Iterable[Event]) -> Costs:
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        durations[event.action.kind].append(event.end - event.start)
+    means = {kind: sum(found) / len(found) for kind, found in durations.items()}
+    return Costs(means["F"], means["B"], means.get("W", means["B"]))
