@@ -29,7 +29,7 @@ class AuxiliaryLossScale:
         self.step += 1
 
 
-def auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLossScale]:
+def find_auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLossScale]:
     """Those of all modules inside."""
     found = (getattr(module, "auxiliary_loss_scale", None) for model in models for module in model.modules())
     return [scale for scale in found if isinstance(scale, AuxiliaryLossScale)]
@@ -52,7 +52,7 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.as_tensor(ctx.scale.value, dtype=ctx.like.dtype, device=ctx.like.device), None
 
 
-def with_auxiliary_loss(x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:
+def attach_auxiliary_loss(x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:
     """x, whose backward also is the backward of the scalar `loss` times the scale of that moment."""
     result: Tensor = _WithLoss.apply(x, loss, scale)
     return result

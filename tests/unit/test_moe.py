@@ -17,11 +17,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, GroupedMatmul
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.permutation import combine, permute, sort_slots
-from megatron.core.transformer.moe.router import LOSS_NAMES, coefficients_of_losses
-from megatron.core.transformer.moe.routing import best, sinkhorn, within_capacity
+from megatron.core.transformer.moe.permutation import permute, sort_slots, unpermute
+from megatron.core.transformer.moe.router import LOSS_NAMES, read_loss_coefficients
+from megatron.core.transformer.moe.routing import choose_best, fit_into_capacity, sinkhorn
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
-from megatron.core.transformer.operations import operations_of_experts
+from megatron.core.transformer.operations import describe_expert_operations
 from tests.unit.gpt_models import build_model, first_layer, read_config, token_batch
 
 E, K, S, B, H = 8, 2, 6, 2, 32
@@ -195,7 +195,7 @@ def test_forward_and_gradients_are_those_of_the_definition(flags: str) -> None:
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    weights = {LOSS_NAMES[kind]: weight for kind, weight in coefficients_of_losses(layer.config).items()}
+    weights = {LOSS_NAMES[kind]: weight for kind, weight in read_loss_coefficients(layer.config).items()}
     logged = sum((weights[name] * loss for name, loss in layer.router.take_losses().items()), torch.zeros(()))
     torch.testing.assert_close(logged, auxiliary.detach(), rtol=1e-5, atol=1e-6)
 
@@ -238,8 +238,8 @@ def test_the_global_loss_knows_the_microbatches_before() -> None:
 
 def test_groups_limit_the_choice() -> None:
     scores = torch.tensor([[9.0, 0.0, 5.0, 5.0, 6.0, 1.0]])
-    assert best(scores, 2).tolist() == [[0, 4]]
-    assert best(scores, 2, num_groups=3, group_topk=1).tolist() == [[2, 3]]  # 9 + 0 < 5 + 5
+    assert choose_best(scores, 2).tolist() == [[0, 4]]
+    assert choose_best(scores, 2, num_groups=3, group_topk=1).tolist() == [[2, 3]]  # 9 + 0 < 5 + 5
 
 
 def test_sinkhorn_gives_every_expert_as_much() -> None:
@@ -252,8 +252,8 @@ def test_sinkhorn_gives_every_expert_as_much() -> None:
 
 def test_within_capacity() -> None:
     experts, weights = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0.1], [0.3], [0.2], [0.1]])
-    assert within_capacity(experts, weights, 2, 2, "probs").flatten().tolist() == [False, True, True, True]
-    assert within_capacity(experts, weights, 2, 2, "position").flatten().tolist() == [True, True, False, True]
+    assert fit_into_capacity(experts, weights, 2, 2, "probs").flatten().tolist() == [False, True, True, True]
+    assert fit_into_capacity(experts, weights, 2, 2, "position").flatten().tolist() == [True, True, False, True]
 
 
 def test_permute_and_combine_are_transposes() -> None:
@@ -264,8 +264,8 @@ def test_permute_and_combine_are_transposes() -> None:
     assert order.tolist() == [1, 5, 8, 2, 3, 0, 6, 7]
     assert torch.autograd.gradcheck(lambda x: permute(x, order, 2), x)
     rows = permute(x, order, 2).detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda rows: combine(rows, order, 5, 2), rows)
-    assert torch.equal(combine(rows, order, 5, 2)[4], rows[2])
+    assert torch.autograd.gradcheck(lambda rows: unpermute(rows, order, 5, 2), rows)
+    assert torch.equal(unpermute(rows, order, 5, 2)[4], rows[2])
 
 
 @pytest.mark.parametrize("kind", [ExpertByExpert, GroupedMatmul], ids=lambda kind: kind.name)
@@ -320,12 +320,12 @@ def test_how_experts_compute() -> None:
     )
     assert isinstance(other.experts.linear_fc1.product, GroupedMatmul)
     assert not isinstance(plain.experts.linear_fc1.product, GroupedMatmul)
-    assert (other.dispatcher.permute, other.dispatcher.combine) == (permute, combine)
+    assert (other.dispatcher.permute, other.dispatcher.unpermute) == (permute, unpermute)
     assert plain.dispatcher.permute is not permute
     assert isinstance(other.dispatcher, AllToAllDispatcher)
     assert isinstance(plain.dispatcher, AllGatherDispatcher)
     torch.testing.assert_close(other(tokens())[0], plain(tokens())[0])
-    said = operations_of_experts(read_config(f"{MOE} --moe-grouped-gemm").model, torch.device("cpu"))
+    said = describe_expert_operations(read_config(f"{MOE} --moe-grouped-gemm").model, torch.device("cpu"))
     assert said["products of experts"] == "grouped_mm"
     with pytest.raises(ConfigError, match="flex is not supported; use allgather or alltoall"):
         read_config(f"{MOE} --moe-token-dispatcher-type flex")
@@ -398,7 +398,7 @@ def test_what_is_computed_again_is_counted_once() -> None:
         output = checkpoint(lambda x, f=layer: f(x)[0], x, use_reentrant=False) if recomputes else layer(x)[0]
         grads.append(gradients(layer, output.square().sum(), x))
         losses.append(layer.router.take_losses()["load_balancing_loss"])
-        assert layer.router._chosen.sum() == S * B * K
+        assert layer.router._tokens_per_expert.sum() == S * B * K
         layer.router.finish_step(ProcessGroupCollection.current())
         biases.append(layer.router.expert_bias.detach())
     torch.testing.assert_close(grads[1], grads[0])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.auxiliary_loss import auxiliary_loss_scales
+from megatron.core.auxiliary_loss import find_auxiliary_loss_scales
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -87,7 +87,7 @@ class Executor:
         elif self.pipeline.defers_head(pg_collection.pp.rank()):
             self._queue = WeightGradQueue()
             attach_queue(_output_weight(self.chunks[-1]), self._queue)
-        self._auxiliary_losses = auxiliary_loss_scales(self.chunks)
+        self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
         connect_neighbours(pg_collection.pp, self.stages, current_device())
 
     def run(

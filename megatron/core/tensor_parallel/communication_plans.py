@@ -289,7 +289,7 @@ def _count_chunks(tokens: int) -> int:
     return next(count for count in range(min(CHUNKS, tokens), 0, -1) if tokens % count == 0)
 
 
-def _rows_of_chunk(index: int, chunks: int, group: Group) -> Rows:
+def _select_chunk(index: int, chunks: int, group: Group) -> Rows:
     return lambda full: full.view(group.size(), chunks, -1, *full.shape[1:])[:, index]
 
 
@@ -303,7 +303,7 @@ def _gather_chunks(own: Tensor, group: Group, chunks: int) -> Iterator[tuple[Row
         under_way.append((gathered, handle))
     for index, (gathered, handle) in enumerate(under_way):
         _wait([handle])
-        yield _rows_of_chunk(index, chunks, group), gathered
+        yield _select_chunk(index, chunks, group), gathered
 
 
 def _multiply_and_scatter(
@@ -316,7 +316,7 @@ def _multiply_and_scatter(
     own = x.new_empty(x.shape[0] // group.size(), x.shape[1], width)
     handles = []
     for index, part in enumerate(own.chunk(chunks)):
-        output = product(_rows_of_chunk(index, chunks, group)(x).flatten(0, -2))
+        output = product(_select_chunk(index, chunks, group)(x).flatten(0, -2))
         output = output.view(group.size() * part.shape[0], *part.shape[1:])
         handles.append(reduce_scatter_tensor(part, output, group, async_op=True))
     return own, handles

@@ -44,7 +44,7 @@ def uses_fused_activation(config: TransformerConfig) -> bool:
     return config.bias_activation_fusion and known and not config.compile
 
 
-def activation_of(config: TransformerConfig) -> Activation:
+def build_activation(config: TransformerConfig) -> Activation:
     """The activation with its clamp and offset."""
     return dataclasses.replace(
         find_activation(config.activation_func),
@@ -76,7 +76,7 @@ class MLP(MegatronModule):
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         width = config.ffn_hidden_size if width is None else width
         assert width is not None and config.hidden_size is not None
-        self.activation = activation_of(config)
+        self.activation = build_activation(config)
         self.activate = choose_activate(config)
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(

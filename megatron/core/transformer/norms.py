@@ -70,7 +70,7 @@ class _Norm(MegatronModule):
         """The factor applied to the normalised input, [h]."""
         return self.weight + 1 if self.zero_centered else self.weight
 
-    def in_format_of(self, x: Tensor, *parameters: Tensor) -> list[Tensor]:
+    def cast_to(self, x: Tensor, *parameters: Tensor) -> list[Tensor]:
         """The parameters in x's number format: a residual stream in float32 has another than they."""
         return [parameter.to(x.dtype) for parameter in parameters]
 
@@ -84,7 +84,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h] in the number format of the weight."""
-        (scale,) = self.in_format_of(x, self.scale())
+        (scale,) = self.cast_to(x, self.scale())
         return (rms_norm if self.is_fused else rms_norm_reference)(x, scale, self.eps).to(self.weight.dtype)
 
 
@@ -109,7 +109,7 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h] in the number format of the weight."""
-        scale, bias = self.in_format_of(x, self.scale(), self.bias)
+        scale, bias = self.cast_to(x, self.scale(), self.bias)
         return (layer_norm if self.is_fused else layer_norm_reference)(x, scale, bias, self.eps).to(self.weight.dtype)
 
 

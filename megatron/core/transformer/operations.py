@@ -31,7 +31,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
 
     layers = [AttentionOptions.of(config, index + 1) for index in range(config.num_layers)]
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
-    experts = {} if config.num_moe_experts is None else operations_of_experts(config, device)
+    experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device)
     gate = "gated " if config.gated_linear_unit else ""
     fused_rope = fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place")
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
@@ -50,7 +50,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     }
 
 
-def operations_of_experts(config: TransformerConfig, device: torch.device) -> dict[str, str]:
+def describe_expert_operations(config: TransformerConfig, device: torch.device) -> dict[str, str]:
     """The same for a mixture of experts."""
     width, inner, dtype = config.hidden_size, config.moe_ffn_hidden_size, parameter_dtype(config)
     assert inner is not None

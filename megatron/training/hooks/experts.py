@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce
 from megatron.core.transformer.layer_patterns import has_experts
-from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, coefficients_of_losses
+from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.run import Hook, Run, StepResult
 
@@ -25,7 +25,7 @@ class ExpertsHook(Hook):
         """Hand the losses on: means over microbatches and replicas, in the order of layers."""
         model = run.config.model
         layers = [index + 1 for index in range(model.num_layers) if has_experts(model, index + 1)]
-        names = [LOSS_NAMES[kind] for kind, coefficient in coefficients_of_losses(model).items() if coefficient]
+        names = [LOSS_NAMES[kind] for kind, coefficient in read_loss_coefficients(model).items() if coefficient]
         if not names:
             return
         means = self._means(run, layers, names)

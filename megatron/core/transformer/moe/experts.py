@@ -16,14 +16,15 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
-from megatron.core.transformer.mlp import activation_of, choose_activate
+from megatron.core.transformer.mlp import build_activation, choose_activate
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def for_each_expert(init: Initialiser) -> Initialiser:
-    """The same distribution for each matrix of a stack, as if it stood alone."""
+    """The same distribution for each matrix of a stack [experts, out, in], as if it stood alone: Xavier's depends on
+    the shape of a matrix."""
 
     def fill(stack: Tensor, generator: torch.Generator) -> None:
         for matrix in stack:
@@ -63,7 +64,7 @@ class ExpertLinear(nn.Module):
         """[n, in] -> [n, out]; ends: [local experts] int32, where each one's rows end."""
         return multiply(self.product, x, self.weight, ends=ends)
 
-    def bias_of_rows(self, ends: Tensor, rows: int) -> Tensor:
+    def repeat_bias(self, ends: Tensor, rows: int) -> Tensor:
         """The bias of each row's expert, [n, out]."""
         assert self.bias is not None
         counts = ends.diff(prepend=ends.new_zeros(1))
@@ -78,9 +79,10 @@ class Experts(MegatronModule):
         super().__init__(config)
         number, width, inner = config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size
         assert number is not None and width is not None and inner is not None
-        self.activation, self.activate = activation_of(config), choose_activate(config)
+        self.activation, self.activate = build_activation(config), choose_activate(config)
         ep, etp = pg_collection.ep, pg_collection.expt_tp
-        # Named also where nothing is cut: by this axis the engine knows whose gradients are whose.
+        # Named also in a group of one: by this axis the engine knows experts' gradients, which it sums over other
+        # ranks than those of the other layers.
         by_expert = Split(0, "ep", ep.size(), ep.rank())
         gated = config.gated_linear_unit
         parts = (Part(inner, name="gate"), Part(inner, name="up")) if gated else None
@@ -103,18 +105,19 @@ class Experts(MegatronModule):
 
     def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """[n, h], [n] -> [n, h]; ends: [local experts] int32."""
+        # The bias is added outside the activation's fused form, which takes one bias for all rows.
         intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
         if self.linear_fc1.bias is not None:
-            intermediate = intermediate + self.linear_fc1.bias_of_rows(ends, len(rows))
+            intermediate = intermediate + self.linear_fc1.repeat_bias(ends, len(rows))
         activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
         weights = weights.unsqueeze(-1)
         # The second product is linear: its input weighted is its output weighted, which then need not be kept.
         output: Tensor = self.linear_fc2((activated * weights).to(rows.dtype), ends)
         if self.linear_fc2.bias is not None:
-            output = output + (self.linear_fc2.bias_of_rows(ends, len(rows)) * weights).to(rows.dtype)
+            output = output + (self.linear_fc2.repeat_bias(ends, len(rows)) * weights).to(rows.dtype)
         return output
 
 
 def _inside(dim: int, group: Group, parts: tuple[Part, ...] | None = None) -> tuple[Split, ...]:
-    """The cut of a dimension inside an expert; none in a group of one."""
+    """How a dimension of each expert is split over the ranks that share it; not at all in a group of one."""
     return () if group.size() == 1 else (Split(dim, "etp", group.size(), group.rank(), parts),)

@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 
-def choices(affinities: Tensor, k: int) -> Tensor:
-    """One where an expert is among a token's k best by affinity, [T, E] float32: without bias, groups or capacity."""
+def mark_choices(affinities: Tensor, k: int) -> Tensor:
+    """One where an expert is among a token's k best by affinity, [T, E] float32: without bias, groups or capacity,
+    which change where a token goes, but not what its affinities say."""
     with torch.no_grad():
         chosen = torch.zeros(affinities.shape, dtype=torch.float32, device=affinities.device)
         return chosen.scatter_(1, affinities.topk(k, dim=-1).indices, 1.0)
 
 
-def balance_loss(affinities: Tensor, counts: Tensor, tokens: float | Tensor, k: int) -> Tensor:
+def balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: float | Tensor, k: int) -> Tensor:
     """This process's share of the loss, a scalar.
 
-    affinities: [T, E], or [T, b, E] for a loss of each of b sequences, whose mean is taken. counts: [E] or [b, E],
-    tokens that chose each expert; tokens: how many chose, over all processes and, for counts of several microbatches,
-    their mean.
+    affinities: [T, E], or [T, b, E] for a loss of each of b sequences, whose mean is taken.
+    tokens_per_expert: [E] or [b, E], how many chose each expert, over all processes. tokens: how many chose; where the
+    counts are means over several microbatches, those of one.
     """
     sums = affinities.sum(dim=0)  # [E] or [b, E]
     sequences = 1 if sums.dim() == 1 else sums.shape[0]
-    return (sums * counts).sum() * (sums.shape[-1] / (k * sequences)) / tokens**2
+    return (sums * tokens_per_expert).sum() * (sums.shape[-1] / (k * sequences)) / tokens**2
 
 
 def z_loss(logits: Tensor, tokens: int) -> Tensor:

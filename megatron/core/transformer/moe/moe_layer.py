@@ -62,10 +62,12 @@ class MoELayer(MegatronModule):
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """[s, b, h], with SP [s/tp, b, h] -> the same, and None."""
         own = hidden_states
+        # Without sequence parallelism all tensor-parallel ranks have all tokens: each takes its share, or every token
+        # would be worked on tp times.
         if self.divides_tokens:
             own = scatter_to_sequence_parallel_region(own, self.tp_group)
-        rows, weights, ends, bring_back = self.dispatcher.dispatch(own.flatten(0, 1), self.router(own))
-        output = bring_back(self.experts(rows, weights, ends)).view_as(own)
+        rows, weights, ends, combine = self.dispatcher.dispatch(own.flatten(0, 1), self.router(own))
+        output = combine(self.experts(rows, weights, ends)).view_as(own)
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)

@@ -4,7 +4,7 @@ A token is in as many slots as it has destinations. `order` lists the slots, num
 sorted by destination:
 
     permute    x [T, h]  ->  rows [n, h]     row i is the token of slot order[i]
-    combine    rows      ->  y [T, h]        y[t] is the sum of the rows of t's slots
+    unpermute    rows      ->  y [T, h]        y[t] is the sum of the rows of t's slots
 
 Each is the other's transpose. The fused forms write every element once and sum a token's rows in the order of its
 slots, so that nothing depends on how threads meet; the references are made of torch's own operations.
@@ -45,46 +45,47 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _sum_of_slots(grad, ctx.saved_tensors[0], *ctx.sizes), None, None
+        return _sum_slots(grad, ctx.saved_tensors[0], *ctx.sizes), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.slots_per_token = slots_per_token
-        return _sum_of_slots(rows, order, tokens, slots_per_token)
+        return _sum_slots(rows, order, tokens, slots_per_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad.index_select(0, ctx.saved_tensors[0] // ctx.slots_per_token), None, None, None
 
 
-def _sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+    # Slots whose token was dropped have no row and must count as zeros.
     is_whole = order.shape[0] == tokens * slots_per_token
     make = rows.new_empty if is_whole else rows.new_zeros
     flat = make(tokens * slots_per_token, *rows.shape[1:])
-    flat[order] = rows
+    flat[order] = rows  # every slot has one row at most: no two writes meet, so the result does not depend on threads
     return flat if slots_per_token == 1 else flat.unflatten(0, (tokens, slots_per_token)).sum(dim=1)
 
 
 def permute(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
-    """[T, ...] -> [n, ...]."""
+    """Tokens [T, ...] to rows [n, ...] by destination; `order` [n] as sort_slots makes it."""
     result: Tensor = _Permute.apply(x, order, slots_per_token)
     return result
 
 
-def combine(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
-    """[n, ...] -> [T, ...]."""
-    result: Tensor = _Combine.apply(rows, order, tokens, slots_per_token)
+def unpermute(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+    """Rows [n, ...] by destination to sums of each token's rows, [T, ...]."""
+    result: Tensor = _Unpermute.apply(rows, order, tokens, slots_per_token)
     return result
 
 
 def permute_reference(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
-    """[T, ...] -> [n, ...]."""
+    """The same as `permute`, from torch's operations."""
     return x.index_select(0, order // slots_per_token)
 
 
-def combine_reference(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
-    """[n, ...] -> [T, ...]."""
+def unpermute_reference(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
+    """The same as `unpermute`, from torch's operations: on a GPU by atomic additions, in any order."""
     return rows.new_zeros(tokens, *rows.shape[1:]).index_add(0, order // slots_per_token, rows)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.auxiliary_loss import AuxiliaryLossScale, is_recomputing, with_auxiliary_loss
+from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype, zeros
@@ -17,16 +17,16 @@ from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cud
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.load_balancing import balance_loss, choices, z_loss
+from megatron.core.transformer.moe.load_balancing import balance_loss, mark_choices, z_loss
 from megatron.core.transformer.moe.routing import (
     Routing,
-    affinities_of,
-    best,
-    capacity_of,
+    choose_best,
     choose_experts,
+    compute_affinities,
+    compute_capacity,
+    fit_into_capacity,
     sinkhorn,
-    weigh_alone,
-    within_capacity,
+    weigh_experts,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,7 +39,7 @@ LOSS_NAMES = {
 """Kind of auxiliary loss -> its name in the log."""
 
 
-def coefficients_of_losses(config: MoEFields) -> dict[str, float]:
+def read_loss_coefficients(config: MoEFields) -> dict[str, float]:
     """Kind of auxiliary loss, as in LOSS_NAMES -> its weight."""
     balancing = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False)
     found = {kind: coefficient for kind, coefficient in balancing if kind in LOSS_NAMES}
@@ -74,7 +74,7 @@ class TopKRouter(MegatronModule):
         if config.moe_router_enable_expert_bias:
             self.expert_bias = declare_parameter((self.num_experts,), init=zeros).requires_grad_(False)
         self.losses: dict[str, Tensor] = {}
-        self._chosen: Tensor | None = None
+        self._tokens_per_expert: Tensor | None = None
         """[E], tokens of this process that chose each expert since the bias was last updated."""
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
@@ -84,14 +84,20 @@ class TopKRouter(MegatronModule):
         logits = self.logits(hidden_states)
         learns = self.training and torch.is_grad_enabled()
         routing = self._route(logits)
+        # Losses hang on the weights, which lie on the way from the main loss to the router; and before tokens are
+        # dropped: what the router wanted is to be balanced, not what it got.
         if learns:
             routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
             if self.expert_bias is not None and not is_recomputing():
-                counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)
-                self._chosen = counts if self._chosen is None else self._chosen + counts
+                self._count_tokens(routing, logits)
         if self.config.moe_expert_capacity_factor is not None:
-            routing = routing._replace(kept=self._kept(routing))
+            routing = routing._replace(kept=self._keep_within_capacity(routing))
         return routing
+
+    def _count_tokens(self, routing: Routing, logits: Tensor) -> None:
+        """Add this microbatch's tokens per expert to those of the step."""
+        counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)  # [E]
+        self._tokens_per_expert = counts if self._tokens_per_expert is None else self._tokens_per_expert + counts
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> [T, E], in the router's number format."""
@@ -107,70 +113,79 @@ class TopKRouter(MegatronModule):
         config = self.config
         if config.moe_router_force_load_balancing:
             drawn = _draw(functools.partial(torch.empty_like(logits).normal_))
-            return choose_experts(drawn + logits - logits.detach(), config)  # the gradient passes as if nothing was
+            # Random choices, but the gradient of the logits as it would be without them.
+            return choose_experts(drawn + logits - logits.detach(), config)
         if "sinkhorn" in config.moe_router_load_balancing_type:
             assigned = logits.detach()
             if self.training:
-                assigned = sinkhorn(_whole(assigned.float(), self.groups.tp_cp))[self._own(logits)]
-            return weigh_alone(logits, best(assigned, self.topk), config)
+                # Balanced over the whole microbatch, so that its choices do not depend on how it is divided.
+                assigned = sinkhorn(_gather_rows(assigned.float(), self.groups.tp_cp))[self._own_rows(logits)]
+            return weigh_experts(logits, choose_best(assigned, self.topk), config)
         return choose_experts(logits, config, self.expert_bias)
 
-    def _kept(self, routing: Routing) -> Tensor:
-        """Which choices fit into the experts' capacity, decided for the whole microbatch on every process alike."""
+    def _keep_within_capacity(self, routing: Routing) -> Tensor:
+        """Which choices fit into the experts' capacity, bool [T, k], decided for the whole microbatch on every process
+        alike."""
         group, config = self.groups.tp_cp, self.config
-        experts, weights = _whole(routing.experts, group), _whole(routing.weights.detach(), group)
-        capacity = capacity_of(experts.shape[0], config)
-        kept = within_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
-        return kept[self._own(routing.experts)]
+        experts, weights = _gather_rows(routing.experts, group), _gather_rows(routing.weights.detach(), group)
+        capacity = compute_capacity(experts.shape[0], config)
+        kept = fit_into_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
+        return kept[self._own_rows(routing.experts)]
 
-    def _own(self, rows: Tensor) -> slice:
-        """Where this process's tokens are among those of the microbatch, as `_whole` puts them together."""
+    def _own_rows(self, rows: Tensor) -> slice:
+        """Where this process's tokens are among those of the microbatch, as `_gather_rows` puts them together."""
         start = self.groups.tp_cp.rank() * rows.shape[0]
         return slice(start, start + rows.shape[0])
 
     # ---- losses
 
     def _with_losses(self, logits: Tensor, sequences: int, weights: Tensor) -> Tensor:
-        """The weights, on which the auxiliary losses hang."""
+        """The weights [T, k], on which the auxiliary losses hang."""
         tokens = logits.shape[0] * self.groups.tp_cp.size()
         for name, coefficient, share in self._loss_shares(logits, sequences, tokens):
             if not is_recomputing():
                 self.losses[name] = self.losses.get(name, 0.0) + share.detach()
             # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
             counted = coefficient * share * (tokens if self.config.calculate_per_token_loss else 1)
-            weights = with_auxiliary_loss(weights, counted, self.auxiliary_loss_scale)
+            weights = attach_auxiliary_loss(weights, counted, self.auxiliary_loss_scale)
         return weights
 
     def _loss_shares(self, logits: Tensor, sequences: int, tokens: int) -> Iterator[tuple[str, float, Tensor]]:
         """Name, weight and value, for this process's tokens, of each auxiliary loss whose weight is not zero."""
-        coefficients = coefficients_of_losses(self.config)
+        coefficients = read_loss_coefficients(self.config)
         z_coefficient = coefficients.pop("z_loss", 0.0)
         if any(coefficients.values()):
-            affinities = affinities_of(logits, self.config.moe_router_score_function)
-            chosen = choices(affinities, self.topk)
+            affinities = compute_affinities(logits, self.config.moe_router_score_function)
+            chosen = mark_choices(affinities, self.topk)
             for kind, coefficient in coefficients.items():
                 if coefficient:
-                    yield LOSS_NAMES[kind], coefficient, self._balance(kind, affinities, chosen, sequences, tokens)
+                    share = self._compute_balance_loss(kind, affinities, chosen, sequences, tokens)
+                    yield LOSS_NAMES[kind], coefficient, share
         if z_coefficient:
             yield LOSS_NAMES["z_loss"], z_coefficient, z_loss(logits, tokens)
 
-    def _balance(self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int) -> Tensor:
+    def _compute_balance_loss(
+        self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int
+    ) -> Tensor:
+        """Balanced are the experts of each sequence (seq_aux_loss), of the microbatch (aux_loss) or of all microbatches
+        of the step so far, on all replicas (global_aux_loss). affinities, chosen: [T, E]."""
         if kind == "seq_aux_loss":
             affinities, chosen = (x.unflatten(0, (-1, sequences)) for x in (affinities, chosen))  # [s, b, E]
             tokens //= sequences
-        counts = chosen.sum(dim=0)
+        tokens_per_expert = chosen.sum(dim=0)  # [E] or [b, E]
         if kind != "global_aux_loss":
-            all_reduce(counts, self.groups.tp_cp)
-            return balance_loss(affinities, counts, tokens, self.topk)
-        all_reduce(counts, self.groups.tp_dp_cp)
+            all_reduce(tokens_per_expert, self.groups.tp_cp)
+            return balance_loss(affinities, tokens_per_expert, tokens, self.topk)
+        all_reduce(tokens_per_expert, self.groups.tp_dp_cp)
         step, summed, microbatches = self._step_counts
         if step == self.auxiliary_loss_scale.step and microbatches:
-            counts, microbatches = counts + summed, microbatches + 1
+            tokens_per_expert, microbatches = tokens_per_expert + summed, microbatches + 1
         else:
             microbatches = 1
-        self._step_counts = (self.auxiliary_loss_scale.step, counts, microbatches)
-        # Everyone's mean count for a microbatch: of one of this replica's.
-        return balance_loss(affinities, counts / (microbatches * self.groups.dp.size()), tokens, self.topk)
+        self._step_counts = (self.auxiliary_loss_scale.step, tokens_per_expert, microbatches)
+        # The loss is of one microbatch of this replica, so it takes the mean count of a microbatch over all replicas.
+        mean = tokens_per_expert / (microbatches * self.groups.dp.size())
+        return balance_loss(affinities, mean, tokens, self.topk)
 
     def take_losses(self) -> dict[str, Tensor]:
         """The sums of `losses`, which begin anew."""
@@ -186,17 +201,19 @@ class TopKRouter(MegatronModule):
         `megatron.core.finish_step`."""
         if self.expert_bias is None:
             return
-        chosen = self._chosen
-        if chosen is None:
-            chosen = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_bias.device)
-        self._chosen = None
-        all_reduce(chosen, groups.tp_dp_cp)
-        missing = chosen.sum() - chosen * self.num_experts  # whole numbers: ties are ties
+        tokens_per_expert = self._tokens_per_expert
+        if tokens_per_expert is None:
+            # Without a microbatch of its own a process still takes part in the all-reduce.
+            tokens_per_expert = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_bias.device)
+        self._tokens_per_expert = None
+        all_reduce(tokens_per_expert, groups.tp_dp_cp)
+        # Times the number of experts instead of divided by it: in whole numbers an exact balance has the sign 0.
+        missing = tokens_per_expert.sum() - tokens_per_expert * self.num_experts
         self.expert_bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
 
 
-def _whole(rows: Tensor, group: Group) -> Tensor:
-    """The rows of all members, one after another."""
+def _gather_rows(rows: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks of the group, one rank's after another's: [n, ...] -> [ranks * n, ...]."""
     if group.size() == 1:
         return rows
     whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
@@ -205,7 +222,7 @@ def _whole(rows: Tensor, group: Group) -> Tensor:
 
 
 def _draw(draw: functools.partial[Tensor]) -> Tensor:
-    """Random numbers of this process's own."""
+    """Random numbers of this process's own: processes route different tokens, and must not jitter them alike."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         return draw()

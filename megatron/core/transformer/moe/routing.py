@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     """[T, k] bool, False where a full expert drops the token; None: no token is dropped."""
 
 
-def scores_of(logits: Tensor, score_function: str) -> Tensor:
+def score_experts(logits: Tensor, score_function: str) -> Tensor:
     """Score of every expert, [T, E]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if score_function == "softmax":
@@ -44,9 +44,9 @@ def scores_of(logits: Tensor, score_function: str) -> Tensor:
     return wide.sigmoid() if score_function == "sigmoid" else F.softplus(wide).sqrt()
 
 
-def affinities_of(logits: Tensor, score_function: str) -> Tensor:
+def compute_affinities(logits: Tensor, score_function: str) -> Tensor:
     """Scores that add up to one for each token, [T, E]: what the balancing losses are about."""
-    scores = scores_of(logits, score_function)
+    scores = score_experts(logits, score_function)
     return scores if score_function == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
@@ -56,19 +56,20 @@ def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None
     groups = (config.moe_router_num_groups, config.moe_router_group_topk)
     if function == "softmax" and not config.moe_router_pre_softmax:
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        experts = best(wide, k, *groups)
+        experts = choose_best(wide, k, *groups)
         weights = wide.gather(1, experts).softmax(dim=-1)
     else:
-        scores = scores_of(logits, function)
-        experts = best(scores if expert_bias is None else scores + expert_bias, k, *groups)
+        scores = score_experts(logits, function)
+        experts = choose_best(scores if expert_bias is None else scores + expert_bias, k, *groups)
         weights = scores.gather(1, experts)
+        # Softmax scores of all experts stay as they are: they add up to less than one for the chosen.
         if function != "softmax" and k > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return Routing(experts, _scaled(weights, config))
 
 
 @torch.no_grad()
-def best(scores: Tensor, k: int, num_groups: int | None = None, group_topk: int | None = None) -> Tensor:
+def choose_best(scores: Tensor, k: int, num_groups: int | None = None, group_topk: int | None = None) -> Tensor:
     """The k highest scores of each row, [T, E] -> [T, k] numbers of experts, the best first.
 
     With groups of neighbouring experts, only those of the `group_topk` groups are candidates whose k / group_topk best
@@ -83,7 +84,7 @@ def best(scores: Tensor, k: int, num_groups: int | None = None, group_topk: int 
     return scores.topk(k, dim=-1).indices
 
 
-def weigh_alone(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
+def weigh_experts(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
     """The given experts [T, k], weighted by their own logits: sigmoid of a single one, else softmax over all E."""
     wide = logits.float()
     scores = wide.sigmoid() if config.moe_router_topk == 1 else wide.softmax(dim=-1)
@@ -94,7 +95,7 @@ def weigh_alone(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
 def sinkhorn(logits: Tensor) -> Tensor:
     """exp(logits) [T, E] with rows and columns scaled so that every row adds up to 1/T and every column to 1/E
     (Sinkhorn, 1964; Clark et al., 2022, appendix B)."""
-    weights = (logits - logits.max()).exp()
+    weights = (logits - logits.max()).exp()  # a common factor changes nothing, and keeps exp finite
     rows, columns = weights.new_ones(weights.shape[0]), weights.new_ones(weights.shape[1])
     for _ in range(_SINKHORN_ROUNDS):
         rows = 1.0 / (len(rows) * (weights @ columns) + 1e-8)
@@ -105,7 +106,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
     return columns * weights * rows.unsqueeze(1)
 
 
-def capacity_of(tokens: int, config: MoEFields) -> int:
+def compute_capacity(tokens: int, config: MoEFields) -> int:
     """Tokens of a microbatch of `tokens` that an expert takes at most."""
     assert config.moe_expert_capacity_factor is not None and config.num_moe_experts is not None
     share = tokens * config.moe_router_topk / config.num_moe_experts
@@ -113,12 +114,13 @@ def capacity_of(tokens: int, config: MoEFields) -> int:
 
 
 @torch.no_grad()
-def within_capacity(experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
+def fit_into_capacity(experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
     """Which of the choices [T, k] a full expert keeps: by weight ("probs") or the first ("position"); bool [T, k].
 
     experts, weights: of the whole microbatch.
     """
     flat = experts.flatten()
+    # A place in an expert's list is a rank among its choices, of which those below the capacity are kept.
     # Two stable sorts: by preference, then by expert, so that each expert's choices follow each other, best first.
     if policy == "probs":
         preferred = weights.flatten().argsort(descending=True, stable=True)

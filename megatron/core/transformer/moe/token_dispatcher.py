@@ -1,14 +1,15 @@
-"""How tokens reach their experts on other processes, and how the outputs come back.
+"""How tokens reach their experts on other ranks (dispatch), and how the outputs come back (combine).
 
-Every process has tokens of its own. The processes of one copy of the experts form the group tp_ep: expert parallelism
-deals out the experts, expert tensor parallelism cuts each of them (neighbours in the group).
+Every rank has tokens of its own. The ranks of one copy of the experts form the group tp_ep: expert parallelism deals
+out the experts, expert tensor parallelism splits each of them over `ranks_per_expert` neighbours in the group.
 
-    allgather    every process gets all tokens of the group and works on those of its experts;
-                 outputs are summed over the group while they are scattered
-    alltoall     a process sends each token to the holders of its experts, to each of those that share one;
-                 outputs go back the same way and are summed
+    allgather    dispatch: all-gather of the group's tokens, of which each rank takes those of its experts
+                 combine: reduce-scatter of the outputs
+    alltoall     dispatch: all-to-all that sends each token to the ranks of its experts
+                 combine: all-to-all back, and a sum over each token's experts
 
-With one process in the group both only sort. T: own tokens, k: experts of a token, n: rows for the local experts.
+In a group of one both only permute. T: own tokens, k: experts of a token, n: rows for the local experts, which are as
+many as the local experts were chosen.
 """
 
 from __future__ import annotations
@@ -27,128 +28,133 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.permutation import (
-    combine,
-    combine_reference,
     permute,
     permute_reference,
     sort_slots,
+    unpermute,
+    unpermute_reference,
 )
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Dispatched(NamedTuple):
-    """What the local experts are to work on, and the way back."""
+    """What the local experts are to work on, and the way back. Weights are those of outputs in a token's sum."""
 
     rows: Tensor
     """[n, h], sorted by local expert."""
     weights: Tensor
     """[n]."""
     ends: Tensor
-    """[local experts] int32, where each one's rows end."""
-    bring_back: Callable[[Tensor], Tensor]
-    """Outputs [n, h] -> sums for the own tokens [T, h]."""
+    """[local experts] int32: where each one's rows end, that is, tokens per expert summed up."""
+    combine: Callable[[Tensor], Tensor]
+    """Weighted outputs [n, h] -> their sums for the own tokens [T, h]."""
 
 
 class TokenDispatcher(ABC):
-    """Base of the two ways."""
+    """Base of both dispatchers: permutes what this rank has by expert."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         assert config.num_moe_experts is not None
         self.group: Group = pg_collection.tp_ep
         self.num_experts = config.num_moe_experts
-        self.sharers = pg_collection.expt_tp.size()
+        self.ranks_per_expert = pg_collection.expt_tp.size()
         self.local_experts = self.num_experts // pg_collection.ep.size()
         self.first_expert = pg_collection.ep.rank() * self.local_experts
         fused = config.moe_permute_fusion
-        self.permute, self.combine = (permute, combine) if fused else (permute_reference, combine_reference)
+        self.permute, self.unpermute = (permute, unpermute) if fused else (permute_reference, unpermute_reference)
 
     @abstractmethod
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Tokens [T, h] of this process -> rows for its experts."""
 
-    def _sorted_by_expert(self, x: Tensor, routing: Routing, is_ours: Tensor | None) -> Dispatched:
-        """Rows for the local experts out of the given tokens. is_ours: bool [T, k], those that count; all if None."""
+    def _permute_to_experts(self, x: Tensor, routing: Routing, is_ours: Tensor | None) -> Dispatched:
+        """Rows for the local experts out of tokens [T, h]. is_ours: bool [T, k], the choices that count; all if
+        None."""
         tokens, k = routing.experts.shape
         local = (routing.experts - self.first_expert).flatten()
         kept = None
         if is_ours is not None:
             local = local.masked_fill(~is_ours.flatten(), self.local_experts)
-            kept = int(is_ours.sum())
+            kept = int(is_ours.sum())  # the host waits: how many rows there are decides shapes
         order, ends = sort_slots(local, self.local_experts, kept)
         weights = routing.weights.flatten().index_select(0, order)
 
-        def bring_back(outputs: Tensor) -> Tensor:
-            return self.combine(outputs, order, tokens, k)
+        def combine(outputs: Tensor) -> Tensor:
+            return self.unpermute(outputs, order, tokens, k)
 
-        return Dispatched(self.permute(x, order, k), weights, ends, bring_back)
+        return Dispatched(self.permute(x, order, k), weights, ends, combine)
 
 
 class AllGatherDispatcher(TokenDispatcher):
-    """Everyone gets all tokens."""
+    """Every rank gets all tokens: cheap where the group is small, or a token goes to many ranks anyway."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Tokens [T, h] of this process -> rows for its experts."""
         if self.group.size() == 1:
-            return self._sorted_by_expert(x, routing, routing.kept)
-        everyones = gather_from_sequence_parallel_region(x, self.group)
+            return self._permute_to_experts(x, routing, routing.kept)
+        gathered = gather_from_sequence_parallel_region(x, self.group)  # [ranks * T, h]
         weights = gather_from_sequence_parallel_region(routing.weights, self.group)
-        experts = self._gathered(routing.experts)
+        experts = self._gather(routing.experts)
         is_ours = (experts >= self.first_expert) & (experts < self.first_expert + self.local_experts)
         if routing.kept is not None:
-            is_ours &= self._gathered(routing.kept.to(torch.uint8)).bool()
-        found = self._sorted_by_expert(everyones, Routing(experts, weights), is_ours)
+            is_ours &= self._gather(routing.kept.to(torch.uint8)).bool()  # not every backend gathers bool
+        local = self._permute_to_experts(gathered, Routing(experts, weights), is_ours)
 
-        def bring_back(outputs: Tensor) -> Tensor:
-            return reduce_scatter_to_sequence_parallel_region(found.bring_back(outputs), self.group)
+        def combine(outputs: Tensor) -> Tensor:
+            # Sums over this rank's experts, then over the ranks: each token's experts may be anywhere.
+            return reduce_scatter_to_sequence_parallel_region(local.combine(outputs), self.group)
 
-        return found._replace(bring_back=bring_back)
+        return local._replace(combine=combine)
 
-    def _gathered(self, rows: Tensor) -> Tensor:
+    def _gather(self, rows: Tensor) -> Tensor:
         whole = rows.new_empty(self.group.size() * rows.shape[0], *rows.shape[1:])
         all_gather_into_tensor(whole, rows.contiguous(), self.group)
         return whole
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Each token goes where its experts are. Everyone must know how many rows come, so the host waits for that once."""
+    """Each token goes where its experts are. The host waits once: it must know how many rows come from every rank."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Tokens [T, h] of this process -> rows for its experts."""
         if self.group.size() == 1:
-            return self._sorted_by_expert(x, routing, routing.kept)
+            return self._permute_to_experts(x, routing, routing.kept)
         members, tokens = self.group.size(), x.shape[0]
-        # A destination is a member of the group and one of its experts; each of an expert's sharers gets the token.
+        # A destination is a rank of the group and one of its experts. Every rank that has a part of an expert gets the
+        # token, and makes a part of the output; combine sums them like outputs of different experts.
         holder, expert = routing.experts // self.local_experts, routing.experts % self.local_experts
-        shares = torch.arange(self.sharers, device=x.device)
-        member = holder.unsqueeze(-1) * self.sharers + shares  # [T, k, sharers]
-        destination = (member * self.local_experts + expert.unsqueeze(-1)).flatten(1)  # [T, k * sharers]
+        shares = torch.arange(self.ranks_per_expert, device=x.device)
+        member = holder.unsqueeze(-1) * self.ranks_per_expert + shares  # [T, k, ranks_per_expert]
+        destination = (member * self.local_experts + expert.unsqueeze(-1)).flatten(1)  # [T, k * ranks_per_expert]
         slots = destination.shape[1]
         kept = None
         if routing.kept is not None:
-            stays = routing.kept.repeat_interleave(self.sharers, dim=1)
+            stays = routing.kept.repeat_interleave(self.ranks_per_expert, dim=1)
             destination = destination.masked_fill(~stays, members * self.local_experts)
             kept = int(stays.sum())
         order, ends = sort_slots(destination.flatten(), members * self.local_experts, kept)
-        weights = routing.weights.repeat_interleave(self.sharers, dim=1).flatten().index_select(0, order)
+        weights = routing.weights.repeat_interleave(self.ranks_per_expert, dim=1).flatten().index_select(0, order)
+        # Tokens per rank and expert, which the ranks tell each other first; one copy to the host brings both sums.
         sent = ends.diff(prepend=ends.new_zeros(1)).view(members, self.local_experts)
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, self.group)
         sends, receives = torch.stack((sent, received)).sum(dim=2).tolist()
 
-        rows = exchange(self.permute(x, order, slots), self.group, sends, receives)
-        weights = exchange(weights, self.group, sends, receives)
-        # Rows came sender by sender; the experts want them expert by expert.
+        rows = all_to_all(self.permute(x, order, slots), self.group, sends, receives)
+        weights = all_to_all(weights, self.group, sends, receives)
+        # Rows came rank by rank, and inside a rank expert by expert; the products want all of an expert together.
         labels = torch.arange(self.local_experts, device=x.device).repeat(members)
         labels = labels.repeat_interleave(received.flatten(), output_size=sum(receives))
         by_expert, local_ends = sort_slots(labels, self.local_experts)
 
-        def bring_back(outputs: Tensor) -> Tensor:
-            as_received = self.combine(outputs, by_expert, len(by_expert), 1)
-            returned = exchange(as_received, self.group, receives, sends)
-            return self.combine(returned, order, tokens, slots)
+        def combine(outputs: Tensor) -> Tensor:
+            # The way of dispatch in reverse: order of arrival, all-to-all back, sum over each token's slots.
+            as_received = self.unpermute(outputs, by_expert, len(by_expert), 1)
+            returned = all_to_all(as_received, self.group, receives, sends)
+            return self.unpermute(returned, order, tokens, slots)
 
-        return Dispatched(self.permute(rows, by_expert, 1), weights.index_select(0, by_expert), local_ends, bring_back)
+        return Dispatched(self.permute(rows, by_expert, 1), weights.index_select(0, by_expert), local_ends, combine)
 
 
 def build_token_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> TokenDispatcher:
@@ -174,7 +180,8 @@ def _all_to_all(x: Tensor, group: Group, sends: list[int], receives: list[int]) 
     return received
 
 
-def exchange(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
-    """Send consecutive rows of x to the members, as many to each as `sends` says, and receive theirs."""
+def all_to_all(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
+    """All-to-all of rows: consecutive rows of x go to the ranks of the group, sends[i] of them to rank i, which sends
+    receives[i]. [sum(sends), ...] -> [sum(receives), ...]; backward sends gradients the other way."""
     result: Tensor = _Exchange.apply(x, group, sends, receives)
     return result
