@@ -30,7 +30,7 @@ from megatron.core.datasets.preprocessing.job import (  # noqa: E402
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
 from megatron.training.config.data import TokenizerConfig  # noqa: E402
-from megatron.training.flags.tokenizer_flags import TokenizerFlags  # noqa: E402
+from megatron.training.flags.parser import TokenizerFlags  # noqa: E402
 
 SEARCH_DOCUMENTS = 100_000
 WITHOUT_EFFECT = (

@@ -24,8 +24,10 @@ from megatron.core.datasets.inspection import DatasetFacts, check_vocabulary, do
 from megatron.core.errors import DataError, MegatronError, command_line, report_error  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
 from megatron.training.config.data import TokenizerConfig  # noqa: E402
-from megatron.training.flags.parser import FlagParser  # noqa: E402
-from megatron.training.flags.tokenizer_flags import TokenizerFlags  # noqa: E402
+from megatron.training.flags.parser import (
+    FlagParser,  # noqa: E402
+    TokenizerFlags,  # noqa: E402
+)
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer

@@ -15,7 +15,6 @@ a file keep it: they only get a `__getattr__` (PEP 562) after they have been exe
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +27,11 @@ Absent = Mapping[str, str]
 """Upstream's module, or module.name, that does not exist here -> the rest of a sentence about it."""
 
 
-class UpstreamNames(importlib.abc.MetaPathFinder):
-    """Finds modules that the table mentions; all others are left to Python's own finders."""
+class UpstreamNames:
+    """Finds modules that the table mentions; all others are left to Python's own finders.
+
+    A finder by its methods, without importlib.abc, whose import would make every start a tenth slower.
+    """
 
     def __init__(self, defined: Defined, absent: Absent) -> None:
         self.defined = defined
@@ -51,7 +53,7 @@ class UpstreamNames(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
-            loader = _TableLoader(self)
+            loader: Any = _TableLoader(self)
             is_package = fullname in self._packages
             return importlib.machinery.ModuleSpec(fullname, loader, is_package=is_package)
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -78,11 +80,14 @@ class UpstreamNames(importlib.abc.MetaPathFinder):
         return f"{name} does not exist here: {self.absent[name]}"
 
 
-class _TableLoader(importlib.abc.Loader):
+class _TableLoader:
     """Makes a module that has no file: its names are those of the table."""
 
     def __init__(self, names: UpstreamNames) -> None:
         self.names = names
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """None: Python makes the module object."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the new module its lookup."""

@@ -14,7 +14,7 @@ import csv
 import dataclasses
 import functools
 import inspect
-import textwrap
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def flags_of(config_class: type, config: str) -> Iterator[Flag]:
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string literal below each field of this class."""
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body
+    body = _class_bodies(cls.__module__)[cls.__name__]
     docs = {}
     for statement, below in zip(body, body[1:], strict=False):
         is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
@@ -75,6 +75,13 @@ def field_docs(cls: type) -> dict[str, str]:
             text = typing.cast(ast.Constant, typing.cast(ast.Expr, below).value).value
             docs[statement.target.id] = " ".join(str(text).split())
     return docs
+
+
+@functools.cache
+def _class_bodies(module_name: str) -> dict[str, list[ast.stmt]]:
+    """The statements of every class of a module. Much faster than inspect.getsource, which tokenizes the file."""
+    source = Path(str(sys.modules[module_name].__file__)).read_text(encoding="utf-8")
+    return {node.name: node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def parse_value(flag: Flag, text: str) -> Any:

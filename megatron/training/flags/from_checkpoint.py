@@ -24,7 +24,7 @@ from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.flags.declarations import Flag, declared_flags
-from megatron.training.flags.parser import Given, Ledger, Problem
+from megatron.training.flags.parser import Given, ParsedFlags, Problem
 
 _DOCUMENT = "config.json"
 # Classes whose fields say what the model is.
@@ -33,27 +33,27 @@ _MODEL = (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTMod
 _NEVER = "spec"
 
 
-def add_checkpoint_arguments(ledger: Ledger) -> None:
+def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
     """Where --use-checkpoint-args is given, enter what the checkpoint says and nobody has said otherwise."""
-    given = {dest: entry.value for dest, entry in ledger.given.items()}
+    given = {dest: entry.value for dest, entry in parsed.given.items()}
     if not given.get("use_checkpoint_args"):
         return
     root = given.get("load") or given.get("pretrained_checkpoint")
     if root is None:
-        ledger.problems.append(Problem("rule", "--use-checkpoint-args needs --load or --pretrained-checkpoint"))
+        parsed.problems.append(Problem("rule", "--use-checkpoint-args needs --load or --pretrained-checkpoint"))
         return
     try:
         path = _checkpoint(Path(root), given.get("ckpt_step"))
         if path is None and given.get("save") == root:
-            ledger.notes.append(
+            parsed.notes.append(
                 f"--use-checkpoint-args: {root} holds no checkpoint yet; the flags alone say what to do"
             )
             return
         if path is None:
             raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint of ours; write the flags out")
-        _enter(ledger, path, given)
+        _enter(parsed, path, given)
     except CheckpointError as error:
-        ledger.problems.append(Problem("rule", str(error)))
+        parsed.problems.append(Problem("rule", str(error)))
 
 
 def _checkpoint(root: Path, step: int | None) -> Path | None:
@@ -64,7 +64,7 @@ def _checkpoint(root: Path, step: int | None) -> Path | None:
     return path if path is not None and (path / _DOCUMENT).exists() else None
 
 
-def _enter(ledger: Ledger, path: Path, given: dict[str, Any]) -> None:
+def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
     try:
         stored = json.loads((path / _DOCUMENT).read_bytes())
         values = {**stored["model"], **stored["gpt"], "seq_length": stored["data"]["seq_length"]}
@@ -80,8 +80,8 @@ def _enter(ledger: Ledger, path: Path, given: dict[str, Any]) -> None:
         values |= tokenizer
     for flag in declared_flags():
         value = values.get(flag.dest)
-        if flag.dest in wanted and flag.dest not in ledger.given and value is not None and value != flag.default:
-            ledger.given[flag.dest] = _given(flag, value)
+        if flag.dest in wanted and flag.dest not in parsed.given and value is not None and value != flag.default:
+            parsed.given[flag.dest] = _given(flag, value)
 
 
 def _given(flag: Flag, value: Any) -> Given:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 
 from megatron.core.errors import ConfigError
 from megatron.core.setting import expected, refusal
+from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.program import ProgramFlags
 from megatron.training.flags.declarations import (
     Flag,
@@ -58,7 +59,7 @@ class Given:
 
 
 @dataclass
-class Ledger:
+class ParsedFlags:
     """What was given, by `dest`, and what was wrong with it. A later entry replaces an earlier one."""
 
     given: dict[str, Given] = field(default_factory=dict)
@@ -137,16 +138,16 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class _Record(argparse.Action):
-    """Hands the values of one flag to the ledger."""
+    """Records the values of one flag in the ParsedFlags."""
 
-    def __init__(self, flag: Flag, ledger: Ledger, **settings: Any) -> None:
+    def __init__(self, flag: Flag, parsed: ParsedFlags, **settings: Any) -> None:
         super().__init__(**settings)
         self.flag = flag
-        self.ledger = ledger
+        self.parsed = parsed
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         texts = [values] if isinstance(values, str) else list(values or [])
-        self.ledger.give(self.flag, option_string or self.flag.name, texts, "command line")
+        self.parsed.give(self.flag, option_string or self.flag.name, texts, "command line")
 
 
 def known_flags() -> tuple[Flag, ...]:
@@ -155,7 +156,7 @@ def known_flags() -> tuple[Flag, ...]:
 
 
 def build_parser(
-    ledger: Ledger, extra_flags: ExtraFlags | None = None, flags: Iterable[Flag] | None = None
+    parsed: ParsedFlags, extra_flags: ExtraFlags | None = None, flags: Iterable[Flag] | None = None
 ) -> FlagParser:
     """The parser with all flags, or with these; only those that work are shown in the help."""
     parser = FlagParser(
@@ -173,13 +174,13 @@ def build_parser(
         shown = flag.status == "works"
         if shown and flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        add_flag(groups[flag.group] if shown else parser, flag, ledger, shown)
+        add_flag(groups[flag.group] if shown else parser, flag, parsed, shown)
     if extra_flags is not None:
         extra_flags(parser)
     return parser
 
 
-def add_flag(container: Any, flag: Flag, ledger: Ledger, shown: bool) -> None:
+def add_flag(container: Any, flag: Flag, parsed: ParsedFlags, shown: bool) -> None:
     """Declare one flag to argparse."""
     value_name = flag.metavar or {int: "N", float: "X"}.get(flag.value_type, "TEXT")
     if flag.choices is not None and not flag.metavar:
@@ -187,7 +188,7 @@ def add_flag(container: Any, flag: Flag, ledger: Ledger, shown: bool) -> None:
         value_name = "{" + ",".join(map(str, offered)) + "}"
     container.add_argument(
         *flag.spellings,
-        action=functools.partial(_Record, flag, ledger),
+        action=functools.partial(_Record, flag, parsed),
         dest=flag.dest,
         nargs=0 if flag.is_switch else flag.nargs,
         default=argparse.SUPPRESS,
@@ -206,23 +207,23 @@ def help_text(flag: Flag) -> str:
     return f"{flag.help}{unit}{default}"
 
 
-def read_command_line(argv: Sequence[str], ledger: Ledger, extra_flags: ExtraFlags | None = None) -> None:
+def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: ExtraFlags | None = None) -> None:
     """Record every flag of the command line, its problems, and the notes about spellings of other releases."""
     arities: dict[str, int | str | None] = {
         spelling: 0 if flag.is_switch else flag.nargs for spelling, flag in flags_by_spelling().items()
     }
     arities.update((name, former.nargs) for name, former in formers_by_name().items())
     if extra_flags is not None:
-        own = build_parser(Ledger(), extra_flags)._actions
+        own = build_parser(ParsedFlags(), extra_flags)._actions
         arities.update((spelling, action.nargs) for action in own for spelling in action.option_strings)
     written: list[str] = []
     translated: dict[str, list[str]] = {}
-    for spelling, texts in _occurrences(argv, arities, ledger):
+    for spelling, texts in _occurrences(argv, arities, parsed):
         former = formers_by_name().get(spelling)
         if former is None:
             written += _unmistakable(spelling, texts, arities)
         else:
-            translated[spelling] = translate(former, texts, ledger)
+            translated[spelling] = translate(former, texts, parsed)
     # What stands for former flags comes first, in the order of their table, so that the more particular spelling wins.
     former_tokens = [token for name in formers_by_name() for token in translated.get(name, [])]
     tokens = former_tokens + written
@@ -231,31 +232,31 @@ def read_command_line(argv: Sequence[str], ledger: Ledger, extra_flags: ExtraFla
     occurring = {
         flags_by_spelling()[name].dest: flags_by_spelling()[name] for name in spellings if name in flags_by_spelling()
     }
-    parser = build_parser(ledger, extra_flags, occurring.values() if extra_flags is None else None)
-    ledger.extra = vars(parser.parse_args(tokens))
+    parser = build_parser(parsed, extra_flags, occurring.values() if extra_flags is None else None)
+    parsed.extra = vars(parser.parse_args(tokens))
 
 
-def translate(former: FormerFlag, texts: list[str], ledger: Ledger, place: str = "") -> list[str]:
+def translate(former: FormerFlag, texts: list[str], parsed: ParsedFlags, place: str = "") -> list[str]:
     """The command line that a flag of another release stands for; notes it, or refuses it."""
     written = " ".join([former.name, *texts])
     if former.is_refused:
-        ledger.problems.append(Problem("not supported", f"{place}{written} is not supported: {former.text}"))
+        parsed.problems.append(Problem("not supported", f"{place}{written} is not supported: {former.text}"))
         return []
-    ledger.notes.append(f"{place}{former.name} {former.text}")
+    parsed.notes.append(f"{place}{former.name} {former.text}")
     return former.replacement([text.lower() if former.name == "--cpu-optimizer-type" else text for text in texts])
 
 
 def _occurrences(
-    argv: Sequence[str], arities: dict[str, int | str | None], ledger: Ledger
+    argv: Sequence[str], arities: dict[str, int | str | None], parsed: ParsedFlags
 ) -> Iterator[tuple[str, list[str]]]:
     """Each known flag of the command line with its texts, after checking their number."""
     for spelling, texts in _split(argv):
         if not spelling:
-            ledger.misspelt(
+            parsed.misspelt(
                 f"unexpected {' '.join(texts)!r} at the start of the command line; every value follows a --flag"
             )
         elif spelling not in arities:
-            ledger.misspelt(unknown_flag(spelling, arities))
+            parsed.misspelt(unknown_flag(spelling, arities))
         else:
             complaint = _wrong_number(spelling, texts, arities[spelling])
             if complaint is None:
@@ -263,7 +264,7 @@ def _occurrences(
             else:
                 known = flags_by_spelling().get(spelling)
                 wanted = f"; give {expected(known)}" if known is not None and not known.is_switch else ""
-                ledger.misspelt(complaint + wanted, *([known] if known else []))
+                parsed.misspelt(complaint + wanted, *([known] if known else []))
 
 
 def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -326,3 +327,42 @@ def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     if not likely:
         return f"unknown flag {spelling}; --help lists the flags, docs/flags.md also the planned ones"
     return f"unknown flag {spelling}; did you mean {' or '.join(likely)}?"
+
+
+_TOKENIZER = "tokenizer"
+_TOKENIZER_FORMER = ("--legacy-tokenizer", "--tiktoken-", "--tokenizer-")
+
+
+class TokenizerFlags:
+    """Declares the flags to a tool's argparse parser, and reads them after it has parsed."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parsed = ParsedFlags()
+        group = parser.add_argument_group(_TOKENIZER)
+        planned = [flag for flag in table_flags() if flag.group == _TOKENIZER]
+        for flag in [*flags_of(TokenizerConfig, _TOKENIZER), *planned]:
+            add_flag(group, flag, self._parsed, shown=flag.status == "works")
+
+    def translated(self, argv: Sequence[str]) -> list[str]:
+        """The command line with flags of other releases replaced by what they mean today."""
+        tokens: list[str] = []
+        for token in argv:
+            former = formers_by_name().get(token.partition("=")[0])
+            if former is None or not token.startswith(_TOKENIZER_FORMER):
+                tokens.append(token)
+            else:
+                tokens += translate(former, token.split("=", 1)[1:], self._parsed)
+        return tokens
+
+    def config(self) -> TokenizerConfig:
+        """The settings that the command line gave. Raises ConfigError with every problem."""
+        refusals = [entry.refusal() for entry in self._parsed.given.values()]
+        problems = [*self._parsed.problems, *(problem for problem in refusals if problem is not None)]
+        if problems:
+            raise ConfigError([problem.text for problem in problems])
+        return TokenizerConfig(**{dest: entry.value for dest, entry in self._parsed.given.items()})
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user, about flags of other releases."""
+        return self._parsed.notes

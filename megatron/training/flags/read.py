@@ -30,7 +30,14 @@ from megatron.training.flags.command_line_rules import (
 )
 from megatron.training.flags.declarations import Flag, declared_flags, table_flags
 from megatron.training.flags.derive import derive, idle_notes
-from megatron.training.flags.parser import ExtraFlags, Ledger, Problem, build_parser, program_flags, read_command_line
+from megatron.training.flags.parser import (
+    ExtraFlags,
+    ParsedFlags,
+    Problem,
+    build_parser,
+    program_flags,
+    read_command_line,
+)
 from megatron.training.flags.settings import Settings
 
 _LARGEST_WORLD = 10_000_000
@@ -66,7 +73,7 @@ def read_run_config(
     extra_flags: adds flags of a user's own to the argparse parser it is given; their values are in `RunConfig.extra`.
     """
     if "--help" in argv or "-h" in argv:
-        build_parser(Ledger(), extra_flags).print_help()
+        build_parser(ParsedFlags(), extra_flags).print_help()
         raise SystemExit(0)
     if "--version" in argv:
         print(__version__)
@@ -82,31 +89,31 @@ def read_run_config(
 
 def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraFlags | None = None) -> Examination:
     """Parse, derive and check; never raises for what a user wrote."""
-    ledger = Ledger()
-    command_line = Ledger()
+    parsed = ParsedFlags()
+    command_line = ParsedFlags()
     _parse(argv, command_line, extra_flags)
     path = command_line.given.get("config")
     if path is not None:
         from megatron.training.flags.yaml_config import read_yaml_config
 
-        read_yaml_config(path.value, ledger)
-    _merge(ledger, command_line)
-    if "use_checkpoint_args" in ledger.given:
+        read_yaml_config(path.value, parsed)
+    _merge(parsed, command_line)
+    if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
-        add_checkpoint_arguments(ledger)
-    return _examine(ledger, environ)
+        add_checkpoint_arguments(parsed)
+    return _examine(parsed, environ)
 
 
-def _examine(ledger: Ledger, environ: Mapping[str, str]) -> Examination:
+def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
     """Derive, then let every config, their relations and the flags of coming capabilities judge the result."""
-    given = {dest: entry.value for dest, entry in ledger.given.items()}
-    world_size = _world_size(environ, ledger)
+    given = {dest: entry.value for dest, entry in parsed.given.items()}
+    world_size = _world_size(environ, parsed)
     run = _unchecked_run(given, world_size)
     planned = PlannedFlags({flag.dest: flag for flag in table_flags()}, given)
-    notes = [*ledger.notes, *derive(run, given.keys())]
+    notes = [*parsed.notes, *derive(run, given.keys())]
     derive_across_groups(run)
-    refused = _refuse_by_status(ledger, run)
+    refused = _refuse_by_status(parsed, run)
     rules = [*contradicting_flags(given.keys()), *planned_problems(run, planned), *environment_problems(run, environ)]
     rules += violations(Settings(run, given.keys(), planned, environ))
     for group in group_classes():
@@ -114,32 +121,32 @@ def _examine(ledger: Ledger, environ: Mapping[str, str]) -> Examination:
         rules += check(config, refused & vars(config).keys())
     rules += run.problems()
     unavailable = list(combinations_to_come(run))
-    ledger.problems += [
+    parsed.problems += [
         Problem("planned" if text in unavailable else "rule", text)
         for text in rules
-        if not names_any(text, ledger.broken)
+        if not names_any(text, parsed.broken)
     ]
     notes += idle_notes(run, given.keys())
     sources = {flag.name: "default" for flag in declared_flags()}
-    sources |= {entry.flag.name: entry.source for entry in ledger.given.values() if entry.flag.name in sources}
+    sources |= {entry.flag.name: entry.source for entry in parsed.given.values() if entry.flag.name in sources}
     sources["WORLD_SIZE"] = "environment" if "WORLD_SIZE" in environ else "default"
-    config = run.with_groups(sources=sources, notes=tuple(dict.fromkeys(notes)), extra=ledger.extra)
+    config = run.with_groups(sources=sources, notes=tuple(dict.fromkeys(notes)), extra=parsed.extra)
     program = ProgramFlags(**{flag.dest: given[flag.dest] for flag in program_flags() if flag.dest in given})
-    return Examination(config, tuple(dict.fromkeys(ledger.problems)), program, planned)
+    return Examination(config, tuple(dict.fromkeys(parsed.problems)), program, planned)
 
 
-def _refuse_by_status(ledger: Ledger, run: RunConfig) -> set[str]:
+def _refuse_by_status(parsed: ParsedFlags, run: RunConfig) -> set[str]:
     """Refuse what is planned or not supported; names of the settings concerned.
 
     What derivation has turned back into the default has no effect, and passes.
     """
     refused = set()
-    for name, entry in ledger.given.items():
+    for name, entry in parsed.given.items():
         problem = entry.refusal()
         group = entry.flag.config
         value = getattr(getattr(run, group), name) if group in group_classes() else entry.value
         if problem is not None and value != entry.flag.default:
-            ledger.problems.append(problem)
+            parsed.problems.append(problem)
             refused.add(name)
     return refused
 
@@ -158,28 +165,28 @@ def _unchecked_run(given: Mapping[str, Any], world_size: int) -> RunConfig:
     return unchecked(RunConfig, made | {"world_size": world_size})
 
 
-def _parse(argv: Sequence[str], ledger: Ledger, extra_flags: ExtraFlags | None) -> None:
+def _parse(argv: Sequence[str], parsed: ParsedFlags, extra_flags: ExtraFlags | None) -> None:
     try:
-        read_command_line(argv, ledger, extra_flags)
+        read_command_line(argv, parsed, extra_flags)
     except ConfigError as error:  # only a flag of the user's own can get here
-        ledger.problems += [Problem("spelling", text) for text in error.problems]
+        parsed.problems += [Problem("spelling", text) for text in error.problems]
 
 
-def _merge(ledger: Ledger, command_line: Ledger) -> None:
-    ledger.given.update(command_line.given)
-    ledger.problems = [*ledger.problems, *command_line.problems]
-    ledger.notes += command_line.notes
-    ledger.broken |= command_line.broken
-    ledger.extra = command_line.extra
+def _merge(parsed: ParsedFlags, command_line: ParsedFlags) -> None:
+    parsed.given.update(command_line.given)
+    parsed.problems = [*parsed.problems, *command_line.problems]
+    parsed.notes += command_line.notes
+    parsed.broken |= command_line.broken
+    parsed.extra = command_line.extra
 
 
-def _world_size(environ: Mapping[str, str], ledger: Ledger) -> int:
+def _world_size(environ: Mapping[str, str], parsed: ParsedFlags) -> int:
     text = environ.get("WORLD_SIZE", "1")
     if re.fullmatch("[0-9]{1,8}", text) and 1 <= int(text) <= _LARGEST_WORLD:
         return int(text)
     shown = ascii(text[:40])
-    ledger.misspelt(f"environment variable WORLD_SIZE={shown} is not a whole number from 1 to {_LARGEST_WORLD}")
-    ledger.broken.add("WORLD_SIZE")
+    parsed.misspelt(f"environment variable WORLD_SIZE={shown} is not a whole number from 1 to {_LARGEST_WORLD}")
+    parsed.broken.add("WORLD_SIZE")
     return 1
 
 

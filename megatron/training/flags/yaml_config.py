@@ -17,14 +17,14 @@ from typing import cast
 import yaml
 
 from megatron.training.flags.declarations import Flag
-from megatron.training.flags.parser import Ledger, flags_by_spelling, formers_by_name, translate, unknown_flag
+from megatron.training.flags.parser import ParsedFlags, flags_by_spelling, formers_by_name, translate, unknown_flag
 
 LARGEST_FILE_BYTES = 2**17
 _DEEPEST = 3
 _TRUE, _FALSE, _NULL = ("true", "yes", "on"), ("false", "no", "off"), ("", "null", "~", "none")
 
 
-def read_yaml_config(path: str, ledger: Ledger) -> None:
+def read_yaml_config(path: str, parsed: ParsedFlags) -> None:
     """Record every flag of the file with source "file"."""
     try:
         text = _read(Path(path))
@@ -32,20 +32,20 @@ def read_yaml_config(path: str, ledger: Ledger) -> None:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        ledger.misspelt(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}")
+        parsed.misspelt(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}")
         return
     except (yaml.YAMLError, ValueError) as error:
-        ledger.misspelt(f"{path}: {' '.join(str(error).split())}")
+        parsed.misspelt(f"{path}: {' '.join(str(error).split())}")
         return
     except OSError as error:
-        ledger.misspelt(f"--config {path} cannot be read: {error.strerror or error}")
+        parsed.misspelt(f"--config {path} cannot be read: {error.strerror or error}")
         return
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        ledger.misspelt(f"{path}:{root.start_mark.line + 1}: expected `flag: value` lines")
+        parsed.misspelt(f"{path}:{root.start_mark.line + 1}: expected `flag: value` lines")
         return
-    _record_mapping(root, path, ledger)
+    _record_mapping(root, path, parsed)
 
 
 def _read(path: Path) -> str:
@@ -76,61 +76,61 @@ def _invalid(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, event.start_mark))
 
 
-def _record_mapping(root: yaml.MappingNode, path: str, ledger: Ledger) -> None:
+def _record_mapping(root: yaml.MappingNode, path: str, parsed: ParsedFlags) -> None:
     lines: dict[str, int] = {}
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
         place = f"{path}:{line}: "
         if not isinstance(key_node, yaml.ScalarNode):
-            ledger.misspelt(f"{place}expected the name of a flag")
+            parsed.misspelt(f"{place}expected the name of a flag")
             continue
         spelling = "--" + key_node.value.lstrip("-").replace("_", "-")
         if spelling in lines:
-            ledger.misspelt(f"{place}{key_node.value} is given twice, first in line {lines[spelling]}; keep one")
+            parsed.misspelt(f"{place}{key_node.value} is given twice, first in line {lines[spelling]}; keep one")
             continue
         lines[spelling] = line
-        _record(spelling, value_node, place, ledger)
+        _record(spelling, value_node, place, parsed)
 
 
-def _record(spelling: str, node: yaml.Node, place: str, ledger: Ledger) -> None:
+def _record(spelling: str, node: yaml.Node, place: str, parsed: ParsedFlags) -> None:
     texts = _texts(node)
     former, flag = formers_by_name().get(spelling), flags_by_spelling().get(spelling)
     if flag is None and former is None:
         known = [*flags_by_spelling(), *formers_by_name()]
-        ledger.misspelt(place + unknown_flag(spelling, known))
+        parsed.misspelt(place + unknown_flag(spelling, known))
     elif texts is None:
-        ledger.misspelt(f"{place}{spelling} holds a mapping or a nested list; flags stand at the top level of the file")
+        parsed.misspelt(f"{place}{spelling} holds a mapping or a nested list; flags stand at the top level of the file")
     elif isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in _NULL:
         return
     elif former is not None:
         if former.nargs != 0 or texts[0].lower() in _TRUE:
-            for name, values in _pairs(translate(former, texts if former.nargs != 0 else [], ledger, place)):
-                ledger.give(flags_by_spelling()[name], name, values, "file", place)
+            for name, values in _pairs(translate(former, texts if former.nargs != 0 else [], parsed, place)):
+                parsed.give(flags_by_spelling()[name], name, values, "file", place)
     elif flag is not None and flag.is_switch:
-        _record_switch(flag, spelling, texts, place, ledger)
+        _record_switch(flag, spelling, texts, place, parsed)
     elif flag is not None:
-        _record_values(flag, spelling, texts, place, ledger)
+        _record_values(flag, spelling, texts, place, parsed)
 
 
-def _record_switch(flag: Flag, spelling: str, texts: list[str], place: str, ledger: Ledger) -> None:
+def _record_switch(flag: Flag, spelling: str, texts: list[str], place: str, parsed: ParsedFlags) -> None:
     text = texts[0].lower() if len(texts) == 1 else ""
     if text not in _TRUE + _FALSE:
-        ledger.misspelt(f"{place}{spelling} is a switch; give true or false", flag)
+        parsed.misspelt(f"{place}{spelling} is a switch; give true or false", flag)
         return
     is_on = (text in _TRUE) == (spelling in flag.names)
     if is_on or flag.off_names:
         name = spelling if text in _TRUE else (flag.names if is_on else flag.off_names)[0]
-        ledger.give(flag, name, [], "file", place)
+        parsed.give(flag, name, [], "file", place)
 
 
-def _record_values(flag: Flag, spelling: str, texts: list[str], place: str, ledger: Ledger) -> None:
+def _record_values(flag: Flag, spelling: str, texts: list[str], place: str, parsed: ParsedFlags) -> None:
     wanted = 1 if flag.nargs is None else flag.nargs
     if isinstance(wanted, int) and len(texts) != wanted:
-        ledger.misspelt(
+        parsed.misspelt(
             f"{place}{spelling} takes {wanted} value{'s' * (wanted != 1)}, but {len(texts)} are given", flag
         )
     else:
-        ledger.give(flag, spelling, texts, "file", place)
+        parsed.give(flag, spelling, texts, "file", place)
 
 
 def _texts(node: yaml.Node) -> list[str] | None:

@@ -14,7 +14,7 @@ _FUSED_LOSS = Needs("--cross-entropy-loss-fusion", lambda run: run.cross_entropy
 _GATED = Needs("--swiglu, --geglu or --quick-geglu", lambda run: run.gated_linear_unit)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class ArchitectureFields(ModelParallelConfig):
     """Sizes, norms, activation, biases, dropout."""
 

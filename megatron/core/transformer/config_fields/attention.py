@@ -15,7 +15,7 @@ _QK_CLIP = Needs("--qk-clip", lambda run: run.qk_clip)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class AttentionFields(ArchitectureFields):
     """Heads, windows, softmax, and which attention kernel."""
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.config_fields.architecture import ArchitectureFie
 _DIVIDED_PARAMETERS = Needs("--use-torch-fsdp2 or --use-megatron-fsdp", lambda run: run.use_torch_fsdp2)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class InitializationFields(ArchitectureFields):
     """Distribution of initial weights."""
 

@@ -22,7 +22,7 @@ _GROUP_TOPK = Needs("--moe-router-group-topk", lambda run: run.moe_router_group_
 _CAPACITY = Needs("--moe-expert-capacity-factor", lambda run: run.moe_expert_capacity_factor is not None)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class MoEFields(ArchitectureFields):
     """Mixture of experts."""
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.config_fields.architecture import ArchitectureFie
 _MUP = Needs("--use-mup", lambda run: run.use_mup)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class MuPFields(ArchitectureFields):
     """Maximal update parametrisation.
 

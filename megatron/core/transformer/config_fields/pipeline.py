@@ -16,7 +16,7 @@ _INTERLEAVED = Needs(
 _STAGES = Needs("--pipeline-model-parallel-size", lambda run: run.pipeline_model_parallel_size > 1)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class PipelineFields(ArchitectureFields):
     """Pipeline stages and schedule."""
 

@@ -14,7 +14,7 @@ _YARN = Needs("--position-embedding-type yarn", lambda run: run.position_embeddi
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
 class PositionFields(AttentionFields):
     """Positions: learned or rotary, scaling, YaRN, and layers that differ."""
 
