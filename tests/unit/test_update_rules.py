@@ -13,10 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import megatron_optimizer, param_groups, rule_table, update_rules
 from megatron.core.optimizer.group_state import GroupState
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import loss_of, tiny_network, train, wrapped
@@ -303,3 +308,46 @@ def test_pieces_in_a_small_format_are_written_back() -> None:
     assert (state.tensors["exp_avg"] == 1.5).all() and sum(part.numel() for part in seen) == len(
         state.tensors["exp_avg"]
     )
+
+
+def test_the_table_of_rules_is_the_only_list() -> None:
+    """A rule for matrices with a row of its own: the optimizer builds it for them, and another rule for the rest."""
+
+    class Halving(UpdateRule):
+        @classmethod
+        def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> Halving:
+            return cls()
+
+        def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+            for state in group.states:
+                for shard in state.shards():
+                    shard.param.mul_(0.5)
+
+    rows = {**rule_table.RULES, "halving": rule_table.RuleEntry("update_rules.Halving", (), rest=lambda config: "sgd")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_rules, "Halving", Halving, raising=False)
+        for module in (rule_table, param_groups, megatron_optimizer):
+            patch.setattr(module, "RULES", rows)
+        network = nn.Linear(2, 2)
+        before = network.weight.detach().clone(), network.bias.detach().clone()
+        model = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(), network)
+        config = OptimizerConfig(lr=0.1, weight_decay=0.0, clip_grad=0.0)
+        config.optimizer = "halving"
+        optimizer = get_megatron_optimizer(config, [model])
+        network.weight.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+        network.bias.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert torch.equal(network.weight, before[0] / 2)
+        torch.testing.assert_close(network.bias.detach(), before[1] - 0.1)
+        assert rule_table.needs_whole_matrices("halving") and rule_table.reads_constants(config, "sgd")
+    assert all(issubclass(rule_table.load_rule(name), UpdateRule) for name in rule_table.RULES)
+    constants = {name.partition("_")[0] for entry in rule_table.RULES.values() for name in entry.constants}
+    assert constants == set(rule_table.RULES)
+
+
+def test_a_rule_without_a_row_cannot_be_made_from_flags() -> None:
+    class Own(UpdateRule):
+        def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None: ...
+
+    with pytest.raises(NotImplementedError, match="Own is no rule of --optimizer"):
+        Own.from_config(OptimizerConfig(), ProcessGroupCollection.single())

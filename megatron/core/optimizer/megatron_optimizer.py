@@ -14,11 +14,10 @@ from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron.core.optimizer.clip_grads import ModelSum, clip_divisor, counted, counted_ranges, global_norm
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
-from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
-from megatron.core.optimizer.soap import Soap
-from megatron.core.optimizer.update_rules import UpdateRule, elementwise_rule
+from megatron.core.optimizer.rule_table import RULES, load_rule
+from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.optimizer.whole_matrices import range_of
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -74,7 +73,9 @@ class MegatronOptimizer:
         buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
         if not buffers:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
-        self._groups = make_param_groups(buffers, config, lambda name: update_rule or self._rule(name))
+        self._groups = make_param_groups(
+            buffers, config, lambda name: update_rule or load_rule(name).from_config(config, groups)
+        )
         self._states = [state for group in self._groups for state in group.states]
         self._turns = list(_turns(self.model_chunks, self._groups))
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
@@ -88,14 +89,6 @@ class MegatronOptimizer:
         self._step = torch.zeros((), device=self._device)
         self.grad_scaler = make_grad_scaler(config, self._device)
         self.after_update: Callable[[Tensor], None] | None = None
-
-    def _rule(self, name: str) -> UpdateRule:
-        match name:
-            case "muon":
-                return Muon(self.config, self.groups)
-            case "soap":
-                return Soap(self.config, self.groups)
-        return elementwise_rule(name, self.config)
 
     def use_timers(self, timers: Timers) -> None:
         """Measure the parts of an update with these stopwatches from now on."""
@@ -301,8 +294,9 @@ def get_megatron_optimizer(
     config's. Raises ConfigError for an update rule that does not exist yet and TypeError for a model that is not
     wrapped in DistributedDataParallel.
     """
-    if update_rule is None and config.optimizer not in ("adam", "sgd", "lion", "muon", "soap"):
-        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use adam, sgd, lion, muon or soap")
+    if update_rule is None and config.optimizer not in RULES:
+        *names, last = RULES
+        raise ConfigError(f"--optimizer {config.optimizer} is not available yet; use {', '.join(names)} or {last}")
     for chunk in model_chunks:
         if not isinstance(chunk, ModelChunk):
             found = type(chunk).__name__

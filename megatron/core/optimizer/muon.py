@@ -53,6 +53,10 @@ class Muon(UpdateRule):
             config.muon_use_syrk,
         )
 
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> Muon:
+        return cls(config, groups)
+
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
 

@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, derived, flag
+from megatron.core.optimizer.rule_table import RULES, reads_constants
 from megatron.core.setting import Needs
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
-_SGD = Needs("--optimizer sgd", lambda run: run.optimizer == "sgd")
-_LION = Needs(
-    "--optimizer lion",
-    lambda run: run.optimizer == "lion" or (run.optimizer == "muon" and run.muon_scalar_optimizer == "lion"),
+_ADAM, _SGD, _LION, _MUON, _SOAP = (
+    Needs(f"--optimizer {name}", lambda run, name=name: reads_constants(run, name))  # type: ignore[misc]
+    for name in ("adam", "sgd", "lion", "muon", "soap")
 )
-_MUON = Needs("--optimizer muon", lambda run: run.optimizer == "muon")
-_SOAP = Needs("--optimizer soap", lambda run: run.optimizer == "soap")
-_ADAM = Needs("--optimizer adam", lambda run: run.optimizer not in ("sgd", "lion"))
 _FP16 = Needs("--fp16", lambda run: run.fp16)
 _DYNAMIC_SCALE = Needs("a dynamic loss scale", lambda run: run.loss_scale is None)
 
@@ -26,7 +23,7 @@ class OptimizerConfig(CheckedConfig):
     """Update rule, its constants, and clipping."""
 
     optimizer: str = flag(
-        "adam", choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+        "adam", choices=(*RULES, "dist_muon", "adaptive_muon"),
         planned_choices=("adaptive_muon",),
         coming="the remaining optimizers", kind="numerics")  # fmt: skip
     """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023), muon

@@ -13,6 +13,7 @@ from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, merged
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.placement import Placement, placement_of
 
@@ -75,10 +76,10 @@ def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
 def rule_name(placement: Placement, config: OptimizerConfig) -> str:
     """Muon and SOAP are for the matrices inside the network; tables, the output layer, vectors and the stacked matrices
     of experts take another rule."""
-    others = {"muon": config.muon_scalar_optimizer, "soap": "adam"}
-    if config.optimizer not in others or (placement.is_hidden_matrix and len(placement.full_shape) == 2):
+    entry = RULES.get(config.optimizer)
+    if entry is None or entry.rest is None or (placement.is_hidden_matrix and len(placement.full_shape) == 2):
         return config.optimizer
-    return others[config.optimizer]
+    return entry.rest(config)
 
 
 def param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:

@@ -47,6 +47,10 @@ class Soap(UpdateRule):
         self.groups = groups
         self._bases: dict[str, _Bases] = {}
 
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> Soap:
+        return cls(config, groups)
+
     def begin(self, states: Sequence[GroupState]) -> None:
         for state in states:
             for member in state.members:

@@ -18,6 +18,7 @@ from megatron.core.optimizer.group_state import CHUNK, FlatShard, GroupState
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class UpdatedGroup(Protocol):
@@ -41,6 +42,12 @@ class UpdateRule(ABC):
 
     def __init__(self, **options: Any) -> None:
         self.options = options
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> UpdateRule:
+        """The rule with the settings' constants, for a rule of --optimizer (rule_table.py). groups: the process groups
+        that may have cut the parameters."""
+        raise NotImplementedError(f"{cls.__name__} is no rule of --optimizer: it has no row in rule_table.py")
 
     def begin(self, states: Sequence[GroupState]) -> None:  # noqa: B027
         """Before the first update: what the rule will update."""
@@ -71,6 +78,10 @@ class AdamW(UpdateRule):
 
     kinds = ("exp_avg", "exp_avg_sq")
     keeps_still = True
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> AdamW:
+        return cls(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
 
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
@@ -105,6 +116,10 @@ class SGD(UpdateRule):
         super().__init__(momentum=momentum)
         self.kinds = ("momentum_buffer",) if momentum else ()
 
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> SGD:
+        return cls(config.sgd_momentum)
+
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         for shards in batches(group):
@@ -132,6 +147,10 @@ class Lion(UpdateRule):
 
     kinds = ("exp_avg",)
 
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, groups: ProcessGroupCollection) -> Lion:
+        return cls(betas=(config.lion_beta1, config.lion_beta2))
+
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         beta1, beta2 = options["betas"]
@@ -142,15 +161,3 @@ class Lion(UpdateRule):
                 param.mul_(1.0 - options["lr"] * options["weight_decay"])
                 param.add_(torch.lerp(grad, kept["exp_avg"], beta1).sign_(), alpha=-options["lr"])
                 kept["exp_avg"].lerp_(grad, 1.0 - beta2)
-
-
-def elementwise_rule(name: str, config: OptimizerConfig) -> UpdateRule:
-    """The rule of --optimizer NAME, where it works element by element."""
-    match name:
-        case "adam":
-            return AdamW(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
-        case "sgd":
-            return SGD(config.sgd_momentum)
-        case "lion":
-            return Lion(betas=(config.lion_beta1, config.lion_beta2))
-    raise ValueError(f"{name!r} is not the name of an elementwise rule; use adam, sgd or lion")

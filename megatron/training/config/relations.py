@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.core.config_base import multiples_near
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
+from megatron.core.optimizer.rule_table import needs_whole_matrices
 
 if TYPE_CHECKING:
     from megatron.training.config.container import RunConfig
@@ -223,7 +224,7 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
     with_experts = (
         (ddp.use_torch_fsdp2, sharding_flag(run), "--use-distributed-optimizer"),
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
-        (optimizer.optimizer in ("muon", "soap"), run.say("optimizer"), "--optimizer adam"),
+        (needs_whole_matrices(optimizer.optimizer), run.say("optimizer"), "--optimizer adam"),
         (ddp.num_distributed_optimizer_instances > 1, run.say("num_distributed_optimizer_instances"), "1"),
         (model.recompute_granularity == "full", "--recompute-granularity full", "--recompute-granularity selective"),
         (model.compile, "--compile", "layers that are not compiled"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.optimizer.rule_table import needs_whole_matrices, reads_constants
 from megatron.training.flags.settings import Settings, sharding_flag
 
 
 def muon_finds_its_matrices(s: Settings) -> Iterator[str]:
     """Muon needs whole matrices; processes that hold the same keys and values must update them alike."""
-    if s.optimizer in ("muon", "soap") and s.use_torch_fsdp2:
+    if needs_whole_matrices(s.optimizer) and s.use_torch_fsdp2:
         yield (
             f"{s.say('optimizer')} needs whole matrices, which {sharding_flag(s)} divides; "
             "use --use-distributed-optimizer"
@@ -26,9 +27,8 @@ def muon_finds_its_matrices(s: Settings) -> Iterator[str]:
 
 def means_forget(s: Settings) -> Iterator[str]:
     """Adam divides by 1 - beta."""
-    uses_adam = s.optimizer in ("adam", "soap") or (s.optimizer == "muon" and s.muon_scalar_optimizer == "adam")
     for dest in ("adam_beta1", "adam_beta2"):
-        if uses_adam and getattr(s, dest) == 1:
+        if reads_constants(s, "adam") and getattr(s, dest) == 1:
             yield f"{s.say(dest)} takes nothing of a gradient into the mean; give a number below 1, such as 0.95"
 
 
