@@ -45,23 +45,29 @@ def main() -> int:
 
     from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
     from megatron.training.data.loading import SPLITS
+    from megatron.training.data.samples import count_needed_samples
     from megatron.training.recipes.gpt_data import build_gpt_datasets
     from megatron.training.recipes.vocabulary import build_tokenizer
-    from megatron.training.setup import needed_samples
 
-    data = dataclasses.replace(config.data, dataloader_fast_cache_load=False, dataloader_defer_npy_index_mmap=False)
+    counts_path = config.data.per_dataset_sequences_path
+    data = dataclasses.replace(
+        config.data,
+        dataloader_fast_cache_load=False,
+        dataloader_defer_npy_index_mmap=False,
+        per_dataset_sequences_path=None,
+    )
     config = dataclasses.replace(config, data=data)
     started_at = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        built = build_gpt_datasets(config, build_tokenizer(config), needed_samples(config))
+        built = build_gpt_datasets(config, build_tokenizer(config), count_needed_samples(config))
     problems = [str(warning.message) for warning in caught if "index cache" in str(warning.message)]
     if problems:
         raise StorageError(f"nothing was kept for the job: {problems[0]}")
     by_split = [datasets if isinstance(datasets, list) else [datasets] for datasets in built]
-    if data.per_dataset_sequences_path is not None:
+    if counts_path is not None:
         found = indexed_datasets_in(dataset for datasets in by_split for dataset in datasets)
-        write_sequence_counts(data.per_dataset_sequences_path, found)
+        write_sequence_counts(counts_path, found)
     for name, datasets in zip(SPLITS, by_split, strict=True):
         for dataset in datasets:
             print(describe(name, dataset) if dataset is not None else f"{name:10s} none")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.core import device as device_module
+from megatron.core.collectives import all_gather_object
+from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.distributed.torch_fully_sharded_data_parallel import (
@@ -19,10 +23,11 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel import (
     shards_parameters,
 )
 from megatron.core.errors import ConfigError
-from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
 from megatron.core.pipeline_parallel.executor import Executor, activation_shape
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
@@ -30,15 +35,15 @@ from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
-from megatron.training.data.loading import SPLITS, LoaderSettings, TrainingData, sample_counts
+from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings
 from megatron.training.data.planned_batches import step_plans
+from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.hooks.attention_logits import AttentionLogits
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.combined import Hooks
 from megatron.training.launch.initialize import Process
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Progress, Run
-from megatron.training.verify.param_group_map import write_param_group_map
 
 
 def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
@@ -52,23 +57,12 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         process = metered(process, traffic, recipe)
     groups, device = process.groups, process.device
     prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
-    batch_size = batch_size_calculator(config)
-    progress = Progress(target_iterations(config, batch_size))
-    datasets = recipe.build_datasets(needed_samples(config))
+    batch_size = build_batch_size_calculator(config)
+    progress = Progress(count_iterations(config, batch_size))
+    datasets = recipe.build_datasets(count_needed_samples(config))
     if process.launch.rank == 0:
         print_summaries(datasets)
-    settings = LoaderSettings(
-        micro_batch_size=batch_size.micro_batch_size,
-        dp_rank=groups.dp.rank(),
-        dp_size=groups.dp.size(),
-        device=device,
-        dataloader_type=config.data.dataloader_type or "single",
-        num_workers=config.data.num_workers,
-        worker_timeout_seconds=60.0 * config.distributed.distributed_timeout_minutes,
-        vocabulary_limit=recipe.padded_vocab_size,
-        evaluation_micro_batch_size=config.validation.eval_micro_batch_size,
-        ignored_signal=config.training.exit_signal if config.training.exit_signal_handler_for_dataloader else None,
-    )
+    settings = build_loader_settings(config, groups, device, batch_size, recipe.padded_vocab_size)
     plans = step_plans(config, groups, datasets[0], settings, batch_size)
     model = build_model(config, process, recipe)
     timers = build_timers(config, process)
@@ -115,21 +109,6 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     return run
 
 
-def batch_size_calculator(config: RunConfig) -> NumMicrobatchesCalculator:
-    """How many microbatches each step has. Raises ConfigError for sizes that the ranks cannot share."""
-    training = config.training
-    scheduled = training.step_batch_size_schedule is not None
-    return build_num_microbatches_calculator(
-        global_batch_size=None if scheduled else training.global_batch_size,
-        micro_batch_size=training.micro_batch_size or 1,
-        data_parallel_size=config.data_parallel_size,
-        rampup_batch_size=training.rampup_batch_size,
-        step_batch_size_schedule=training.step_batch_size_schedule,
-        seq_length=config.data.seq_length,
-        decrease_batch_size_if_needed=training.decrease_batch_size_if_needed,
-    )
-
-
 def print_summaries(datasets: Sequence[Any]) -> None:
     """What the datasets have to say about themselves: a line of each that has a method `summary`."""
     for dataset in [part for entry in datasets for part in (entry if isinstance(entry, list) else [entry])]:
@@ -137,26 +116,6 @@ def print_summaries(datasets: Sequence[Any]) -> None:
             summary = getattr(part, "summary", None)
             if summary is not None:
                 print(summary(), flush=True)
-
-
-def needed_samples(config: RunConfig) -> tuple[int, int | None, int]:
-    """Training, validation and test samples of the whole run; None: all there are."""
-    batch_size = batch_size_calculator(config)
-    largest = max(step.global_batch_size for step in batch_size.steps)
-    return sample_counts(config, target_iterations(config, batch_size), largest)
-
-
-def target_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) -> int:
-    """--train-iters, or the steps that fit into --train-samples with the batch sizes of the run."""
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    samples = config.training.train_samples or 0
-    iterations = consumed = 0
-    last_growth = batch_size.steps[-1].first_sample
-    while consumed < last_growth and consumed + batch_size.running_global_batch_size(consumed) <= samples:
-        consumed += batch_size.running_global_batch_size(consumed)
-        iterations += 1
-    return iterations + max(0, samples - consumed) // batch_size.running_global_batch_size(consumed)
 
 
 def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[ModelChunk]:
@@ -232,6 +191,28 @@ def build_executor(
         if problem is not None:
             raise ConfigError(f"--global-batch-size {size}: {problem}")
     return executor
+
+
+def write_param_group_map(path: str, optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> None:
+    """--dump-param-to-param-group-map: which optimizer group each parameter of the whole model is in, as a JSON object.
+
+    Every rank calls this. Groups are numbered over the whole model: decayed parameters first, then by learning rate and
+    update rule. Raises ConfigError on every rank where the file cannot be written.
+    """
+    by_stage = all_gather_object(optimizer.param_keys(), groups.pp)
+    keys = {name: key for found in by_stage for name, key in found.items()}
+    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
+    text = json.dumps({name: numbers[key] for name, key in keys.items()}, indent=2) + "\n"
+
+    def write() -> None:
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--dump-param-to-param-group-map {path} cannot be written ({error.strerror}); give another file"
+            ) from error
+
+    on_first_rank(groups.world, write)
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -23,11 +23,12 @@ class Groups:
 
 def scheduler_from_argv(command_line: str) -> tuple[OptimizerParamScheduler, int]:
     """The scheduler a run with these flags has, and its global batch size."""
+    from megatron.training.data.samples import build_batch_size_calculator
     from megatron.training.flags.read import read_run_config
-    from megatron.training.setup import batch_size_calculator, build_scheduler
+    from megatron.training.setup import build_scheduler
 
     config = read_run_config(shlex.split(command_line), {})
-    return build_scheduler(config, Groups()), batch_size_calculator(config).global_batch_size(0)
+    return build_scheduler(config, Groups()), build_batch_size_calculator(config).global_batch_size(0)
 
 
 @pytest.mark.flags(

@@ -84,8 +84,8 @@ def test_rampup_is_the_usual_formula(start: int, increment: int, increments: int
     ],
 )
 def test_flags_reach_the_calculator(flags: str, expected: list[int]) -> None:
-    from megatron.training.setup import batch_size_calculator
+    from megatron.training.data.samples import build_batch_size_calculator
 
     base = SMALLEST_RUN.replace("--global-batch-size 8 --train-iters 100", "")
-    batch_size = batch_size_calculator(run_config(flags, base))
+    batch_size = build_batch_size_calculator(run_config(flags, base))
     assert [batch_size.global_batch_size(consumed) for consumed in (0, 4, 8)] == expected

@@ -13,15 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.core.errors import DataError, TemporaryError
-from megatron.training.data.loading import (
-    PADDING,
-    CyclicSampler,
-    LoaderSettings,
-    SingleSampler,
-    TrainingData,
-    WholeSampler,
-    say_unless_cut_off,
-)
+from megatron.training.data.loading import LoaderSettings, TrainingData, say_unless_cut_off
+from megatron.training.data.samples import PADDING, CyclicSampler, SingleSampler, WholeSampler
 
 
 def _upstream_cyclic(total: int, consumed: int, mbs: int, rank: int, size: int, count: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.errors import DataError, NonFiniteError
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training import setup as run_setup
+from megatron.training.data.samples import build_batch_size_calculator, count_iterations
 from megatron.training.hooks import tensorboard as tensorboard_module
 from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.run import Run
@@ -56,7 +56,7 @@ def test_train_samples_are_the_steps_that_fit() -> None:
     from megatron.training.flags.read import read_run_config
 
     config = read_run_config(f"{SAMPLE_BASED} --global-batch-size 4 --train-samples 22".split(), {})
-    assert run_setup.target_iterations(config, run_setup.batch_size_calculator(config)) == 5
+    assert count_iterations(config, build_batch_size_calculator(config)) == 5
 
 
 @pytest.mark.flags("--train-samples", "--rampup-batch-size")
@@ -66,7 +66,7 @@ def test_train_samples_with_a_growing_batch() -> None:
 
     flags = f"{SAMPLE_BASED} --global-batch-size 4 --rampup-batch-size 2 2 6 --train-samples 22"
     config = read_run_config(flags.split(), {})
-    assert run_setup.target_iterations(config, run_setup.batch_size_calculator(config)) == 7
+    assert count_iterations(config, build_batch_size_calculator(config)) == 7
 
 
 @pytest.mark.flags("--micro-batch-size")

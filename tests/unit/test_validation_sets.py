@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.training.data.loading import sample_counts
+from megatron.training.data.samples import count_samples
 from megatron.training.flags.read import read_run_config
 from megatron.training.run import Run
 from megatron.training.setup import setup
@@ -74,10 +74,10 @@ def test_full_validation_is_the_mean_over_everything(tmp_path: Path, data: Any, 
 def test_full_validation_asks_for_all_samples() -> None:
     flags = [*FLAGS.split(), "--eval-interval", "2", "--eval-iters", "3"]
     partly, fully = (read_run_config([*flags, *more], {}) for more in ([], ["--full-validation"]))
-    assert sample_counts(partly, 6, 4) == (24, 48, 12) and sample_counts(fully, 6, 4) == (24, None, 12)
+    assert count_samples(partly, 6, 4) == (24, 48, 12) and count_samples(fully, 6, 4) == (24, None, 12)
     skipping = read_run_config([*flags, "--full-validation", "--skip-train"], {})
-    assert sample_counts(skipping, 6, 4) == (0, None, 12)
-    assert sample_counts(read_run_config([*FLAGS.split(), "--full-validation"], {}), 6, 4) == (24, 0, 0)
+    assert count_samples(skipping, 6, 4) == (0, None, 12)
+    assert count_samples(read_run_config([*FLAGS.split(), "--full-validation"], {}), 6, 4) == (24, 0, 0)
 
 
 @pytest.mark.flags("--multiple-validation-sets", "--validation-set-names")

@@ -1,11 +1,6 @@
-"""From datasets to batches on the device: which samples come next, and how they are loaded.
+"""From datasets to batches on the device: loading the samples that samples.py chooses.
 
-Both samplers are functions of the number of samples consumed, so a run continues exactly where it stopped whatever it
-trained on before:
-
-    single    0 1 2 3 …           the dataset's own order (which is shuffled already), once
-    cyclic    a new random order in every epoch, drawn from a generator seeded with the epoch's number
-    external  whole batches, as what the script provides yields them
+With --dataloader-type external, whole batches, as what the script provides yields them.
 """
 
 from __future__ import annotations
@@ -13,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import signal
 import sys
 import time
@@ -26,7 +20,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.core.errors import DataError, MegatronError, TemporaryError
+from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
+from megatron.training.data.samples import PADDING, CyclicSampler, SingleSampler, WholeSampler
 
 Batch: TypeAlias = dict[str, torch.Tensor]
 """One microbatch of one data-parallel rank: tokens, labels, position_ids int64 [b, s]; loss_mask float32 [b, s];
@@ -39,88 +36,6 @@ SPLITS = ("train", "validation", "test")
 
 _ON_HOST = frozenset({"local_cp_size"})
 """Decides what is computed, so that nobody should have to ask the device for it."""
-
-PADDING = -1
-"""In place of a sample's number: a sample whose tokens do not count, where a last batch is not full."""
-
-
-# ---- which samples
-
-
-@dataclass(frozen=True)
-class SingleSampler:
-    """Microbatches of indices in the dataset's order; a last global microbatch that is not full is left out.
-
-    repeats: begin again at the end, as evaluation does when its intervals were changed in the middle of a run.
-    """
-
-    total_samples: int
-    consumed_samples: int
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-    repeats: bool = False
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.micro_batch_size * self.dp_size
-        offset = self.dp_rank * self.micro_batch_size
-        first = self.consumed_samples
-        if self.repeats:
-            first %= self.total_samples // step * step
-        while True:
-            for start in range(first, self.total_samples - step + 1, step):
-                yield list(range(start + offset, start + offset + self.micro_batch_size))
-            if not self.repeats:
-                return
-            first = 0
-
-
-@dataclass(frozen=True)
-class CyclicSampler:
-    """Microbatches of indices in a fresh random order each epoch, for ever.
-
-    Each data-parallel rank permutes a bucket of its own; samples that do not fill a global microbatch are left out.
-    """
-
-    total_samples: int
-    consumed_samples: int
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.micro_batch_size * self.dp_size
-        microbatches = self.total_samples // step
-        first_epoch, consumed_of_epoch = divmod(self.consumed_samples, microbatches * step)
-        done = consumed_of_epoch // step
-        bucket = microbatches * self.micro_batch_size
-        for epoch in itertools.count(first_epoch):
-            generator = torch.Generator()
-            generator.manual_seed(epoch)
-            order = torch.randperm(bucket, generator=generator) + self.dp_rank * bucket
-            yield from order.view(microbatches, self.micro_batch_size)[done:].tolist()
-            done = 0
-
-
-@dataclass(frozen=True)
-class WholeSampler:
-    """Every sample exactly once, in order; the last of `num_microbatches` are filled up with PADDING."""
-
-    total_samples: int
-    num_microbatches: int
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.micro_batch_size * self.dp_size
-        first = self.dp_rank * self.micro_batch_size
-        for start in range(first, first + self.num_microbatches * step, step):
-            numbers = range(start, start + self.micro_batch_size)
-            yield [number if number < self.total_samples else PADDING for number in numbers]
-
-
-# ---- loading them
 
 
 @dataclass(frozen=True)
@@ -151,6 +66,28 @@ class LoaderSettings:
         if split == "train" or self.evaluation_micro_batch_size is None:
             return self
         return dataclasses.replace(self, micro_batch_size=self.evaluation_micro_batch_size)
+
+
+def build_loader_settings(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    batch_size: NumMicrobatchesCalculator,
+    vocabulary_limit: int,
+) -> LoaderSettings:
+    """Those of a run, for this process. vocabulary_limit: token ids must be below it."""
+    return LoaderSettings(
+        micro_batch_size=batch_size.micro_batch_size,
+        dp_rank=groups.dp.rank(),
+        dp_size=groups.dp.size(),
+        device=device,
+        dataloader_type=config.data.dataloader_type or "single",
+        num_workers=config.data.num_workers,
+        worker_timeout_seconds=60.0 * config.distributed.distributed_timeout_minutes,
+        vocabulary_limit=vocabulary_limit,
+        evaluation_micro_batch_size=config.validation.eval_micro_batch_size,
+        ignored_signal=config.training.exit_signal if config.training.exit_signal_handler_for_dataloader else None,
+    )
 
 
 @dataclass
@@ -394,22 +331,3 @@ def collate(stack: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:
         if isinstance(sample, MegatronError):
             return sample
     return stack(list(samples))
-
-
-# ---- how many
-
-
-def sample_counts(config: RunConfig, target_iterations: int, largest_batch_size: int) -> tuple[int, int | None, int]:
-    """Samples that training, validation and test need over the whole run; None: all there are.
-
-    largest_batch_size: of the run's global batch sizes; evaluation uses it where it has none of its own.
-    """
-    validation = config.validation
-    evaluation = validation.eval_iters * (validation.eval_global_batch_size or largest_batch_size)
-    if validation.skip_train:
-        return 0, None if validation.full_validation else evaluation, evaluation
-    train = config.training.train_samples or target_iterations * largest_batch_size
-    if validation.eval_interval is None:
-        return train, 0, 0
-    evaluations = target_iterations // validation.eval_interval + 1
-    return train, None if validation.full_validation else evaluations * evaluation, evaluation
