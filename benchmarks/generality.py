@@ -32,7 +32,6 @@ from megatron.core.activations import bias_gated_activation, find_activation
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.fusions.rope import Rotation, split_and_rotate
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -45,6 +44,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.products import Matmul, TableLookup, multiply
 from megatron.core.transformer.core_attention.query_blocks import blocked_causal_attention
 from megatron.core.transformer.norms import rms_norm
+from megatron.core.transformer.rotary import Rotation, split_and_rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import bias_dropout_add
 

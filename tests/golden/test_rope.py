@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.fusions.rope import apply_rotary
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.rotary import apply_rotary
 
 CASES = ("rope_plain64", "rope_half_interleaved", "llama3_s8")
 

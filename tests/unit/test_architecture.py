@@ -341,7 +341,7 @@ def written(root: Path, name: str, text: str) -> Source:
         ("megatron/core/mesh.py", "def f():\n    import megatron.training.step"),
         ("megatron/core/optimizer/muon.py", "from megatron.core.models.gpt.gpt_model import GPTModel"),
         ("megatron/core/transformer/mlp.py", "from ..distributed import buckets"),
-        ("megatron/core/fusions/rope.py", "from megatron.core.inference.engine import Engine"),
+        ("megatron/core/transformer/rotary.py", "from megatron.core.inference.engine import Engine"),
         ("megatron/planner/memory.py", "from megatron.training.setup import build"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.fusions.rope import Rotation, apply_rotary
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -20,6 +19,7 @@ from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.attention import Attention, CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.rotary import Rotation, apply_rotary
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit.gpt_models import token_batch

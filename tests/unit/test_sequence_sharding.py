@@ -9,7 +9,6 @@ from megatron.core.context_parallel.sharding import (
     get_batch_on_this_cp_rank,
     join_sequence,
     positions_of_rank,
-    rotation_of_rank,
     shard_sequence,
     to_rank_order,
     to_sequence_order,
@@ -60,7 +59,7 @@ def test_angles_are_those_of_the_positions() -> None:
     embedding = RotaryEmbedding(8, 1.0)
     whole = embedding.rotation(12)
     for rank in range(3):
-        own = rotation_of_rank(whole, pretend(rank, cp=3).cp)
+        own = embedding.rotation(12, cp_group=pretend(rank, cp=3).cp)
         positions = positions_of_rank(12, rank, 3)
         assert torch.equal(own.cos, whole.cos[positions])
         assert torch.equal(own.sin, whole.sin[positions])

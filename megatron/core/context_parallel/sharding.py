@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron.core.config_base import multiples_near
 from megatron.core.errors import ConfigError
-from megatron.core.fusions.rope import Rotation
 from megatron.core.process_groups_config import Group
 
 _SEQUENCE_DIM = {"attention_mask": 2}
@@ -66,14 +65,6 @@ def to_rank_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
 def positions_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
     """Where in the whole sequence, of `length` tokens, this rank's tokens stand: int64 [length / size]."""
     return shard_sequence(torch.arange(length, device=device), rank, size)
-
-
-def rotation_of_rank(rotation: Rotation, group: Group) -> Rotation:
-    """The angles of this rank's tokens, from those of the whole sequence."""
-    if group.size() == 1:
-        return rotation
-    cos, sin = (shard_sequence(x, group.rank(), group.size()) for x in (rotation.cos, rotation.sin))
-    return Rotation(cos, sin, rotation.interleaved)
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor], cp_group: Group) -> dict[str, Tensor]:

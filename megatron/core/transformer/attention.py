@@ -31,7 +31,6 @@ from torch import Tensor
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
-from megatron.core.fusions.rope import Rotation, apply_rotary, split_and_rotate, split_qkv
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, grouped_parts, place, placement_of
@@ -42,6 +41,7 @@ from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
+from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 

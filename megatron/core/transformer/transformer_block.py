@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,6 +17,7 @@ from megatron.core.transformer.layer_patterns import rotary_kind_of_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.pipeline_layout import layers_of_stage
+from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -7,10 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.sharding import rotation_of_rank
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
-from megatron.core.fusions.rope import Rotation
 from megatron.core.inference_context import InferenceContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -19,6 +17,7 @@ from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters
+from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -189,8 +188,8 @@ class GPTModel(LanguageModule):
         """Cosines and sines of this rank's tokens, the first token of the sequence being at position `offset`."""
         if angles is None:
             return None
-        whole = angles.rotation(self._sequence_length(hidden_states, sequence), offset, hidden_states.device)
-        return rotation_of_rank(whole, sequence)
+        length = self._sequence_length(hidden_states, sequence)
+        return angles.rotation(length, offset, hidden_states.device, sequence)
 
     def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None) -> Tensor:
         if decoder_input is not None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.fusions.rope import Rotation
+from megatron.core.context_parallel.sharding import shard_sequence
+from megatron.core.process_groups_config import Group
+from megatron.core.transformer.rotary import Rotation
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,19 @@ class RotaryEmbedding(nn.Module):
         every = torch.stack(pairs, dim=-1).flatten(-2) if self.rotary_interleaved else torch.cat(pairs, dim=-1)
         return every[:, None, None, :]
 
-    def rotation(self, length: int, offset: int = 0, device: torch.device | None = None) -> Rotation:
-        """Cosines and sines of positions [offset, offset + length) on `device`."""
+    def rotation(
+        self, length: int, offset: int = 0, device: torch.device | None = None, cp_group: Group | None = None
+    ) -> Rotation:
+        """Cosines and sines of positions [offset, offset + length) on `device`; of them those that this rank holds,
+        where the ranks of `cp_group` share the sequence."""
         end = offset + length
         device = self.inv_freq.device if device is None else device
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:
             known = 0 if self._table is None else self._table[0].shape[0]
+            # A cache makes positions grow by one: twice the table each time, instead of a new one for every token.
             angles = self.angles(max(end, 2 * known if known < end and offset else end))
             self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
-        cos, sin = self._table
-        return Rotation(cos[offset:end], sin[offset:end], self.rotary_interleaved)
+        cos, sin = (x[offset:end] for x in self._table)
+        if cp_group is not None:
+            cos, sin = (shard_sequence(x, cp_group.rank(), cp_group.size()) for x in (cos, sin))
+        return Rotation(cos, sin, self.rotary_interleaved)
