@@ -76,6 +76,7 @@ def _gelu_tanh_backward_(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _squared_relu_backward_(grad: Tensor, x: Tensor) -> Tensor:
+    # y' = 2 max(x, 0)
     return x.relu_().mul_(2).mul_(grad)
 
 
@@ -102,6 +103,7 @@ def find_activation(activation_func: str | Callable[..., Any]) -> Activation:
 
     Raises ConfigError for an unknown name.
     """
+    # Upstream's configs name activations by function (F.gelu), command lines by word.
     if callable(activation_func):
         name = getattr(activation_func, "__name__", "custom")
         return _BY_FUNCTION.get(activation_func) or Activation(name, activation_func)
@@ -139,6 +141,7 @@ def _offset(up: Tensor, offset: float) -> Tensor:
 class _BiasActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        # In x's memory, which is the fresh output of a product: with the bias in it, one tensor is all that is kept.
         if bias is not None:
             x = x.detach().add_(bias)
         ctx.save_for_backward(x)
@@ -148,6 +151,7 @@ class _BiasActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
+        # Detached: autograd would take the overwriting of a saved tensor for a mistake.
         grad_x = ctx.activation.backward_(grad, x.detach())
         return grad_x, _bias_gradient(ctx, grad_x), None
 
@@ -174,6 +178,7 @@ class _GatedActivation(torch.autograd.Function):
             beyond = (gate > limit, up.abs() > limit)  # no gradient there
             gate.clamp_(max=limit)
             up.clamp_(-limit, limit)
+        # Each half of x is read for the last time before its gradient is written over it.
         grad_act = grad * _offset(up, ctx.activation.linear_offset)
         torch.mul(grad, ctx.activation.forward(gate), out=up)  # up now holds its gradient
         ctx.activation.backward_(grad_act, gate)  # gate now holds its gradient

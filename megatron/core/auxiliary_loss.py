@@ -38,17 +38,20 @@ def find_auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[Auxili
 def is_recomputing() -> bool:
     """Whether this forward runs inside a backward pass, to make activations anew that were not kept: what it counts has
     been counted."""
+    # torch numbers the backward passes that are running; -1 is none. It has no public question for that.
     return torch._C._current_graph_task_id() != -1
 
 
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:
+        # An empty tensor remembers device and number format without keeping the loss.
         ctx.scale, ctx.like = scale, loss.new_empty(0)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        # x's gradient passes as it came; the loss is a root of the graph of its own, whose gradient starts here.
         return grad, torch.as_tensor(ctx.scale.value, dtype=ctx.like.dtype, device=ctx.like.device), None
 
 

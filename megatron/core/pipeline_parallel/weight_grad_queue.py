@@ -29,6 +29,7 @@ class WeightGradQueue:
     def collect(self, key: Hashable) -> Iterator[None]:
         """While open, `defer` takes work and files it under the key."""
         self._open_for = key
+        # Also where nothing is deferred: `run` then finds that this pass has been.
         self._work[key] = []
         try:
             yield
@@ -49,6 +50,7 @@ class WeightGradQueue:
 
     def run(self, key: Hashable) -> None:
         """Do the work of a backward pass, in its order. Raises KeyError when that pass has not been."""
+        # Taken out before: each piece of work holds activations, which are freed as soon as all has run.
         for compute in self._work.pop(key):
             compute()
 

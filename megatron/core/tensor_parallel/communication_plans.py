@@ -76,6 +76,7 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
     """The plan of a layer whose outputs are split over the group."""
     if group.size() == 1:
         return CommunicationPlan()
+    # A compiler cannot look into collectives that are waited for later, so communication stays outside its graph.
     if getattr(config, "compile", False):
         enter = (
             gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
@@ -192,6 +193,7 @@ class _MultiplyAndSumInputGrad(torch.autograd.Function):
         grad_x, summing = None, None
         if ctx.needs_input_grad[0]:
             grad_x = product.input_grad(grad, weight).view(x.shape)
+            # Under way while dW is computed, which does not need it.
             summing = all_reduce(grad_x, ctx.plan.group, async_op=True)
         grad_weight = finish_weight_grad(product, weight, grad, x) if ctx.needs_input_grad[1] else None
         _wait([summing])
@@ -229,6 +231,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         grad_x, scattering = _multiply_and_scatter(
             grad, lambda rows: product.input_grad(rows, weight), weight.shape[1], plan.group, chunks
         )
+        # Switched off, the scatter ends before the weight gradient begins; else it has that product's time.
         if not (plan.bulk_wgrad or plan.overlap_rs_dgrad):
             _wait(scattering)
         _wait([gathering])
@@ -256,6 +259,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,), weight, product, plan = ctx.saved_tensors, ctx.weight, ctx.product, ctx.plan
         chunks = _count_chunks(grad.shape[0]) if plan.overlap_ag else 1
+        # dY of all tokens serves both products, so it is gathered once and needs no second collective.
         if chunks == 1:
             grad_full, _ = _gather(grad, plan.group)
             grad_x = product.input_grad(grad_full.flatten(0, -2), weight).view(x.shape)
@@ -286,6 +290,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def _count_chunks(tokens: int) -> int:
+    # Equal chunks: every rank must send as many, of the same size.
     return next(count for count in range(min(CHUNKS, tokens), 0, -1) if tokens % count == 0)
 
 
@@ -296,7 +301,8 @@ def _select_chunk(index: int, chunks: int, group: Group) -> Rows:
 def _gather_chunks(own: Tensor, group: Group, chunks: int) -> Iterator[tuple[Rows, Tensor]]:
     """Chunk after chunk of all ranks' tokens [tp, n, b, h], while the following ones are still on their way."""
     under_way: list[tuple[Tensor, Handle | None]] = []
-    # All gathers are launched before the first product: a product is never between two of them in the hardware queue.
+    # All gathers are launched before the first product, so that they follow each other on the communicator's stream
+    # while products run: with one hardware queue a gather behind a product would wait for it.
     for part in own.chunk(chunks):
         gathered = own.new_empty(group.size(), *part.shape)
         handle = all_gather_into_tensor(gathered.flatten(0, 1), part, group, async_op=chunks > 1)
@@ -313,6 +319,7 @@ def _multiply_and_scatter(
 
     x: [s, b, in] of all tokens. product: rows [tokens, in] -> [tokens, width]. The result is [s/tp, b, width].
     """
+    # Each chunk is scattered into its place of the result: nothing is copied together afterwards.
     own = x.new_empty(x.shape[0] // group.size(), x.shape[1], width)
     handles = []
     for index, part in enumerate(own.chunk(chunks)):

@@ -50,6 +50,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local_vocab = logits.shape[-1]
         local_target = (target - group.rank() * local_vocab).unsqueeze(-1)  # [s, b, 1]
         is_local = (local_target >= 0) & (local_target < local_vocab)
+        # Tokens of other ranks look up some entry here, which is then counted as zero.
         local_target = local_target.clamp(0, local_vocab - 1)
 
         # Everything that needs the logits themselves comes before they are overwritten.
@@ -67,6 +68,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             # (1 - smoothing) * loss of the target + smoothing * mean loss of all entries.
             loss = (1.0 - smoothing) * loss + smoothing * (log_sum - mean_logit).squeeze(-1)
             logits.sub_(smoothing / vocab)
+        # The gradient with respect to a loss of one, in the logits' memory; where the target is not local it adds 0.
         logits.scatter_add_(-1, local_target, is_local.to(logits.dtype).mul_(smoothing - 1.0))
         ctx.save_for_backward(logits)
         return loss
@@ -84,6 +86,7 @@ def _softmax_(logits: Tensor, group: Group) -> Tensor:
         torch.softmax(logits, -1, out=logits)
         # The largest probability is 1 / sum(exp(x - max)), at least 1 / v: its logarithm is safe.
         return largest.sub_(logits.amax(-1, keepdim=True).log_())
+    # All ranks subtract the same maximum, or their sums could not be added.
     all_reduce(largest, group, op="max")
     logits.sub_(largest).exp_()
     total = logits.sum(-1, keepdim=True)
@@ -125,6 +128,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             all_reduce(total, group)
             log_sum = largest.add_(total.log_())
             all_reduce(target_logit, group)
+        # The logits wait as they are; their softmax is computed again from the one number per token.
         ctx.save_for_backward(logits, local_target, is_local, log_sum)
         return (log_sum - target_logit).view(target.shape)
 

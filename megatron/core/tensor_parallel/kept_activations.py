@@ -67,6 +67,7 @@ class Divided(Way):
 
     def pack(self, value: Tensor) -> Tensor:
         """This rank's part of the elements in order, [ceil(elements / ranks)]; zeros fill the last one."""
+        # Of equal length on all ranks, as a gather needs it.
         length = -(-value.numel() // self.group.size())
         first = self.group.rank() * length
         own = value.detach().reshape(-1)[first : first + length]
@@ -90,6 +91,8 @@ class _Rule:
 
     def concerns(self, kept: Tensor) -> bool:
         """Whether `kept` is the value, or a view of all its elements in their order, and still unchanged."""
+        # Operations may keep a view or a detached twin, so the memory is compared, not the object. A value that was
+        # changed in place since is another one, which its function would not compute.
         value = self.value
         if kept.untyped_storage().data_ptr() != self.storage or kept._version != self.version:
             return False

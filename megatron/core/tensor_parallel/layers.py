@@ -48,6 +48,8 @@ LayerOutput = tuple[Tensor, Tensor | None]
 
 def tensor_parallel_split(dim: int, group: Group, parts: Sequence[Part] | None = None) -> tuple[Split, ...]:
     """The split of one dimension over the TP group; none in a group of one, unless there are parts to tell of."""
+    # The parts (gate and up; query, key, value) are facts about the weight that optimizers and checkpoints read also
+    # where one rank has all of it.
     if group.size() == 1 and parts is None:
         return ()
     return (Split(dim, "tp", group.size(), group.rank(), None if parts is None else tuple(parts)),)
@@ -81,6 +83,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.product = choose_product(config)
         self.plan = choose_column_plan(config, self.tp_group)
+        # [out, in]: the outputs are dimension 0 of the weight, and the bias is split as they are.
         dtype, splits = parameter_dtype(config), tensor_parallel_split(0, self.tp_group, parts)
         self.weight = (
             None
@@ -131,7 +134,8 @@ class RowParallelLinear(nn.Module):
         self.weight = declare_parameter(
             (output_size, input_size), init=init_method, dtype=dtype, splits=tensor_parallel_split(1, self.tp_group)
         )
-        # With SP each rank adds the bias to its own tokens only: its gradient is a partial sum.
+        # Each rank has the whole bias. Without SP all compute the same gradient of it from the same outputs; with SP
+        # each adds it to its own tokens only, so that its gradient is a partial sum.
         partial = ("tp",) if config.sequence_parallel and self.tp_group.size() > 1 else ()
         self.bias = (
             declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial) if bias else None
@@ -139,6 +143,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, input_: Tensor) -> LayerOutput:
         """[s, b, input_size / tp] -> [s, b, output_size], with SP [s/tp, b, output_size]."""
+        # What a column layer left is split already; anything else has to be, or all ranks would add up the same.
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         # Of several ranks each makes a part of the sum: the bias is added once, when the sum is complete.
@@ -190,6 +195,7 @@ class VocabParallelEmbedding(nn.Module):
         """Token numbers [s, b] -> [s, b, embedding_dim], with SP [s/tp, b, embedding_dim]."""
         if self.tp_group.size() == 1:
             return multiply(self.product, input_ids, self.weight)
+        # Ranks hold consecutive rows. Of each token one rank has the row, the others add zeros.
         rows = self.weight.shape[0]
         local_ids = input_ids - self.tp_group.rank() * rows
         elsewhere = (local_ids < 0) | (local_ids >= rows)

@@ -28,10 +28,12 @@ _Step = Callable[[Tensor, Group], Tensor]
 
 
 def _identity(x: Tensor, group: Group) -> Tensor:
+    # A view: autograd takes a function's input returned as it is for a sign that nothing was done.
     return x.view_as(x)
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    # The collective works in place, and the argument may be needed by somebody else.
     x = x.clone(memory_format=torch.contiguous_format)
     all_reduce(x, group)
     return x
@@ -51,10 +53,12 @@ def _reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
 
 def _slice_first(x: Tensor, group: Group) -> Tensor:
     length = _share(x.shape[0], group)
+    # A copy, so that the memory of the whole can be freed.
     return x.narrow(0, group.rank() * length, length).contiguous()
 
 
 def _gather_last(x: Tensor, group: Group) -> Tensor:
+    # Collectives concatenate along the first dimension only: gather into a new one, then move it where it belongs.
     stacked = _gather_first(x.unsqueeze(0), group)  # [tp, ..., n / tp]
     return stacked.movedim(0, -2).flatten(-2)  # [..., tp, n / tp] -> [..., n]
 
@@ -83,6 +87,7 @@ class _Mapping(torch.autograd.Function):
 
 
 def _apply(x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
+    # Not even a node in the graph: one process runs the same layers as many, without paying for it.
     if group.size() == 1:
         return x
     result: Tensor = _Mapping.apply(x, group, forward, backward)

@@ -87,6 +87,7 @@ class Matmul(Product):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]."""
+        # The usual case: bias and product are one kernel.
         if self.out_dtype is None:
             return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
@@ -108,6 +109,7 @@ class Matmul(Product):
         rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
         if main_grad is None:
             return grad.t() @ rows
+        # None tells autograd that there is no gradient to store: it is in the buffer already.
         add_weight_grad(main_grad, grad, rows)
         return None
 
@@ -140,6 +142,7 @@ class TableLookup(Product):
         if main_grad is None:
             grad = grad.view(*x.shape, -1)
             return torch.ops.aten.embedding_dense_backward(grad, x, weight.shape[0], -1, False)
+        # A token that occurs twice adds twice; rows of other tokens are not touched.
         main_grad.index_add_(0, x.reshape(-1), grad.to(main_grad.dtype))
         return None
 
@@ -168,6 +171,7 @@ def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), rows)
     elif main_grad.is_cpu:
+        # The product is rounded to the operands' format before it is added.
         main_grad.add_(grad.t() @ rows)
     else:
         # Low-precision operands, float32 sum: one kernel on the GPU; the CPU has none.
@@ -192,6 +196,7 @@ def multiply(
     product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
 ) -> Tensor:
     """The product's forward, [..., in] -> [..., out], whose backward runs its other two."""
+    # Then autograd, or the compiler, sees torch's own operators and differentiates them.
     if product.by_autograd:
         return product.forward(x, weight, bias, ends)
     result: Tensor = _Multiply.apply(x, weight, bias, product, ends)
@@ -203,6 +208,7 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, ends: Tensor | None
     ) -> Tensor:
+        # Only the input is kept. The weight lives anyway, and the output is kept by whoever reads it.
         ctx.save_for_backward(x, ends)
         # The weight itself, with its main_grad and queue: hooks for saved tensors would hand back another tensor.
         ctx.weight, ctx.product = weight, product
@@ -216,6 +222,7 @@ class _Multiply(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = sum_bias_grad(grad, weight)
         grad = grad.to(weight.dtype)  # that of a float32 result of 16-bit operands is rounded as the operands are
+        # The input gradient first: the layers before this one wait for it, the optimizer waits for the other.
         if ctx.needs_input_grad[0]:
             grad_x = product.input_grad(grad, weight, ends).view(x.shape)  # [tokens, in] -> [s, b, in]
         if ctx.needs_input_grad[1]:
@@ -255,10 +262,12 @@ def finish_weight_grad(
 
     grad: dY [tokens, out]. x: X as forward got it, or what makes it when its turn comes (a gather).
     """
+    # The queue holds dY and X (or what gathers it) until the schedule asks for the product.
     if defers_weight_grad(product, weight):
         weight.weight_grad_queue.defer(functools.partial(_add_late_weight_grad, product, weight, grad, x, ends))  # type: ignore[attr-defined]
         return None
     x = x if isinstance(x, Tensor) else x()
+    # Outside training, and under FSDP, weights have no buffer: autograd takes the gradient to weight.grad.
     main_grad = getattr(weight, "main_grad", None) if product.accumulates else None
     return product.weight_grad(grad, x, weight, main_grad, ends)
 

@@ -38,6 +38,7 @@ class CudaRNGStatesTracker:
         """A new stream. Raises ValueError when the name is taken."""
         if name in self._states:
             raise ValueError(f"the random stream {name!r} exists already; call reset() before seeding anew")
+        # Seeding is the only way to make a state, so the generators are seeded, read and put back.
         before = get_rng_state()
         torch.manual_seed(seed)
         self._states[name] = get_device_rng_state()
@@ -53,6 +54,7 @@ class CudaRNGStatesTracker:
         try:
             yield
         finally:
+            # The stream goes on where the block stopped, and the outer one where it was, also after an exception.
             self._states[name] = get_device_rng_state()
             set_device_rng_state(outside)
 
@@ -67,6 +69,7 @@ class CudaRNGStatesTracker:
     @contextlib.contextmanager
     def rewound(self, states: dict[str, Tensor]) -> Iterator[None]:
         """Draw as from these states inside the block; afterwards go on as if nothing had been drawn."""
+        # States are never changed in place, so the dictionary is all that has to be put back.
         outside = self._states
         self._states = dict(states)
         try:
@@ -144,8 +147,10 @@ def checkpoint(
     `tp_group`; each keeps a part, and backward gathers them. Source: Chen et al., "Training Deep Nets with Sublinear
     Memory Cost", 2016.
     """
+    # Without gradients there is no backward to compute anything for.
     if not torch.is_grad_enabled():
         return function(*args)
+    # torch puts its default generator back by itself before it computes again, but knows nothing of the other streams.
     tracker = get_cuda_rng_tracker()
     states = dict(tracker._states)
     keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -156,6 +161,7 @@ def checkpoint(
         return torch.utils.checkpoint.checkpoint(
             function,
             *args,
+            # The other form runs a backward pass inside the backward pass, and needs inputs that have gradients.
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), tracker.rewound(states)),
         )

@@ -42,16 +42,19 @@ class ActivationPolicy:
     def __init__(self, config: RecomputeFields, *, has_experts: bool = False) -> None:
         self.config = config
         self.divides_unit_inputs = config.distribute_saved_activations
+        # Without a granularity the other fields say nothing.
         is_selective = config.recompute_granularity == "selective"
         parts = set(config.recompute_modules or ["core_attn"]) if is_selective else set()
         self.recomputes_core_attention = "core_attn" in parts
         self.recomputes_attention_norm = "layernorm" in parts
+        # Routing is not repeated: experts' tokens would be dispatched, and counted, once more.
         self.recomputes_mlp_norm = "layernorm" in parts and not has_experts
         self.recomputes_mlp = "mlp" in parts and not has_experts
 
     def divide_layers(self, layers: int) -> list[Unit]:
         """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""
         config = self.config
+        # One unit that is kept: the layers run one after the other as if there were no units.
         if config.recompute_granularity != "full":
             return [Unit(range(layers), False)]
         count = config.recompute_num_layers

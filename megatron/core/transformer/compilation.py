@@ -18,6 +18,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     backend: of torch.compile; "aot_eager" traces the same graphs without generating code, for tests.
     Build the model from a config with `compile` set, or the hand-written fusions will stand in the compiler's way.
     """
+    # Layer by layer, not the whole model: hooks, pipeline stages and recomputation stay outside the graphs.
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
         layer.compile(backend=backend, dynamic=False)

@@ -31,6 +31,7 @@ def output_initialiser(config: TransformerConfig) -> Initialiser:
     assert config.num_layers is not None
     if config.init_method_xavier_uniform:
         return config.output_layer_init_method or xavier_uniform
+    # Each layer adds two outputs to the residual stream; the variance of 2 x layers of them is that of one.
     narrowing = math.sqrt(2.0 * config.num_layers * config.width_multiplier)
     return config.output_layer_init_method or normal(config.init_method_std / narrowing)
 

@@ -78,6 +78,8 @@ class MLP(MegatronModule):
         assert width is not None and config.hidden_size is not None
         self.activation = build_activation(config)
         self.activate = choose_activate(config)
+        # One matrix (gate | up) is one product. Its two parts are split over the ranks each for itself, so that a rank
+        # has the gate of what it has of up.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -86,7 +88,7 @@ class MLP(MegatronModule):
             config=config,
             init_method=input_initialiser(config),
             bias=config.add_bias_linear,
-            skip_bias_add=True,
+            skip_bias_add=True,  # added by the activation
             parts=(Part(width, name="gate"), Part(width, name="up")) if gated else None,
             tp_group=groups.tp,
         )
@@ -97,7 +99,7 @@ class MLP(MegatronModule):
             config=config,
             init_method=output_initialiser(config),
             bias=config.add_bias_linear,
-            skip_bias_add=True,
+            skip_bias_add=True,  # added with dropout and residual
             tp_group=groups.tp,
         )
 

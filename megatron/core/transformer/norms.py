@@ -53,6 +53,7 @@ class _Norm(MegatronModule):
         super().__init__(config)
         self.hidden_size = hidden_size
         self.eps = config.layernorm_epsilon if eps is None else eps
+        # Weights around zero are what weight decay pulls them to: to a norm that changes nothing.
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.is_fused = uses_fused_norm(config)
         # With sequence parallelism each rank normalises its own tokens only.
@@ -141,6 +142,7 @@ class AllHeadsRMSNorm(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, n, d] -> [s, b, n, d], n heads of this rank."""
+        # A rank has a part of each token's channels, so the mean of their squares is a sum over the ranks.
         flat = x.flatten(-2).float()  # [s, b, n * d]
         total = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), self.tp_group)
         # What each rank does with the total differs, so its gradient is summed as well.
@@ -172,6 +174,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         rows = x.reshape(-1, width)  # [..., h] -> [tokens, h]
         rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         rstd.square_().div_(width).add_(eps).rsqrt_()
+        # Not the output: it is rows * rstd * weight, and whoever reads it keeps it.
         ctx.save_for_backward(rows, weight, rstd)
         # _unsafe_view: a fresh tensor, not a view, so that the caller may go on in place.
         return torch.ops.aten._unsafe_view(torch.mul(rows, rstd).mul_(weight), x.shape)
@@ -201,6 +204,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm from elementary operations."""
+    # Squares of 16-bit numbers overflow and lose digits: statistics are in float32, the scale in x's format.
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normalised.to(x.dtype) * weight

@@ -103,6 +103,7 @@ class TransformerLayer(MegatronModule):
             output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
         hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
         mlp_input = layer_input if self.config.parallel_residual else hidden_states
+        # Parallel: the MLP reads what attention read, and its output is added to what attention left.
         normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input)
         if self.config.parallel_residual:
             residual = hidden_states
@@ -128,6 +129,7 @@ class TransformerLayer(MegatronModule):
     def _leave(self, norm: Any, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add what attention or MLP returned, normalised and scaled as configured, to the residual; [s, b, h] each."""
         scale = self.config.residual_multiplier
+        # The bias belongs to what is normalised and scaled, so it cannot wait for the fused sum.
         if norm is not None or scale != 1.0:
             output, bias = (output if bias is None else output + bias), None
             output = output if norm is None else norm(output)
@@ -148,6 +150,7 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: flo
     keeps; x, residual [s, b, h], bias [h] or None, prob of dropping an element."""
     if bias is not None:
         x = x.add_(bias)
+    # Dropout makes a tensor of its own and keeps its mask; without it the sum is all that happens.
     if training and prob > 0.0:
         x = F.dropout(x, p=prob)
     return x.add_(residual)

@@ -36,6 +36,7 @@ class LanguageModule(MegatronModule):
         keeps equal by summing both gradients. parallel_output: each rank keeps its slice of the vocabulary.
         """
         assert self.config.hidden_size is not None
+        # A copy of the embedding must start from the embedding's numbers.
         initialiser = embedding_initialiser if is_tied else output_layer_initialiser
         layer = ColumnParallelLinear(
             self.config.hidden_size,
@@ -47,6 +48,7 @@ class LanguageModule(MegatronModule):
             skip_weight_param_allocation=is_tied and has_embedding,
             tp_group=self.pg_collection.tp,
         )
+        # Only the result is wider: operands and gradients have the format of the parameters.
         if self.config.logit_dtype == "fp32":
             layer.product = choose_product(self.config, out_dtype=torch.float32)
         if layer.weight is not None:

@@ -46,6 +46,7 @@ class ExpertByExpert(Product):
         """[n, out], [n, in] -> [experts, out, in], or None when added to main_grad."""
         assert ends is not None
         rows_per_expert = _count_rows(ends)
+        # One product for each expert, straight into its slice of the gradient buffer.
         parts = zip(grad.split(rows_per_expert), x.split(rows_per_expert), strict=True)
         if main_grad is None:
             return torch.stack([grad_rows.t() @ x_rows for grad_rows, x_rows in parts])
@@ -78,6 +79,7 @@ class GroupedMatmul(ExpertByExpert):
         result: Tensor = _grouped_mm(grad.contiguous().t(), x, offs=ends)
         if main_grad is None:
             return result
+        # grouped_mm cannot add to what is there: a temporary as large as the weights.
         main_grad.add_(result)
         return None
 
@@ -109,10 +111,12 @@ def choose_expert_product(
 @functools.cache
 def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch's grouped_mm computes what it should: tried on a few rows."""
+    # Which shapes and formats a device takes is documented nowhere and changes between releases: ask it.
     if _grouped_mm is None or device.type == "meta":
         return False
     inputs, outputs = widths
     x, matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in ((16, inputs), (2, outputs, inputs)))
+    # The second expert without rows, as it happens in training.
     ends = torch.tensor([16, 16], dtype=torch.int32, device=device)
     try:
         y = _grouped_mm(x, matrices.transpose(1, 2), offs=ends)

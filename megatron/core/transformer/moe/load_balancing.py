@@ -28,6 +28,7 @@ def balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: float | 
     tokens_per_expert: [E] or [b, E], how many chose each expert, over all processes. tokens: how many chose; where the
     counts are means over several microbatches, those of one.
     """
+    # Counts have no gradient. The loss falls when the affinities to experts with many tokens do.
     sums = affinities.sum(dim=0)  # [E] or [b, E]
     sequences = 1 if sums.dim() == 1 else sums.shape[0]
     return (sums * tokens_per_expert).sum() * (sums.shape[-1] / (k * sequences)) / tokens**2

@@ -30,6 +30,7 @@ class Sorted(NamedTuple):
 def sort_slots(destinations: Tensor, count: int, kept: int | None = None) -> Sorted:
     """destinations: of every slot, [slots]; `count` of them, and numbers from `count` on for slots that go nowhere, of
     which there are none unless `kept` says how many others there are."""
+    # Stable: rows of a destination are in the order of their tokens, whatever the device.
     in_order, order = destinations.sort(stable=True)
     numbers = torch.arange(count, device=destinations.device, dtype=destinations.dtype)
     ends = torch.searchsorted(in_order, numbers, right=True, out_int32=True)

@@ -60,6 +60,7 @@ def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None
         weights = wide.gather(1, experts).softmax(dim=-1)
     else:
         scores = score_experts(logits, function)
+        # The bias decides who is chosen, not how much they weigh: it has no gradient.
         experts = choose_best(scores if expert_bias is None else scores + expert_bias, k, *groups)
         weights = scores.gather(1, experts)
         # Softmax scores of all experts stay as they are: they add up to less than one for the chosen.
@@ -109,6 +110,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
 def compute_capacity(tokens: int, config: MoEFields) -> int:
     """Tokens of a microbatch of `tokens` that an expert takes at most."""
     assert config.moe_expert_capacity_factor is not None and config.num_moe_experts is not None
+    # With perfect balance each expert gets this share; the factor leaves room above it.
     share = tokens * config.moe_router_topk / config.num_moe_experts
     return max(1, math.ceil(share * config.moe_expert_capacity_factor))
 
