@@ -12,7 +12,6 @@ from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.compilation import compile_layers
-from megatron.core.transformer.config_fields.recompute import RecomputeFields
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
 from tests.unit.run_flags import run_config
 
@@ -107,9 +106,8 @@ def test_units_of_a_stage() -> None:
     """The numbers are those of a pipeline stage, or virtual stage: each builds its own units."""
 
     def units(method: str, count: int, layers: int) -> list[tuple[list[int], bool]]:
-        config = RecomputeFields(
-            recompute_granularity="full", recompute_method=method, recompute_num_layers=count  # type: ignore[arg-type]
-        )  # fmt: skip
+        flags = f"{FULL} {method} --recompute-num-layers {count}"
+        config = run_config(f"--num-layers 5 {flags}").model
         return [(list(unit.layers), unit.is_recomputed) for unit in ActivationPolicy(config).divide_layers(layers)]
 
     assert units("uniform", 2, 5) == [([0, 1], True), ([2, 3], True), ([4], True)]

@@ -53,7 +53,7 @@ class _Norm(MegatronModule):
         super().__init__(config)
         self.hidden_size = hidden_size
         self.eps = config.layernorm_epsilon if eps is None else eps
-        # Weights around zero are what weight decay pulls them to: to a norm that changes nothing.
+        # Stored around zero, the weight is pulled by weight decay towards a norm that changes nothing.
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.is_fused = uses_fused_norm(config)
         # With sequence parallelism each rank normalises its own tokens only.
