@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.placement import placement_of
+from megatron.planner.parameters import count_whole
 from megatron.training.hooks.meter import MeterHook, StepMetrics
 from megatron.training.hooks.progress_bar import ProgressBar
 from megatron.training.run import Evaluation, Hook, Run, StepResult
@@ -115,17 +117,12 @@ def parameter_count(run: Run) -> tuple[int, int]:
     """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
     router chooses. Every rank calls this."""
     placements = [placement_of(p, name) for chunk in run.model for name, p in chunk.module.named_parameters()]
-    own = {placement.name: (math.prod(placement.full_shape), placement.is_expert) for placement in placements}
-    of_all_stages: dict[str, tuple[int, bool]] = {}
-    for counts in all_gather_object(own, run.groups.pp):
-        of_all_stages |= counts
-    total = sum(count for count, _ in of_all_stages.values())
-    of_experts = sum(count for count, is_expert in of_all_stages.values() if is_expert)
-    if not of_experts:
-        return total, total
+    counts = count_whole(itertools.chain.from_iterable(all_gather_object(placements, run.groups.pp)))
     model = run.config.model
+    if not counts.of_experts:
+        return counts.total, counts.total
     assert model.num_moe_experts is not None
-    return total, total - of_experts + of_experts * model.moe_router_topk // model.num_moe_experts
+    return counts.total, counts.active(model.moe_router_topk, model.num_moe_experts)
 
 
 def progress_line(step: StepMetrics, interval: Interval, target_iterations: int) -> str:

@@ -1,0 +1,94 @@
+"""Parameters counted from the placements of a model that is built without memory, as any rank of any layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.planner.memory import count_parameters
+from megatron.planner.parameters import count_on_rank, count_whole
+from megatron.training.config.container import RunConfig
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.initialize import rank_grid
+from megatron.training.recipes.gpt import build_gpt_model
+from tests.unit.gpt_models import build_model
+
+CASES = json.loads((Path(__file__).parents[1] / "golden" / "data" / "flops_memory.json").read_text())
+
+
+def read_case(name: str, further: str = "") -> RunConfig:
+    case = CASES[name]
+    config = read_run_config([*shlex.split(case["cli"]), *further.split()], {"WORLD_SIZE": str(case["world_size"])})
+    config.model.init_model_with_meta_device = True
+    return config
+
+
+def build_stage(config: RunConfig, rows: int, rank: int) -> GPTModel:
+    """The chunk of a rank that holds one, on the meta device."""
+    groups = ProcessGroupCollection.pretend(rank_grid(config, config.world_size), rank)
+    content = pipeline_layout(config.model, virtual_stages(config.model))[groups.pp.rank()]
+    chunk = build_gpt_model(
+        config, rows, pre_process=content.has_embedding, post_process=content.has_loss, pg_collection=groups
+    )
+    assert {param.device.type for param in chunk.parameters()} == {"meta"}
+    return chunk
+
+
+@pytest.mark.parametrize("name", ["gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b"])
+def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
+    """On all stages of the layout together, and on the first stage's first rank; biases and positions are not in it."""
+    config, rows = read_case(name), 51200
+    model, untied = config.model, config.gpt.untie_embeddings_and_output_weights
+    formula = count_parameters(model, padded_vocab_size=rows, untied=untied)
+    groups = ProcessGroupCollection.pretend(rank_grid(config, config.world_size), 0)
+    stages = groups.pp.size()
+    ranks_of_a_pipeline = range(0, config.world_size, config.world_size // stages)
+    chunks = [build_stage(config, rows, rank) for rank in ranks_of_a_pipeline]
+    assert [chunk.pg_collection.pp.rank() for chunk in chunks] == list(range(stages))
+    counts = count_whole(placement_of(param) for chunk in chunks for param in chunk.parameters())
+    experts = counts.of_experts.get("matrix", 0)
+    assert counts["matrix"] == formula.layer_matrices
+    assert experts == formula.expert_matrices
+    assert counts["norm"] + counts["router"] == formula.replicated
+    assert (counts["embedding"], counts["head"]) == (formula.embedding, formula.output_layer)
+    if model.num_moe_experts:
+        idle = counts.total - counts.active(model.moe_router_topk, model.num_moe_experts)
+        assert idle == formula.idle
+    assert counts.total - formula.total == counts["vector"] + counts["positions"]
+    first = count_on_rank(chunks[:1])
+    ep, etp = model.expert_model_parallel_size, model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+    assert first["matrix"] * stages * model.tensor_model_parallel_size == formula.layer_matrices
+    assert first.of_experts.get("matrix", 0) * stages * ep * etp == formula.expert_matrices
+    assert first["embedding"] * model.tensor_model_parallel_size == formula.embedding
+
+
+def test_copies_count_where_they_lie_and_not_in_the_model() -> None:
+    flags = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 1 --num-layers 2"
+    config = read_run_config(
+        f"{flags} --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
+        "--micro-batch-size 1 --train-iters 1 --lr 1 --tokenizer-type NullTokenizer --vocab-size 63".split(),
+        {"WORLD_SIZE": "2"},
+    )
+    config.model.init_model_with_meta_device = True
+    first, last = (build_stage(config, 64, rank) for rank in range(2))
+    assert count_on_rank([last])["head"] == count_on_rank([first])["embedding"] == 64 * 32
+    whole = count_whole(placement_of(param) for param in itertools.chain(first.parameters(), last.parameters()))
+    assert (whole["head"], whole["embedding"]) == (0, 64 * 32)
+    model = build_model()
+    assert whole.total == count_on_rank([model]).total == sum(param.numel() for param in model.parameters())
+
+
+def test_active_parameters_are_the_share_that_the_router_chooses() -> None:
+    model = build_model("--num-experts 8 --moe-ffn-hidden-size 16 --moe-router-topk 2")
+    counts = count_on_rank([model])
+    assert set(counts.of_experts) == {"matrix", "vector"}
+    in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert counts.active(2, 8) == counts.total - in_experts * 3 // 4
