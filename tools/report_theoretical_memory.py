@@ -18,28 +18,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import command_line  # noqa: E402
-from megatron.planner.memory import TheoreticalMemory, report, theoretical_memory  # noqa: E402
+from megatron.planner.memory import MemoryEstimate, Workload, describe_memory, estimate_memory  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
 from megatron.training.launch.launch import with_world_size  # noqa: E402
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size  # noqa: E402
 
 
-def memory_of(config: RunConfig) -> TheoreticalMemory:
+def estimate(config: RunConfig) -> MemoryEstimate:
     """What the formulas say of a run. Raises ConfigError or DataError for an unusable tokenizer."""
     batch, replicas = config.training, config.data_parallel_size
     assert batch.global_batch_size is not None and batch.micro_batch_size is not None, "derived by read_run_config"
     assert config.data.seq_length is not None, "checked by read_run_config"
-    return theoretical_memory(
-        config.model,
+    workload = Workload(
         padded_vocab_size=compute_padded_vocab_size(config, build_tokenizer(config)),
-        untied=config.gpt.untie_embeddings_and_output_weights,
+        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
         seq_length=config.data.seq_length,
         micro_batch_size=batch.micro_batch_size,
         num_microbatches=batch.global_batch_size // (batch.micro_batch_size * replicas),
         data_parallel_size=replicas,
-        distributed_optimizer=config.ddp.use_distributed_optimizer,
     )
+    return estimate_memory(config.model, config.ddp, workload)
 
 
 def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
@@ -53,8 +52,7 @@ def main() -> int:
         print(__doc__.strip())
         return 0
     config = read([item for item in sys.argv[1:] if item != "--traceback"], os.environ)
-    stages = config.model.pipeline_model_parallel_size
-    print(report(memory_of(config), sequence_parallel=config.model.sequence_parallel, stages=stages))
+    print(describe_memory(estimate(config), config.model))
     return 0
 
 

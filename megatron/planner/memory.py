@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from megatron.core.transformer.layer_patterns import has_experts
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MEGABYTE = 1024 * 1024
@@ -60,23 +61,45 @@ class ParameterCounts:
         return self.expert_matrices - self.active_expert_matrices
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a process works on: what the memory of a run depends on beside the configs of its model and its replicas."""
+
+    padded_vocab_size: int
+    """Rows of the embedding over all ranks, in tokens."""
+    has_output_layer: bool
+    """The output layer has a matrix of its own instead of sharing the embedding's."""
+    seq_length: int
+    """Tokens of a whole sequence, over all context-parallel ranks."""
+    micro_batch_size: int
+    """Sequences of one forward pass."""
+    num_microbatches: int
+    """Of a step, of one model replica."""
+    data_parallel_size: int
+    """Model replicas with data of their own; context-parallel ranks share them."""
+
+
 @dataclass(frozen=True)
-class TheoreticalMemory:
+class MemoryEstimate:
     """Bytes on the most loaded process, and the counts that lead to them."""
 
     parameters: ParameterCounts
     most_loaded_shard: float
-    """Parameters."""
+    """Parameters (elements, not bytes) on the first pipeline stage."""
     other_shards: float
+    """Parameters on a stage without embedding."""
     weight_and_optimizer: float
+    """Bytes of weights, gradients and optimizer state."""
     layer_activations: float
-    """Of one layer and one microbatch."""
+    """Bytes of one layer and one microbatch."""
     activations: float
+    """Bytes of all microbatches that are under way at once."""
     microbatches_in_flight: float | None
     """Of all stages' layers; None without pipeline stages."""
 
     @property
     def total(self) -> float:
+        """Bytes."""
         return self.weight_and_optimizer + self.activations
 
 
@@ -103,40 +126,33 @@ def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied
     )
 
 
-def theoretical_memory(
-    model: TransformerConfig,
-    *,
-    padded_vocab_size: int,
-    untied: bool,
-    seq_length: int,
-    micro_batch_size: int,
-    num_microbatches: int,
-    data_parallel_size: int,
-    distributed_optimizer: bool,
-) -> TheoreticalMemory:
-    """What the most loaded process of this layout holds; see the head of this file for what counts.
+def estimate_memory(
+    model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload
+) -> MemoryEstimate:
+    """Bytes that the most loaded process of a run holds; the head of this file says what counts, and the sources.
 
-    num_microbatches: of a step, of one model replica.
+    model: its shape and layout. replicas: whether they divide the optimizer's state among them.
     """
     stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
-    counts = count_parameters(model, padded_vocab_size=padded_vocab_size, untied=untied)
+    counts = count_parameters(model, padded_vocab_size=workload.padded_vocab_size, untied=workload.has_output_layer)
     dense = (counts.layer_matrices / ranks + counts.replicated) / stages
     expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
     experts = counts.expert_matrices / expert_ranks / stages
     ends = (counts.embedding + (counts.output_layer if stages == 1 else 0)) / ranks
-    replicas = data_parallel_size * model.context_parallel_size
-    expert_replicas = replicas * ranks / expert_ranks
-    tokens = seq_length // model.context_parallel_size * micro_batch_size
+    num_replicas = workload.data_parallel_size * model.context_parallel_size
+    num_expert_replicas = num_replicas * ranks / expert_ranks
+    tokens = workload.seq_length // model.context_parallel_size * workload.micro_batch_size
+    divides = replicas.use_distributed_optimizer
     layer = _layer_activations(model, tokens)
-    return TheoreticalMemory(
+    return MemoryEstimate(
         parameters=counts,
         most_loaded_shard=dense + experts + ends,
         other_shards=dense + experts,
-        weight_and_optimizer=(dense + ends) * _parameter_bytes(replicas, distributed_optimizer)
-        + experts * _parameter_bytes(expert_replicas, distributed_optimizer),
+        weight_and_optimizer=(dense + ends) * _parameter_bytes(num_replicas, divides)
+        + experts * _parameter_bytes(num_expert_replicas, divides),
         layer_activations=layer,
-        activations=_activations(model, layer, tokens, padded_vocab_size, num_microbatches),
-        microbatches_in_flight=None if stages == 1 else stages * _layers_in_flight(model, num_microbatches),
+        activations=_activations(model, layer, tokens, workload),
+        microbatches_in_flight=None if stages == 1 else stages * _layers_in_flight(model, workload.num_microbatches),
     )
 
 
@@ -162,27 +178,25 @@ def _layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
     return min(1.0, num_microbatches / stages)
 
 
-def _activations(
-    model: TransformerConfig, layer: float, tokens: int, padded_vocab_size: int, num_microbatches: int
-) -> float:
+def _activations(model: TransformerConfig, layer: float, tokens: int, workload: Workload) -> float:
     """Bytes of the first stage, or of everything where it is the only one."""
     hidden, stages, ranks = model.hidden_size, model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     divided = ranks if model.sequence_parallel else 1
     embedding = stages * tokens * (_TOKEN_NUMBER_BYTES + hidden) / divided
     kept = layer * model.num_layers + embedding
-    kept *= _layers_in_flight(model, num_microbatches)
+    kept *= _layers_in_flight(model, workload.num_microbatches)
     if stages == 1:
         if model.sequence_parallel:
-            kept += 4 * tokens * (hidden + padded_vocab_size) / ranks
+            kept += 4 * tokens * (hidden + workload.padded_vocab_size) / ranks
         else:
-            kept += 2 * tokens * (hidden + padded_vocab_size / ranks)
+            kept += 2 * tokens * (hidden + workload.padded_vocab_size / ranks)
     return kept if model.sequence_parallel else kept * _ALLOCATOR_SHARE
 
 
-def report(memory: TheoreticalMemory, *, sequence_parallel: bool, stages: int) -> str:
-    """The lines that tools/report_theoretical_memory.py prints; MB are 1024 x 1024 bytes."""
+def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
+    """The estimate in the lines that users know from the reference system; MB are 1024 x 1024 bytes."""
     counts = memory.parameters
-    form = "with SP" if sequence_parallel else "precise, without SP"
+    form = "with SP" if model.sequence_parallel else "precise, without SP"
     lines = [
         f"Number of parameters in transformer block in billions: {counts.transformer_block / _BILLION:.2f}",
         "Number of active parameters in transformer block in billions: "
@@ -193,7 +207,7 @@ def report(memory: TheoreticalMemory, *, sequence_parallel: bool, stages: int) -
         f"Total number of active parameters in billions: {(counts.total - counts.idle) / _BILLION:.2f}",
         f"Number of parameters in most loaded shard in billions: {memory.most_loaded_shard / _BILLION:.4f}",
     ]
-    if stages > 1:
+    if model.pipeline_model_parallel_size > 1:
         lines.append(f"Number of parameters in other shards in billions: {memory.other_shards / _BILLION:.4f}")
     per_layer = memory.layer_activations / _MEGABYTE
     lines.append(f"Activation memory footprint per transformer layer ({form}): {per_layer:.1f} MB")

@@ -30,13 +30,14 @@ _ATTEMPTS = 5
 def training_flops_per_token(model: TransformerConfig, *, seq_length: int, padded_vocab_size: int) -> int:
     """Floating-point operations of forward and backward for one token of a sequence of `seq_length` tokens.
 
-    Of a layer's experts those count that work on a token, and the shared one; routers do not.
+    padded_vocab_size: rows of the output layer over all ranks. Of a layer's experts those count that work on a token,
+    and the shared one; routers do not.
     """
-    per_token, per_pair = products_of_model(model, padded_vocab_size=padded_vocab_size)
+    per_token, per_pair = count_products(model, padded_vocab_size=padded_vocab_size)
     return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + per_pair * seq_length // 2)
 
 
-def products_of_model(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
+def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
     """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
     assert model.kv_channels is not None
     counts = count_parameters(model, padded_vocab_size=padded_vocab_size, untied=False)

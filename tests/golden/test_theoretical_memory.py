@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.errors import ConfigError
 from tests.functional.pretrain_runs import ROOT, environment
-from tools.report_theoretical_memory import memory_of, read
+from tools.report_theoretical_memory import estimate, read
 
 CASES = json.loads((Path(__file__).parent / "data" / "flops_memory.json").read_text())
 NAMES = ["gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b"]
@@ -26,7 +26,7 @@ def flags_of(name: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_those_of_the_reference(name: str) -> None:
-    memory = memory_of(read(*flags_of(name)))
+    memory = estimate(read(*flags_of(name)))
     weights, activations, total = CASES[name]["result"]["weight_opt_MB,act_MB,total_MB"]
     assert memory.weight_and_optimizer / MEGABYTE == pytest.approx(weights, rel=1e-12)
     assert memory.activations / MEGABYTE == pytest.approx(activations, rel=1e-12)
@@ -36,16 +36,16 @@ def test_bytes_are_those_of_the_reference(name: str) -> None:
 def test_context_parallelism_divides_tokens_and_state() -> None:
     """No reference: upstream's sequence is divided among the cp processes, and so is the optimizer's state."""
     flags, variables = flags_of("llama3_8b")
-    whole = memory_of(read(flags, variables))
-    divided = memory_of(read([*flags, "--context-parallel-size", "2"], variables))
+    whole = estimate(read(flags, variables))
+    divided = estimate(read([*flags, "--context-parallel-size", "2"], variables))
     assert divided.activations == whole.activations / 2
     assert divided.weight_and_optimizer == whole.weight_and_optimizer, "dp x cp stays 16"
 
 
 def test_a_pipeline_holds_no_more_microbatches_than_there_are() -> None:
     flags, variables = flags_of("gpt3_175b_tp8pp16")
-    many = memory_of(read(flags, variables))
-    few = memory_of(read([*flags, "--global-batch-size", "32"], variables))  # 4 microbatches for 16 stages
+    many = estimate(read(flags, variables))
+    few = estimate(read([*flags, "--global-batch-size", "32"], variables))  # 4 microbatches for 16 stages
     assert (many.microbatches_in_flight, few.microbatches_in_flight) == (16, 4)
     assert few.activations == many.activations / 4
 

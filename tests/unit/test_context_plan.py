@@ -102,7 +102,7 @@ def test_balance_against_the_static_layout() -> None:
 
 def test_balance_of_long_conversations() -> None:
     """The table of docs/parallelism.md: log-normal lengths, and what fits packed into the next sequence."""
-    # Llama 3 8B: see products_of_model.
+    # Llama 3 8B: see count_products.
     cost = SampleCost(7_504_658_432, 262_144)
     for length, ranks, cp, most, low, high in ((2**15, 8, 1, 2**12, 0.90, 0.95), (2**17, 16, 4, 2**15, 0.75, 0.81)):
         random = np.random.RandomState(1)

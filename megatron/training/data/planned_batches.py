@@ -25,7 +25,7 @@ from megatron.core.context_parallel.planning import ContextPlan, SampleCost, pla
 from megatron.core.datasets.megatron_dataset import PackedDocuments
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.planner.throughput import products_of_model
+from megatron.planner.throughput import count_products
 from megatron.training.config.container import RunConfig
 from megatron.training.data.loading import Batch, LoaderSettings, loaded, used_up
 
@@ -64,7 +64,7 @@ class Layout:
         """That of a run."""
         most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
         assert most is not None and seq_length is not None, "checked by read_run_config"
-        cost = SampleCost(*products_of_model(config.model, padded_vocab_size=padded_vocab_size))
+        cost = SampleCost(*count_products(config.model, padded_vocab_size=padded_vocab_size))
         sharers = groups.tp.size() if config.model.sequence_parallel else 1
         return cls(groups.dp_cp.rank(), groups.dp_cp.size(), groups.cp.size(), most, seq_length, cost, sharers)
 
