@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
-from megatron.training.verify.parity_layouts import Layout, guilty_parts, parse_layout, same_padding  # noqa: E402
+from megatron.training.verify.parity_layouts import Layout, choose_padding, find_guilty_parts, parse_layout  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.training.verify.parity import Share, Trace
@@ -84,11 +84,13 @@ class Comparison:
 
     def differences(self, layout: Layout) -> list[str]:
         """Sentences, the earliest difference first; prints a line about the layout."""
-        from megatron.training.verify.parity import compare, largest_differences
+        from megatron.training.verify.parity import compare, find_largest_differences
 
         found = self.trace(layout)
         differences = compare(self.reference, found)
-        sizes = ", ".join(f"{what} {size:.1e}" for what, size in largest_differences(self.reference, found).items())
+        sizes = ", ".join(
+            f"{what} {size:.1e}" for what, size in find_largest_differences(self.reference, found).items()
+        )
         verdict = f"{len(differences)} DIFFERENCES" if differences else "the same run"
         print(
             f"{layout.text} ({layout.world_size} processes): {verdict}; largest relative differences: {sizes}",
@@ -107,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, layouts, iterations = parse_arguments(sys.argv[1:] if argv is None else argv)
     alone = parse_layout("1")
     config = read_run_config([*flags, *_SETTINGS], {})
-    padding = same_padding([alone, *layouts], config.gpt.make_vocab_size_divisible_by)
+    padding = choose_padding([alone, *layouts], config.gpt.make_vocab_size_divisible_by)
     _check_all(flags, [alone, *layouts], padding)
     if config.model.bf16:
         print("note: --bf16 rounds; expect differences around 1e-2, or leave it out to check the layout itself")
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(*(f"  {text}" for text in differences[:_LISTED]), sep="\n")
             if len(differences) > _LISTED:
                 print(f"  and {len(differences) - _LISTED} more")
-            guilty = guilty_parts(layout, lambda part: bool(comparison.differences(part)))
+            guilty = find_guilty_parts(layout, lambda part: bool(comparison.differences(part)))
             print(f"  the smallest part of {layout.text} that differs: {'; '.join(guilty)}", flush=True)
     return 1 if differing else 0
 

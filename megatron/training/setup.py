@@ -36,7 +36,7 @@ from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_s
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings
-from megatron.training.data.planned_batches import step_plans
+from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.hooks.attention_logits import AttentionLogits
 from megatron.training.hooks.build import build_hooks
@@ -54,7 +54,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     recipe.check_layout(config.model)
     traffic = Traffic()
     if config.logger.log_comm_volume:
-        process = metered(process, traffic, recipe)
+        process = meter_groups(process, traffic, recipe)
     groups, device = process.groups, process.device
     prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
     batch_size = build_batch_size_calculator(config)
@@ -63,7 +63,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     if process.launch.rank == 0:
         print_summaries(datasets)
     settings = build_loader_settings(config, groups, device, batch_size, recipe.padded_vocab_size)
-    plans = step_plans(config, groups, datasets[0], settings, batch_size)
+    plans = build_step_plans(config, groups, datasets[0], settings, batch_size)
     model = build_model(config, process, recipe)
     timers = build_timers(config, process)
     if recipe.build_optimizer is None:
@@ -258,7 +258,7 @@ def build_timers(config: RunConfig, process: Process) -> Timers:
     return Timers(logger.timing_log_level, synchronizes=True, barrier_group=process.groups.world if waits else None)
 
 
-def metered(process: Process, traffic: Traffic, recipe: Recipe) -> Process:
+def meter_groups(process: Process, traffic: Traffic, recipe: Recipe) -> Process:
     """The process with groups that count. Raises ConfigError for a model that is not handed its groups."""
     parameters = inspect.signature(recipe.build_model).parameters
     if "pg_collection" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

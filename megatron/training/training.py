@@ -11,13 +11,13 @@ from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
-from megatron.training.data.loading import lost_loader
+from megatron.training.data.loading import explain_lost_loader
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.launch.initialize import (
+    explain_lost_peer,
+    explain_nondeterminism,
     initialize,
-    lost_peer,
-    nondeterministic,
-    settings_from_command_line,
+    read_command_line,
     shut_down,
 )
 from megatron.training.loop import train
@@ -69,7 +69,7 @@ def pretrain(
     if model_type is not ModelType.encoder_or_decoder:
         raise ConfigError(f"pretrain() trains ModelType.encoder_or_decoder only; found {model_type}")
     if run_config is None:
-        run_config = settings_from_command_line(extra_args_provider, args_defaults or {})
+        run_config = read_command_line(extra_args_provider, args_defaults or {})
 
     recipe = wrap_providers(
         run_config,
@@ -105,9 +105,9 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     try:
         train(run)
     except RuntimeError as error:
-        if (operation := nondeterministic(error)) is not None:
+        if (operation := explain_nondeterminism(error)) is not None:
             raise ConfigError(operation) from error
-        problem = lost_loader(error) or lost_peer(error)
+        problem = explain_lost_loader(error) or explain_lost_peer(error)
         if problem is None:
             raise
         raise TemporaryError(problem) from error

@@ -12,7 +12,7 @@ import os
 
 import pytest
 
-from megatron.training.verify.parity import Trace, join, largest_differences
+from megatron.training.verify.parity import Trace, find_largest_differences, join
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.test_layouts import LARGE, SMALL, share
@@ -36,7 +36,7 @@ def test_bf16_stays_in_its_band(layout: str) -> None:
         [share("llama", text)] if processes == 1 else run_distributed(share, processes, "llama", text, timeout=240.0)
     )
     found = join(shares)
-    sizes = largest_differences(reference(), found)
+    sizes = find_largest_differences(reference(), found)
     assert found.disagreements == []
     assert {what: size for what, size in sizes.items() if size > BAND.get(what, 1.0)} == {}
     assert sizes["gradient"] > 1e-3, "computed in bfloat16"

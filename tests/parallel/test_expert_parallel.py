@@ -21,7 +21,7 @@ from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.hooks.experts import ExpertsHook, routers
 from megatron.training.hooks.meter import MeterHook
 from megatron.training.step import train_step
-from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
+from megatron.training.verify.parity import Share, Trace, compare, find_largest_differences, join, local_run, run_share
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, own_rank, training
@@ -60,7 +60,7 @@ def reference(flags: str = "1", style: str = "moe") -> Trace:
 def test_layout_is_the_same_run(layout: str) -> None:
     alone = ",".join(term for term in layout.split(",") if term in (ONE, "--calculate-per-token-loss")) or "1"
     trace = join(run_distributed(share, parse_layout(layout).world_size, layout, timeout=240.0))
-    sizes = largest_differences(reference(alone), trace)
+    sizes = find_largest_differences(reference(alone), trace)
     print(f"{layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})
     assert compare(reference(alone), trace) == []
     cut = {split.axis: split.num_shards for split in trace.placements[f"{FIRST}.mlp.experts.linear_fc1.weight"].splits}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron.training.hooks.traffic import TrafficHook
 from megatron.training.loop import train
 from megatron.training.step import train_step
-from megatron.training.verify.parity import Share, join, largest_differences, local_run, run_share
+from megatron.training.verify.parity import Share, find_largest_differences, join, local_run, run_share
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -86,7 +86,7 @@ def test_number_formats() -> None:
         whole = results[0][0].elements
         assert sum(kept.state for kept, _ in results) == whole * (2 if params == torch.bfloat16 else 3), flags
         trace = join([share for _, share in results])
-        sizes = largest_differences(reference, trace)
+        sizes = find_largest_differences(reference, trace)
         assert trace.disagreements == []
         assert sizes["loss"] < 5e-4 and sizes["gradient norm"] < 1e-2 and sizes["gradient"] < 5e-2, (flags, sizes)
 

@@ -16,7 +16,7 @@ import pytest
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe
-from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, local_run, run_share
+from megatron.training.verify.parity import Share, Trace, compare, find_largest_differences, join, local_run, run_share
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
@@ -93,7 +93,7 @@ def test_it_is_the_run_of_one_process(style: str, layout: str, sizes: set[int], 
     world = parse_layout(layout).world_size
     shares, microbatches = zip(*run_distributed(share_and_microbatches, world, flags, layout, timeout=240), strict=True)
     trace = join(shares)
-    print(f"{style} {layout}:", {k: f"{v:.1e}" for k, v in largest_differences(reference(flags), trace).items()})
+    print(f"{style} {layout}:", {k: f"{v:.1e}" for k, v in find_largest_differences(reference(flags), trace).items()})
     assert compare(reference(flags), trace) == []
     assert {ranks for own in microbatches for _, ranks in own} == sizes
     assert max(tokens for own in microbatches for tokens, _ in own) <= 48 // max(sizes)

@@ -15,7 +15,7 @@ import os
 
 import pytest
 
-from megatron.training.verify.parity import Share, Trace, compare, join, largest_differences, run_share
+from megatron.training.verify.parity import Share, Trace, compare, find_largest_differences, join, run_share
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
@@ -72,7 +72,7 @@ def reference(style: str) -> Trace:
 def test_layout_is_the_same_run(style: str, layout: str) -> None:
     shares = run_distributed(share, parse_layout(layout).world_size, style, layout, timeout=240.0)
     trace = join(shares)
-    sizes = largest_differences(reference(style), trace)
+    sizes = find_largest_differences(reference(style), trace)
     print(f"{style} {layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})
     assert compare(reference(style), trace) == []
 

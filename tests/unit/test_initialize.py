@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
 from megatron.training.launch import initialize as subject
-from megatron.training.launch.initialize import initialize, lost_peer, rank_grid, shut_down
+from megatron.training.launch.initialize import explain_lost_peer, initialize, rank_grid, shut_down
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 
@@ -68,7 +68,7 @@ def joining(monkeypatch: pytest.MonkeyPatch, flags: str) -> dict[str, Any]:
         given["store_seconds"] = seconds
 
     monkeypatch.setattr(subject, "open_store", open_store)
-    monkeypatch.setattr(subject.Muster, "check", lambda self, flags: given.update(flags=flags))
+    monkeypatch.setattr(subject.StartupCheck, "check", lambda self, flags: given.update(flags=flags))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     with pytest.raises(Stop):
         initialize(run_config(flags))
@@ -100,8 +100,8 @@ def test_flags_that_ranks_compare_are_spelled_as_flags() -> None:
 
 def test_a_lost_peer_is_told_from_a_bug() -> None:
     lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:12345")
-    assert "another rank was lost" in (lost_peer(lost) or "")
-    assert lost_peer(RuntimeError("shape mismatch")) is None
+    assert "another rank was lost" in (explain_lost_peer(lost) or "")
+    assert explain_lost_peer(RuntimeError("shape mismatch")) is None
 
 
 @pytest.mark.flags("--use-tp-pp-dp-mapping")

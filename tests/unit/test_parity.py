@@ -10,7 +10,7 @@ import torch
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
 from megatron.training.verify.parity import Held, Share, Trace, compare, join
-from megatron.training.verify.parity_layouts import guilty_parts, parse_layout, parts_of, same_padding
+from megatron.training.verify.parity_layouts import choose_padding, find_guilty_parts, parse_layout, split_layout
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)
 
@@ -34,7 +34,7 @@ def test_layouts() -> None:
         "--num-virtual-stages-per-pipeline-rank", "3", "--use-distributed-optimizer", "--cp-comm-type",
         "a2a", "p2p",
     )  # fmt: skip
-    assert [part.text for part in parts_of(layout)] == ["tp2", "tp2,sp", "pp2", "pp2,vpp3", "dp2", "dp2,dist-opt"]
+    assert [part.text for part in split_layout(layout)] == ["tp2", "tp2,sp", "pp2", "pp2,vpp3", "dp2", "dp2,dist-opt"]
     assert parse_layout("1").world_size == 1
     with pytest.raises(ConfigError, match="'tp0' is not known; use tpN, "):
         parse_layout("tp0")
@@ -42,13 +42,13 @@ def test_layouts() -> None:
 
 def test_guilty_parts_are_the_smallest_that_differ() -> None:
     layout = parse_layout("tp2,sp,pp2")
-    assert guilty_parts(layout, lambda part: "sp" in part.text) == ["tp2,sp"]
-    assert guilty_parts(layout, lambda part: "tp2" in part.text) == ["tp2"]
-    assert guilty_parts(layout, lambda part: False) == ["tp2,sp,pp2"], "only their combination"
+    assert find_guilty_parts(layout, lambda part: "sp" in part.text) == ["tp2,sp"]
+    assert find_guilty_parts(layout, lambda part: "tp2" in part.text) == ["tp2"]
+    assert find_guilty_parts(layout, lambda part: False) == ["tp2,sp,pp2"], "only their combination"
 
 
 def test_all_layouts_pad_the_vocabulary_alike() -> None:
-    padding = same_padding([parse_layout(text) for text in ("1", "tp2", "tp3,dp2")], 4)
+    padding = choose_padding([parse_layout(text) for text in ("1", "tp2", "tp3,dp2")], 4)
     assert padding == {"1": 24, "tp2": 12, "tp3,dp2": 8}
 
 

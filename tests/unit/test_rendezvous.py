@@ -13,16 +13,16 @@ from torch.distributed import HashStore
 
 from megatron.core.errors import ConfigError, MegatronError, TemporaryError
 from megatron.training.launch.launch import Launch
-from megatron.training.launch.rendezvous import Muster, open_store
+from megatron.training.launch.rendezvous import StartupCheck, open_store
 
 
-def _muster(ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0) -> list[MegatronError | None]:
+def _check_startup(ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0) -> list[MegatronError | None]:
     """What `check` raised for each (rank, world size, flags)."""
     store = HashStore()
 
     def attend(rank: int, world_size: int, flags: dict[str, Any]) -> MegatronError | None:
         try:
-            Muster(store, rank, world_size, timeout).check(flags)
+            StartupCheck(store, rank, world_size, timeout).check(flags)
         except MegatronError as error:
             return error
         return None
@@ -32,22 +32,22 @@ def _muster(ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0) 
 
 
 def test_equal_ranks_go_on() -> None:
-    assert _muster([(rank, 3, {"--lr": 0.1}) for rank in range(3)]) == [None, None, None]
+    assert _check_startup([(rank, 3, {"--lr": 0.1}) for rank in range(3)]) == [None, None, None]
 
 
 def test_F10_missing_ranks_are_named() -> None:
-    errors = _muster([(0, 4, {}), (2, 4, {})], timeout=0.3)
+    errors = _check_startup([(0, 4, {}), (2, 4, {})], timeout=0.3)
     assert all(isinstance(error, TemporaryError) for error in errors)
     assert all(str(error).startswith("rank(s) 1, 3 of WORLD_SIZE=4 never joined within 0.3 s") for error in errors)
 
 
 def test_F9_a_rank_given_twice_is_named() -> None:
-    errors = _muster([(0, 3, {}), (1, 3, {}), (1, 3, {})])
+    errors = _check_startup([(0, 3, {}), (1, 3, {}), (1, 3, {})])
     assert {str(error) for error in errors} == {"RANK=1 was given to two processes; every process needs its own rank"}
 
 
 def test_F11_another_flag_is_named_on_every_rank() -> None:
-    errors = _muster([(0, 3, {"--lr": 0.1}), (1, 3, {"--lr": 0.1}), (2, 3, {"--lr": 0.2})])
+    errors = _check_startup([(0, 3, {"--lr": 0.1}), (1, 3, {"--lr": 0.1}), (2, 3, {"--lr": 0.2})])
     assert all(isinstance(error, ConfigError) for error in errors)
     assert {str(error) for error in errors} == {
         "rank 2 was started with --lr 0.2, rank 0 with --lr 0.1; start all ranks alike"
@@ -55,7 +55,7 @@ def test_F11_another_flag_is_named_on_every_rank() -> None:
 
 
 def test_F11_another_world_size_is_named() -> None:
-    errors = _muster([(0, 3, {}), (1, 3, {}), (2, 4, {})])
+    errors = _check_startup([(0, 3, {}), (1, 3, {}), (2, 4, {})])
     texts = {str(error) for error in errors}
     assert len(texts) == 1
     text = texts.pop()
@@ -101,7 +101,7 @@ def test_two_ranks_meet_over_a_port() -> None:
     def attend(launch: Launch) -> None:
         try:
             store = open_store(launch, 10.0)
-            Muster(store, launch.rank, 2, 10.0).check({})
+            StartupCheck(store, launch.rank, 2, 10.0).check({})
             store.set(f"done{launch.rank}", "")
             store.wait(["done0", "done1"])
         except MegatronError as error:

@@ -68,7 +68,7 @@ def save_checkpoint(run: Run) -> Path:
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
     if not settings.no_save_rng:
         tensors |= rng_state.sharded_rng_state(world.rank())
-        documents[RNG] = rng_state.rng_document(world, layout_of(run.groups.grid))
+        documents[RNG] = rng_state.rng_document(world, describe_layout(run.groups.grid))
     attachments = tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     return serialization.save(
         tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world
@@ -175,7 +175,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
                 f"{trajectory_differences(saved_config, run.config)}")  # fmt: skip
 
 
-def layout_of(grid: RankGrid) -> dict[str, int]:
+def describe_layout(grid: RankGrid) -> dict[str, int]:
     """Size of every axis, in the order in which ranks are numbered: where a rank stands."""
     return grid.dense_sizes | grid.expert_sizes
 
@@ -186,7 +186,7 @@ def _rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
     if f"{RNG}.json" not in found.manifest.files:
         raise CheckpointError(f"{found.path} was saved with --no-save-rng; pass --no-load-rng or --finetune")
     document: dict[str, Any] = serialization.read_document(found.path, RNG)
-    reason = rng_state.why_not_restorable(document, world, layout_of(run.groups.grid))
+    reason = rng_state.why_not_restorable(document, world, describe_layout(run.groups.grid))
     if reason is not None:
         _warn(world, f"random numbers start from --seed instead of continuing: {reason}")
         return None

@@ -61,8 +61,8 @@ class LoaderSettings:
         place = (total_samples, consumed_samples, self.micro_batch_size, self.dp_rank, self.dp_size)
         return CyclicSampler(*place) if self.dataloader_type == "cyclic" else SingleSampler(*place, repeats=repeats)
 
-    def of(self, split: str) -> LoaderSettings:
-        """Those for one split."""
+    def choose_split(self, split: str) -> LoaderSettings:
+        """The settings for one split: evaluation may have microbatches of another size."""
         if split == "train" or self.evaluation_micro_batch_size is None:
             return self
         return dataclasses.replace(self, micro_batch_size=self.evaluation_micro_batch_size)
@@ -75,7 +75,7 @@ def build_loader_settings(
     batch_size: NumMicrobatchesCalculator,
     vocabulary_limit: int,
 ) -> LoaderSettings:
-    """Those of a run, for this process. vocabulary_limit: token ids must be below it."""
+    """The settings of a run on this process. vocabulary_limit: token ids must be below it."""
     return LoaderSettings(
         micro_batch_size=batch_size.micro_batch_size,
         dp_rank=groups.dp.rank(),
@@ -126,8 +126,8 @@ class TrainingData:
         if self.planned is not None and split == "train":
             return self._opened(self.planned(consumed_samples))
         if self.settings.dataloader_type == "external" and dataset is not None:
-            return self._opened(external_batches(dataset, split, consumed_samples, self.settings))
-        return self._opened(microbatches(dataset, split, consumed_samples, self.settings.of(split)))
+            return self._opened(read_external_batches(dataset, split, consumed_samples, self.settings))
+        return self._opened(read_microbatches(dataset, split, consumed_samples, self.settings.choose_split(split)))
 
     def open_whole(self, split: str, part: int, num_microbatches: int) -> Generator[Batch, None, None]:
         """The same for every sample of a dataset once; the rest of `num_microbatches` are samples without loss.
@@ -135,11 +135,11 @@ class TrainingData:
         The caller closes it.
         """
         dataset = self.parts(split)[part]
-        settings = self.settings.of(split)
+        settings = self.settings.choose_split(split)
         sampler = WholeSampler(
             len(dataset), num_microbatches, settings.micro_batch_size, settings.dp_rank, settings.dp_size
         )
-        return loaded(dataset, split, sampler, settings)
+        return load_samples(dataset, split, sampler, settings)
 
     def close(self) -> None:
         """End the loader processes."""
@@ -151,10 +151,10 @@ class TrainingData:
         return batches
 
 
-def microbatches(
+def read_microbatches(
     dataset: Dataset[Any] | None, split: str, consumed_samples: int, settings: LoaderSettings
 ) -> Generator[Batch, None, None]:
-    """See TrainingData.open."""
+    """Microbatches of one dataset in the sampler's order; TrainingData.open says what is raised."""
     if dataset is None:
         raise DataError(f"there is no {split} data; give --data-path with a --split that leaves some, or --mock-data")
     total = len(dataset)  # type: ignore[arg-type]
@@ -165,11 +165,11 @@ def microbatches(
             "use more data, a smaller --micro-batch-size or fewer ranks"
         )
     sampler = settings.sampler(total, consumed_samples, repeats=split != "train")
-    yield from loaded(dataset, split, sampler, settings)
-    raise used_up(split, total, consumed_samples)
+    yield from load_samples(dataset, split, sampler, settings)
+    raise build_used_up_error(split, total, consumed_samples)
 
 
-def used_up(split: str, total_samples: int, consumed_samples: int) -> DataError:
+def build_used_up_error(split: str, total_samples: int, consumed_samples: int) -> DataError:
     """The error of a split that has no further sample."""
     return DataError(
         f"the {split} data is used up: {total_samples} samples, {consumed_samples} consumed before this start; "
@@ -177,7 +177,7 @@ def used_up(split: str, total_samples: int, consumed_samples: int) -> DataError:
     )
 
 
-def external_batches(
+def read_external_batches(
     source: Iterable[Mapping[str, Any]], split: str, consumed_samples: int, settings: LoaderSettings
 ) -> Generator[Batch, None, None]:
     """The microbatches that a script's own source yields, on the device. In evaluation it is begun again at its end.
@@ -199,7 +199,7 @@ def external_batches(
     raise DataError(f"the {split} data is used up: the script's own source has no further batch; let it yield more")
 
 
-def loaded(
+def load_samples(
     dataset: Dataset[Any],
     split: str,
     sampler: Iterable[Sequence[Any]],
@@ -257,7 +257,7 @@ def _supervised(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[A
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            problem = lost_loader(error)
+            problem = explain_lost_loader(error)
             if problem is None:
                 raise
             break
@@ -268,7 +268,7 @@ def _supervised(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[A
     raise TemporaryError(f"data-parallel rank {settings.dp_rank}: {problem}")
 
 
-def lost_loader(error: Exception) -> str | None:
+def explain_lost_loader(error: Exception) -> str | None:
     """The sentence for an error about a loader process that died or hangs; None for other errors.
 
     A death shows as a closed pipe, or as torch's error from a signal, which can also come up in the middle of a step.

@@ -27,7 +27,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.planner.throughput import count_products
 from megatron.training.config.container import RunConfig
-from megatron.training.data.loading import Batch, LoaderSettings, loaded, used_up
+from megatron.training.data.loading import Batch, LoaderSettings, build_used_up_error, load_samples
 
 if TYPE_CHECKING:
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
@@ -60,8 +60,8 @@ class Layout:
     """Those that divide a context-parallel rank's tokens among them."""
 
     @classmethod
-    def of(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
-        """That of a run."""
+    def build(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
+        """Where this process stands in the context-parallel ranks of a run, and what a conversation costs there."""
         most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
         assert most is not None and seq_length is not None, "checked by read_run_config"
         cost = SampleCost(*count_products(config.model, padded_vocab_size=padded_vocab_size))
@@ -140,8 +140,8 @@ class StepPlans:
         """This rank's microbatches on the device, from that step on; see TrainingData.open."""
         documents, places = SingleDocuments(self.dataset), self.microbatches(consumed_samples)
         stack = OneSequence(self.layout.sequence_parallel_ranks)
-        yield from loaded(documents, "train", places, self.settings, stack)
-        raise used_up("train", len(self.dataset), consumed_samples)
+        yield from load_samples(documents, "train", places, self.settings, stack)
+        raise build_used_up_error("train", len(self.dataset), consumed_samples)
 
     def microbatches(self, consumed_samples: int) -> Iterator[list[Place]]:
         """This rank's, of one step after the other, to the end of the data."""
@@ -183,7 +183,7 @@ class StepPlans:
         return StepPlan(num_samples, tuple(places), context, layout, tuple(sequences))
 
 
-def step_plans(
+def build_step_plans(
     config: RunConfig,
     groups: ProcessGroupCollection,
     dataset: Any,
@@ -194,7 +194,7 @@ def step_plans(
     if not config.model.hybrid_context_parallel or dataset is None:
         return None
     assert settings.vocabulary_limit is not None
-    return StepPlans(dataset, settings, batch_size, Layout.of(config, groups, settings.vocabulary_limit))
+    return StepPlans(dataset, settings, batch_size, Layout.build(config, groups, settings.vocabulary_limit))
 
 
 class SingleDocuments(Dataset[Any]):

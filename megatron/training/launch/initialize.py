@@ -28,7 +28,7 @@ from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import Launch, read_launch, with_world_size
-from megatron.training.launch.rendezvous import Muster, open_store
+from megatron.training.launch.rendezvous import StartupCheck, open_store
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def initialize(config: RunConfig) -> Process:
     if launch.world_size > 1:
         backend = _backend(config, device)
         store = open_store(launch, timeout.total_seconds())
-        Muster(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
+        StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
         dist.init_process_group(
             backend=backend,
             store=store,
@@ -77,7 +77,7 @@ def initialize(config: RunConfig) -> Process:
     return Process(launch, device, groups)
 
 
-def settings_from_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
+def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
     """The settings of this process's command line; `defaults` (setting -> value) stand before it and give way."""
     leading: list[str] = []
     for setting, value in defaults.items():
@@ -93,7 +93,7 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
-def lost_peer(error: RuntimeError) -> str | None:
+def explain_lost_peer(error: RuntimeError) -> str | None:
     """The sentence for a collective that failed because another rank is gone; None for other errors."""
     communication = isinstance(error, dist.DistError) or "gloo" in str(error)
     if not communication:
@@ -104,7 +104,7 @@ def lost_peer(error: RuntimeError) -> str | None:
     )
 
 
-def nondeterministic(error: RuntimeError) -> str | None:
+def explain_nondeterminism(error: RuntimeError) -> str | None:
     """The sentence for an operation that --deterministic-mode does not allow; None for other errors."""
     if "deterministic implementation" not in str(error):
         return None

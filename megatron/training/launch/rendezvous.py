@@ -100,7 +100,7 @@ def _wait_for_listener(launch: Launch, deadline: float) -> None:
         time.sleep(_RETRY_SECONDS)
 
 
-class Muster:
+class StartupCheck:
     """One round of "is everybody here, and are we alike?" over a store."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float) -> None:

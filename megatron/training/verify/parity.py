@@ -87,7 +87,7 @@ class FirstGradients(Hook):
     def on_gradients(self, run: Run) -> None:
         """Every rank takes part."""
         if not self.grads:
-            self.grads = _whole_grads(run)
+            self.grads = _gather_grads(run)
 
 
 def _train(run: Run, iterations: int, first: FirstGradients) -> Share:
@@ -100,13 +100,13 @@ def _train(run: Run, iterations: int, first: FirstGradients) -> Share:
     for chunk in run.model:
         chunk.finish_param_sync()
     held = [
-        Held(placement, grad, _whole(param).float().clone())
-        for (placement, param), grad in zip(placed_parameters(run), first.grads, strict=True)
+        Held(placement, grad, _gather_whole(param).float().clone())
+        for (placement, param), grad in zip(list_placed_parameters(run), first.grads, strict=True)
     ]
     return Share(losses, grad_norms, held)
 
 
-def _whole_grads(run: Run) -> list[Tensor]:
+def _gather_grads(run: Run) -> list[Tensor]:
     """Gradients of the placed parameters, in their order. Where a replica has only those of its own slice, slices are
     put together."""
     grads = []
@@ -131,13 +131,13 @@ def _whole_grads(run: Run) -> list[Tensor]:
     return grads
 
 
-def _whole(param: torch.nn.Parameter) -> Tensor:
+def _gather_whole(param: torch.nn.Parameter) -> Tensor:
     """The values, where replicas divide them those of all replicas; every process calls this."""
     detached = param.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter]]:
+def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter]]:
     """This process's trained parameters and which part of the model they are."""
     return [
         (placement_of(param, name), param)
@@ -204,7 +204,7 @@ def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None
     differences = list(found.disagreements)
     for iteration, (ours, theirs) in enumerate(zip(reference.losses, found.losses, strict=True), start=1):
         for name, loss in ours.items():
-            size = _relative(theirs.get(name, float("nan")), loss)
+            size = _measure_relative(theirs.get(name, float("nan")), loss)
             if not size <= limits.loss:
                 differences.append(
                     f"{name} at iteration {iteration}: {theirs.get(name)} instead of {loss} (relative {size:.1e})"
@@ -215,47 +215,52 @@ def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None
         differences += [f"{name} exists in one of the layouts only" for name in missing]
         scale = max((float(tensor.abs().max()) for tensor in wanted.values()), default=0.0)
         for name in (name for name in wanted if name in given):
-            text = _difference(wanted[name], given[name], found.placements[name], limit, scale)
+            text = _describe_difference(wanted[name], given[name], found.placements[name], limit, scale)
             if text:
                 moment = "of the first iteration" if what == "grad" else "after the last iteration"
                 differences.append(f"{'gradient' if what == 'grad' else what} {moment} of {name}: {text}")
     return differences
 
 
-def largest_differences(reference: Trace, found: Trace) -> dict[str, float]:
+def find_largest_differences(reference: Trace, found: Trace) -> dict[str, float]:
     """Largest relative difference of losses, gradient norms, gradients and weights."""
     losses = [
-        _relative(theirs[name], loss)
+        _measure_relative(theirs[name], loss)
         for ours, theirs in zip(reference.losses, found.losses, strict=True)
         for name, loss in ours.items()
         if name in theirs
     ]
-    norms = [_relative(*pair) for pair in zip(found.grad_norms, reference.grad_norms, strict=True)]
+    norms = [_measure_relative(*pair) for pair in zip(found.grad_norms, reference.grad_norms, strict=True)]
     sizes = {"loss": max(losses, default=0.0), "gradient norm": max(norms, default=0.0)}
     for what, name_of in (("grads", "gradient"), ("weights", "weight")):
         wanted, given = getattr(reference, what), getattr(found, what)
         both = [name for name in wanted if name in given]
         sizes[name_of] = max(
-            (float((wanted[n] - _padded_like(given[n], wanted[n])).abs().max() / _size(wanted[n])) for n in both),
+            (
+                float((wanted[n] - _cut_padding(given[n], wanted[n])).abs().max() / _find_largest(wanted[n]))
+                for n in both
+            ),
             default=0.0,
         )
     return sizes
 
 
-def _relative(found: float, expected: float) -> float:
+def _measure_relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
-def _size(tensor: Tensor) -> Tensor:
+def _find_largest(tensor: Tensor) -> Tensor:
     return tensor.abs().max().clamp(min=1e-30)
 
 
-def _padded_like(tensor: Tensor, other: Tensor) -> Tensor:
+def _cut_padding(tensor: Tensor, other: Tensor) -> Tensor:
     """The rows that both have: padding of the vocabulary depends on the layout."""
     return tensor if tensor.shape == other.shape else tensor[: other.shape[0]]
 
 
-def _difference(expected: Tensor, found: Tensor, placement: Placement, limit: float, scale: float) -> str | None:
+def _describe_difference(
+    expected: Tensor, found: Tensor, placement: Placement, limit: float, scale: float
+) -> str | None:
     """Where and by how much a tensor is off; None where it is not.
 
     scale: the largest element of all tensors; what is a millionth of it is rounding.
@@ -269,7 +274,7 @@ def _difference(expected: Tensor, found: Tensor, placement: Placement, limit: fl
     worst = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     shown = f"element {worst}" if worst else "the value"
     text = f"{shown} is {float(found[tuple(worst)]):.6g} instead of {float(expected[tuple(worst)]):.6g}"
-    text += f" (relative {size / float(_size(expected)):.1e}), {_where(worst, placement)}"
+    text += f" (relative {size / float(_find_largest(expected)):.1e}), {_describe_place(worst, placement)}"
     ratio = float((found * expected).sum() / (expected * expected).sum().clamp(min=1e-30))
     residual = float((found - ratio * expected).abs().max())
     if residual < 0.01 * size and abs(ratio - 1) > 1e-3:
@@ -277,7 +282,7 @@ def _difference(expected: Tensor, found: Tensor, placement: Placement, limit: fl
     return text
 
 
-def _where(element: Sequence[int], placement: Placement) -> str:
+def _describe_place(element: Sequence[int], placement: Placement) -> str:
     """Which axis holds the element: `in shard 1 of 2 over tp`."""
     places = []
     for split in placement.splits:

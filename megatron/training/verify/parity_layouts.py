@@ -65,7 +65,7 @@ def parse_layout(text: str) -> Layout:
     return Layout(text or "1", tuple(flags), sizes)
 
 
-def parts_of(layout: Layout) -> list[Layout]:
+def split_layout(layout: Layout) -> list[Layout]:
     """The layout's axes one at a time, each with the terms that only make sense with it: to find the guilty one."""
     terms = [term.strip() for term in layout.text.split(",")]
     companions = {"tp": ("sp",), "pp": ("vpp",), "dp": ("dist-opt", "overlap", "overlap-all", "fsdp2")}
@@ -79,18 +79,18 @@ def parts_of(layout: Layout) -> list[Layout]:
     return [parse_layout(text) for text in alone if text != layout.text]
 
 
-def guilty_parts(layout: Layout, differs: Callable[[Layout], bool]) -> list[str]:
+def find_guilty_parts(layout: Layout, differs: Callable[[Layout], bool]) -> list[str]:
     """Texts of the smallest parts of a layout that already differ; the layout itself when only their combination
     does."""
     found: list[str] = []
-    for part in parts_of(layout):
+    for part in split_layout(layout):
         inside = any(set(text.split(",")) <= set(part.text.split(",")) for text in found)
         if not inside and differs(part):
             found.append(part.text)
     return found or [layout.text]
 
 
-def same_padding(layouts: Sequence[Layout], divisible_by: int) -> Mapping[str, int]:
+def choose_padding(layouts: Sequence[Layout], divisible_by: int) -> Mapping[str, int]:
     """Layout's text -> --make-vocab-size-divisible-by with which all of them pad the vocabulary alike: the padding rows
     take part in the softmax, as upstream's do."""
     unit = 1
