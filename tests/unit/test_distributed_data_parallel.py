@@ -233,3 +233,11 @@ def test_neighbours_that_are_counted_whole_are_one_view() -> None:
     (buffer,) = model.flat_buffers
     (view,) = counted(buffer, buffer.grad_data, ProcessGroupCollection.single())
     assert view.numel() == buffer.layout.numel
+
+
+def test_two_wrappers_implement_what_the_step_needs_side_by_side() -> None:
+    from megatron.core import distributed
+
+    for wrapper in (distributed.DistributedDataParallel, distributed.TorchFullyShardedDataParallel):
+        assert wrapper.__mro__[1] is distributed.ModelChunk
+        assert not wrapper.__abstractmethods__

@@ -109,6 +109,7 @@ class GroupState:
         for piece, place in self._own_pieces() if ranges is None else self.pieces(ranges):
             if self.is_float32 and longest is None:
                 state = {kind: tensor[place] for kind, tensor in self.tensors.items()}
+                # The memory itself: no copies, and the caller may collect many of these before it updates one.
                 yield FlatShard(self.values(piece, place), self.buffer.grad_data[slice(*piece)], state)
                 continue
             kept = [self.values(piece, place), self.buffer.grad_data[slice(*piece)]]
@@ -117,6 +118,7 @@ class GroupState:
             for parts in zip(*(tensor.split(limit) for tensor in kept), strict=True):
                 wide = [part.float() for part in parts]  # the same tensor where it is float32
                 yield FlatShard(wide[0], wide[1], dict(zip(self.tensors, wide[2:], strict=True)))
+                # Rounded back once the caller has updated the float32 copies; the gradient (index 1) is spent.
                 for index, (part, result) in enumerate(zip(parts, wide, strict=True)):
                     if result is not part and index != 1:
                         part.copy_(result)

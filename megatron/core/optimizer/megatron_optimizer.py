@@ -40,12 +40,12 @@ class UpdateResult(NamedTuple):
         return not self.update_successful
 
 
-class _Turn(NamedTuple):
-    """Chunks whose parameters are gathered as soon as they are updated."""
+class _UpdateUnit(NamedTuple):
+    """Chunks that are updated together, and whose parameters are gathered as soon as that is done."""
 
     chunks: Sequence[ModelChunk]
     groups: list[ParamGroup]
-    """As far as they lie in these chunks."""
+    """The parts of the parameter groups that lie in these chunks."""
 
 
 class MegatronOptimizer:
@@ -77,7 +77,7 @@ class MegatronOptimizer:
             buffers, config, lambda name: update_rule or load_rule(name).from_config(config, groups)
         )
         self._states = [state for group in self._groups for state in group.states]
-        self._turns = list(_turns(self.model_chunks, self._groups))
+        self._units = list(_update_units(self.model_chunks, self._groups))
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
         self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
         self._counted_grads = [
@@ -163,29 +163,34 @@ class MegatronOptimizer:
         An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
         check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed.
         """
+        # One number tells of every element on all ranks: where any gradient is inf or nan, so is the norm.
         grad_norm = global_norm(self._counted_grads, self.model_sum, self._device)
         found_inf = (~grad_norm.isfinite()).float()
         if self.grad_scaler is not None:
             grad_norm = grad_norm / self.grad_scaler.scale
+        # Clipping and unscaling are one division, which the update rule does on its way: no pass over the gradients.
         divisor = clip_divisor(grad_norm, self.config.clip_grad)
         if self.grad_scaler is not None:
             divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
+        # A skipped update does not count: the bias correction goes by the updates that were made.
         self._step += 1.0 - found_inf
+        # A fused kernel reads found_inf on the device and does nothing; other rules need the host to look, and wait.
         is_left_out = self._looks_first and bool(found_inf.item())
-        for turn in self._turns:
+        for unit in self._units:
             if not is_left_out:
-                for group in turn.groups:
+                for group in unit.groups:
                     group.rule.update(group, self._step, divisor, found_inf)
             if self.after_update is not None:
-                assert len(self._turns) == 1, (
-                    f"after_update is for all chunks at once, there are {len(self._turns)} turns"
+                assert len(self._units) == 1, (
+                    f"after_update is for all chunks at once, there are {len(self._units)} units"
                 )
                 self.after_update(found_inf)
-            for group in turn.groups:
+            for group in unit.groups:
                 _write_back(group.states)
             with self.timers("params-all-gather", 1):
-                for chunk in turn.chunks:
+                for chunk in unit.chunks:
                     chunk.start_param_sync()
+        # Read only now, when all of the update and the gathers have been queued, so that the device does not run dry.
         succeeded = not found_inf.item()
         used_scale = self.loss_scale
         may_skip = succeeded if self.grad_scaler is None else self.grad_scaler.update(overflowed=not succeeded)
@@ -267,13 +272,13 @@ class MegatronOptimizer:
         return None
 
 
-def _turns(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[_Turn]:
+def _update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[_UpdateUnit]:
     """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
     in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
     for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
         buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]
         parts = [group.part(buffers) for group in groups]
-        yield _Turn(together, [part for part in parts if part.states])
+        yield _UpdateUnit(together, [part for part in parts if part.states])
 
 
 def _write_back(states: Sequence[GroupState]) -> None:
