@@ -60,5 +60,5 @@ def no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.planner.throughput import Yardstick
 
     monkeypatch.setattr(
-        "megatron.training.hooks.meter.build_yardstick", lambda device, dtype: Yardstick("assumed", 1e12)
+        "megatron.training.hooks.measures.build_yardstick", lambda device, dtype: Yardstick("assumed", 1e12)
     )

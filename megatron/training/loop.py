@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.training.run import Run
-from megatron.training.step import mean_losses, pass_over, train_step
+from megatron.training.step import mean_losses, train_step
 
 if TYPE_CHECKING:
     from megatron.core.timers import Timer
@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook."""
     batches = timed(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
-    run.hooks.on_train_start(run)
-    while not run.progress.finished and run.stop_reason is None:
-        if run.progress.iteration in run.config.training.iterations_to_skip:
-            pass_over(run, batches)
-            continue
-        run.hooks.on_step_start(run)
-        result = train_step(run, batches)
-        run.hooks.on_step_end(run, result)
-    run.hooks.on_train_end(run)
+    try:
+        run.hooks.on_train_start(run)
+        step = run.hooks.wrap_step(iterate)
+        while not run.progress.finished and run.stop_reason is None:
+            step(run, batches)
+        run.hooks.on_train_end(run)
+    except Exception as error:
+        run.hooks.on_error(run, error)
+        raise
+
+
+def iterate(run: Run, batches: Iterator[Batch]) -> None:
+    """One iteration: the step, between the hooks."""
+    run.hooks.on_step_start(run)
+    result = train_step(run, batches)
+    run.hooks.on_step_end(run, result)
 
 
 def timed(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.training.metrics import Metrics, Row
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron.core.device import Mark
     from megatron.core.distributed.model_chunk import ModelChunk
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
@@ -18,8 +22,10 @@ if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.programs import Program
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.timers import Timers
+    from megatron.core.traffic import Traffic
+    from megatron.planner.throughput import Yardstick
     from megatron.training.config.container import RunConfig
-    from megatron.training.data.loading import TrainingData
+    from megatron.training.data.loading import Batch, TrainingData
     from megatron.training.data.planned_batches import StepPlans
     from megatron.training.recipes.recipe import Recipe
 
@@ -76,11 +82,16 @@ class StepResult:
     grad_norm: torch.Tensor | None
     """L2 norm of all gradients before clipping."""
     skipped: bool
-    """The update was not applied because a gradient was not finite."""
+    """The update was not applied because a gradient was not finite. False where that is only looked at later
+    (MegatronOptimizer.defers_check)."""
     learning_rate: float
     """After this step, as upstream logs it: the rate that the next step will use."""
     samples: int
     """Size of the global batch."""
+    began: Mark
+    """The moment on the device at which the step began, and..."""
+    ended: Mark
+    """...at which it ended."""
     loss_scale: float = 1.0
     """What this step's loss was multiplied by before backward, with --fp16."""
 
@@ -132,6 +143,12 @@ class Run:
     """With --hybrid-context-parallel: which conversations of a step share a microbatch, and on which ranks."""
     evaluation_shape: Sequence[int] | None = None
     """Of the hidden states that stages exchange in an evaluation; the executor's own when None."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Values for the log."""
+    yardstick: Yardstick | None = None
+    """What counts as 100 % for MFU; on the first rank, once training starts."""
+    tensorboard_writer: Any = None
+    """TensorBoard's SummaryWriter on the first rank, from Hook.on_train_start to on_close, with --tensorboard-dir."""
     stop_reason: str | None = field(default=None, init=False)
     loss_names: tuple[str, ...] | None = field(default=None, init=False)
     """Names of the losses, once the last stage has told the others."""
@@ -168,9 +185,44 @@ class Run:
         assert self.config.data.seq_length is not None, "checked by read_run_config"
         return self.config.data.seq_length
 
+    def read_metrics(self) -> None:
+        """Read the values recorded so far and hand them to the hooks. Waits for the device; all ranks call this."""
+        rows = self.metrics.read()
+        if rows:
+            self.hooks.on_metrics(self, rows)
+
     def request_stop(self, reason: str) -> None:
         """End training after the current step. All ranks must ask at the same iteration."""
         self.stop_reason = self.stop_reason or reason
+
+
+Step = Callable[[Run, "Iterator[Batch]"], None]
+"""One iteration: a step on the next microbatches, with the moments before and after it."""
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What hooks are made from beside the settings."""
+
+    recipe: Recipe
+    """What depends on the kind of model."""
+    traffic: Traffic
+    """What --log-comm-volume has counted."""
+
+
+class Phase(enum.IntEnum):
+    """Whose turn it is. After a step the phases follow each other in this order; before a step and at the end of a run
+    in the reverse order, as nested contexts do, so that what measures a step stands next to it."""
+
+    MEASURE = 0
+    """Records values in `run.metrics`. They are read between this phase and the next one."""
+    WRITE = 1
+    """Passes on what others have found, and never ends a run: an error is printed once, and training goes on. Does
+    nothing in which other ranks take part."""
+    CONTROL = 2
+    """Checks, evaluates, stops, keeps the process in order."""
+    SAVE = 3
+    """Keeps the run: everything that the step was to bring about has happened."""
 
 
 class Hook:
@@ -180,11 +232,28 @@ class Hook:
     on_step_start    before each step
     on_gradients     in each step, when the gradients are complete, before they are clipped and used
     on_step_end      after each step; the iteration is counted already
+    on_metrics       every --log-interval iterations, and before an evaluation and a checkpoint: one row of numbers for
+                     each iteration since
     on_evaluate      after an evaluation
     on_save          after a checkpoint has become visible
     on_train_end     once, after the last step, also when a stop was requested
+    on_error         once, when training ends with an error, which goes on afterwards
     on_close         once, also after an error: release files and processes
+
+    In between belongs `wrap_step`, around everything from on_step_start to on_step_end. Hooks of the same phase do not
+    rely on each other's order.
     """
+
+    phase: Phase = Phase.CONTROL
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> Hook | None:
+        """The hook of a run with these settings; None where they do not ask for it."""
+        return cls()
+
+    def wrap_step(self, step: Step) -> Step:
+        """What is done for each iteration in place of `step`, which it may call, call again, or leave out."""
+        return step
 
     def on_train_start(self, run: Run) -> None:
         """Before the first step."""
@@ -196,7 +265,10 @@ class Hook:
         """Between backward and update; the gradients are those of the loss times `run.optimizer.loss_scale`."""
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """After each step."""
+        """After each step. Tensors of the result are for `run.metrics.record`; reading one waits for the device."""
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """When values have been read: every iteration comes once, in order."""
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """After an evaluation."""
@@ -207,5 +279,15 @@ class Hook:
     def on_train_end(self, run: Run) -> None:
         """After the last step."""
 
+    def on_error(self, run: Run, error: Exception) -> None:
+        """When training has raised `error`, on the ranks where it was raised; not when an interrupt ends it."""
+
     def on_close(self, run: Run) -> None:
         """At the very end, also after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the hook: plain numbers, texts, lists and dicts of them, equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from it. Called before on_train_start, and not where the checkpoint has none."""

@@ -33,23 +33,24 @@ from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings
 from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
-from megatron.training.hooks.attention_logits import AttentionLogits
 from megatron.training.hooks.build import build_hooks
-from megatron.training.hooks.combined import Hooks
+from megatron.training.hooks.dispatch import Hooks
 from megatron.training.launch.initialize import Process
+from megatron.training.metrics import Metrics
 from megatron.training.recipes.recipe import Recipe
-from megatron.training.run import Hook, Progress, Run
+from megatron.training.run import Hook, HookContext, Progress, Run
 
 
 def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
     """Build everything and restore what --load holds.
 
-    hooks: called after those that the settings ask for. Raises MegatronError for whatever the user can mend.
+    hooks: beside those that the settings ask for. Raises MegatronError for whatever the user can mend.
     """
     recipe.check_layout(config.model)
     traffic = Traffic()
@@ -91,7 +92,8 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         ),
         plans=plans,
         progress=progress,
-        hooks=Hooks([*build_hooks(config, recipe, traffic), *hooks]),
+        hooks=Hooks([*build_hooks(config, HookContext(recipe, traffic)), *hooks]),
+        metrics=Metrics(config.logger.log_interval),
         timers=timers,
         flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
         evaluation_shape=activation_shape(

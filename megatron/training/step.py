@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.collectives import all_reduce, broadcast, broadcast_object
-from megatron.core.device import release_cached_memory
+from megatron.core.device import mark
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.run import Run, StepResult
 
@@ -21,6 +21,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 
     batches: this rank's microbatches. Results stay tensors on the device until a hook reads them.
     """
+    began = mark()
     num_microbatches = run.num_microbatches
     samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
 
@@ -31,8 +32,6 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     # 2. Forward and backward. The schedule is the order, the executor runs it.
     with run.timers("forward-backward", 1, barrier=True):
         outputs = run.executor.run(run.schedule(num_microbatches), run.recipe.forward_step, batches)
-    if run.config.training.empty_unused_memory_level >= 1:
-        release_cached_memory()
 
     # 3. Finish gradients: mean over the data-parallel ranks, sum of those that are partial.
     num_tokens = outputs.num_tokens if run.config.model.calculate_per_token_loss else None
@@ -43,32 +42,23 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     loss_scale = run.optimizer.loss_scale
     with run.timers("optimizer", 1, barrier=True):
         update = run.optimizer.step()
-    if run.config.training.empty_unused_memory_level >= 2:
-        release_cached_memory()
 
     # 5. Count. A skipped update (non-finite gradient) uses up its data but not its learning rate.
     run.progress.advance(samples, skipped=update.skipped)
     if not update.skipped:
         run.scheduler.step(samples)
 
+    losses = mean_losses(run, outputs.loss_dicts)
     return StepResult(
-        losses=mean_losses(run, outputs.loss_dicts),
+        losses=losses,
         grad_norm=update.grad_norm,
         skipped=update.skipped,
         learning_rate=learning_rate(run),
         samples=samples,
+        began=began,
+        ended=mark(),
         loss_scale=loss_scale,
     )
-
-
-def pass_over(run: Run, batches: Iterator[Batch]) -> None:
-    """Take the data of one iteration and do nothing with it; neither weights nor the learning rate change."""
-    samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
-    for _ in range(run.num_microbatches):
-        next(batches)
-    run.progress.advance(samples, skipped=False)
-    if run.is_first_rank:
-        print(f"iteration {run.progress.iteration} is passed over: --iterations-to-skip {run.progress.iteration - 1}")
 
 
 def mean_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

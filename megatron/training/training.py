@@ -43,6 +43,7 @@ def pretrain(
     tokenizer: Tokenizer | None = None,
     optimizer_provider: Callable[..., MegatronOptimizer] | None = None,
     scheduler_provider: Callable[..., Any] | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
     """Train the model of a script that is written against upstream; returns the finished run. See `run_recipe`.
 
@@ -59,6 +60,7 @@ def pretrain(
     tokenizer: built from the settings when None.
     optimizer_provider: (run_config, model chunks, process groups) -> optimizer, and scheduler_provider: (run_config,
     optimizer) -> scheduler; those of the flags when None; see docs/optimizers.md.
+    hooks: of your own, beside those of the flags; see docs/logging.md.
 
     Inside, the functions above may call get_args(), get_tokenizer() and get_timers().
 
@@ -82,14 +84,14 @@ def pretrain(
         build_optimizer=optimizer_provider,
         build_scheduler=scheduler_provider,
     )
-    return run_recipe(run_config, recipe)
+    return run_recipe(run_config, recipe, hooks)
 
 
 def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
     """Join the job, set up, train, and leave in order; returns the finished run.
 
-    hooks: of your own, called after those of the settings. Inside, the recipe's functions may call get_args(),
-    get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend.
+    hooks: of your own, beside those of the settings; see docs/logging.md. Inside, the recipe's functions may call
+    get_args(), get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend.
     """
     process = initialize(config)
     if process.launch.rank == 0:

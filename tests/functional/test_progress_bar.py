@@ -9,34 +9,15 @@ import sys
 
 import pytest
 
-from megatron.training.hooks.meter import StepMetrics
-from megatron.training.hooks.progress_bar import ProgressBar, clock
+from megatron.training.hooks.console import ProgressBar, clock
 from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment, run
-
-
-def step(iteration: int, seconds: float) -> StepMetrics:
-    return StepMetrics(
-        iteration=iteration,
-        consumed_samples=0,
-        losses={"lm loss": 4.25},
-        grad_norm=None,
-        params_norm=None,
-        learning_rate=0.1,
-        global_batch_size=1,
-        skipped=False,
-        elapsed_seconds=seconds,
-        tokens_per_second=1.0,
-        tflops=0.0,
-        mfu=0.0,
-        memory_bytes=0,
-        peak_memory_bytes=0,
-    )
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     bar = ProgressBar(0, 200)
     assert bar.text(100) == f"iteration 0/200 [{'-' * 20}]"
-    bar.update(step(50, 0.5))
+    bar.show({"lm loss": 4.25})
+    bar.advance(50, 0.5)
     assert bar.text(100) == f"iteration 50/200 [{'#' * 5}{'-' * 15}] 2.00 it/s, 1:15 left, lm loss 4.250"
     assert len(bar.text(40)) == 39, "a longer line would wrap and stay on the screen"
     assert "iteration 50/200" in capsys.readouterr().out
@@ -44,8 +25,8 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rate_follows_slowly() -> None:
     bar = ProgressBar(0, 200)
-    bar.update(step(1, 0.5))
-    bar.update(step(2, 10.0))
+    bar.advance(1, 0.5)
+    bar.advance(2, 10.0)
     assert bar.seconds_per_step == pytest.approx(0.9 * 0.5 + 0.1 * 10)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron.training.hooks.traffic import TrafficHook
+from megatron.training.hooks.measures import TrafficHook
 from megatron.training.loop import train
 from megatron.training.step import train_step
 from megatron.training.verify.parity import Share, find_largest_differences, join, local_run, run_share

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
-from megatron.training.hooks.meter import flat_buffers
+from megatron.training.hooks.measures import flat_buffers
 from megatron.training.run import Hook, Run
 from megatron.training.step import train_step
 from megatron.training.verify.parity import local_run

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from megatron.training.hooks.traffic import TrafficHook
+from megatron.training.hooks.measures import TrafficHook
 from megatron.training.loop import train
 from megatron.training.verify.parity import local_run
 from megatron.training.verify.parity_layouts import parse_layout

@@ -170,7 +170,7 @@ def test_all_ranks_stop_when_one_is_asked_to(monkeypatch: pytest.MonkeyPatch) ->
         assert op == "max" and group is run.groups.world
         tensor.fill_(1.0)
 
-    monkeypatch.setattr("megatron.training.hooks.exit_conditions.all_reduce", with_another_rank)
+    monkeypatch.setattr("megatron.training.hooks.iterations.all_reduce", with_another_rank)
     finish(run)
     assert run.progress.iteration == 1
 

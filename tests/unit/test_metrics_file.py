@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.training.hooks.metrics_file import MetricsFile
+from megatron.training.hooks.writers import MetricsFile
 
 
 def _rows(directory: Path) -> list[dict[str, Any]]:

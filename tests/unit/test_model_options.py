@@ -219,7 +219,7 @@ def test_bf16_sums_in_float32() -> None:
 def test_empty_unused_memory_level(level: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two iterations: nothing, once each, or twice each."""
     counted: list[int] = []
-    monkeypatch.setattr("megatron.training.step.release_cached_memory", lambda: counted.append(1))
+    monkeypatch.setattr("megatron.training.hooks.housekeeping.release_cached_memory", lambda: counted.append(1))
     train_tiny("--train-iters", "2", "--empty-unused-memory-level", str(level))
     assert len(counted) == calls
 

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.core.traffic import Traffic
-from megatron.training.hooks.build import build_hooks
-from megatron.training.hooks.outliers import FACTOR, SAMPLES
+from megatron.training.hooks.guards import FACTOR, SAMPLES, OutlierHook
+from megatron.training.metrics import Row
 from megatron.training.recipes.gpt import build_gpt_recipe
-from tests.functional.test_progress_bar import step as measured
+from megatron.training.run import HookContext
 from tests.unit.run_flags import run_config
 
 
 def warnings_of(flags: str, values: list[tuple[float, float]], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What a run with these (loss, gradient norm) prints on standard error."""
     config = run_config(flags)
-    hooks = {type(hook).__name__: hook for hook in build_hooks(config, build_gpt_recipe(config), Traffic())}
-    if "OutlierHook" not in hooks:
+    context = HookContext(build_gpt_recipe(config), Traffic())
+    hook = OutlierHook.build(config, context)
+    if hook is None:
         return []
     run: Any = SimpleNamespace(is_first_rank=True)
     for number, (loss, norm) in enumerate(values, start=1):
-        step = dataclasses.replace(
-            measured(number, 1.0), losses={"lm loss": loss}, grad_norm=norm, consumed_samples=8 * number,
-            global_batch_size=8,
-        )  # fmt: skip
-        hooks["OutlierHook"].meter.step = step  # type: ignore[attr-defined]
-        hooks["OutlierHook"].on_step_end(run, None)  # type: ignore[arg-type]
+        numbers = {"grad_norm": norm, "consumed_samples": 8 * number, "global_batch_size": 8}
+        hook.on_metrics(run, [Row(number, {"lm loss": loss, **numbers}, losses={"lm loss": loss})])
+        if number == 50:
+            hook, before = OutlierHook.build(config, context), hook
+            assert hook is not None
+            hook.load_state_dict(json.loads(json.dumps(before.state_dict())))
     return capsys.readouterr().err.splitlines()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core import optional_deps
 from megatron.core.errors import DataError, NonFiniteError
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations
-from megatron.training.hooks import tensorboard as tensorboard_module
 from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.run import Run
 from tests.unit.tiny_training import finish, prepare, replace_forward_step, train_tiny
@@ -200,9 +200,9 @@ def test_exit_interval_saves_and_stops(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.flags("--exit-duration-in-mins")
 def test_exit_duration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("megatron.training.hooks.build.PROGRAM_STARTED_AT", time.monotonic())
+    monkeypatch.setattr("megatron.training.hooks.iterations.PROGRAM_STARTED_AT", time.monotonic())
     assert train_tiny("--exit-duration-in-mins", "2").progress.iteration == 6
-    monkeypatch.setattr("megatron.training.hooks.build.PROGRAM_STARTED_AT", time.monotonic() - 10_000)
+    monkeypatch.setattr("megatron.training.hooks.iterations.PROGRAM_STARTED_AT", time.monotonic() - 10_000)
     assert train_tiny("--exit-duration-in-mins", "2").progress.iteration == 1
     assert "exiting program after" in capsys.readouterr().out
 
@@ -306,7 +306,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 @pytest.mark.flags("--tensorboard-queue-size")
 def test_tensorboard_queue_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    real = tensorboard_module.optional_deps.require("torch.utils.tensorboard", needed_by="test").SummaryWriter
+    real = optional_deps.require("torch.utils.tensorboard", needed_by="test").SummaryWriter
 
     class Recording(real):  # type: ignore[misc, valid-type]
         def __init__(self, **arguments: Any) -> None:
@@ -345,4 +345,4 @@ def test_manual_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hooks_only_for_what_was_asked() -> None:
     kinds = {type(hook) for hook in prepare().hooks.hooks}
     assert EvaluationHook not in kinds
-    assert {kind.__name__ for kind in kinds} == {"MeterHook", "ConsoleHook", "SanityHook"}
+    assert {kind.__name__ for kind in kinds} == {"StepHook", "ConsoleHook", "NonFiniteHook"}

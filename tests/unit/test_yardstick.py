@@ -61,7 +61,7 @@ def test_unknown_is_said() -> None:
 
 
 def test_the_log_says_n_a(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("megatron.training.hooks.meter.build_yardstick", lambda device, dtype: Yardstick("nothing"))
+    monkeypatch.setattr("megatron.training.hooks.measures.build_yardstick", lambda device, dtype: Yardstick("nothing"))
     train_tiny("--train-iters", "1", "--log-interval", "1")
     output = capsys.readouterr().out
     assert "| MFU (%): n/a |" in output and re.search("MFU is not known$", output, re.MULTILINE)

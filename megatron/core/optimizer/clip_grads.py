@@ -104,17 +104,12 @@ def global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: ModelSum, dev
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients are divided by to bring their norm down to `max_norm`; None where they stay as they are.
+    """What gradients are divided by to bring their norm down to `max_norm`, 1 where it is smaller; None for a
+    `max_norm` of 0, which means no clipping.
 
-    Same formula as torch.nn.utils.clip_grad_norm_, upside down. On an accelerator the answer is always a tensor, so
-    that asking does not wait for the device.
+    Same formula as torch.nn.utils.clip_grad_norm_, upside down; a scalar on the device, so that asking does not wait.
     """
-    if max_norm == 0:
-        return None
-    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
-    if divisor.device.type == "cpu" and divisor.item() == 1.0:
-        return None
-    return divisor
+    return None if max_norm == 0 else ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:

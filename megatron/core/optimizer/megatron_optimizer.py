@@ -28,7 +28,8 @@ class UpdateResult(NamedTuple):
     """What one step did; unpacks like upstream's tuple."""
 
     update_successful: bool
-    """False: gradients were not finite, so neither parameters nor optimizer state changed."""
+    """False: gradients were not finite, so neither parameters nor optimizer state changed. True also where that is not
+    looked at yet (MegatronOptimizer.defers_check)."""
     grad_norm: Tensor
     """Global L2 norm of the gradients before clipping; a float32 scalar."""
     num_zeros_in_grad: int | None = None
@@ -78,6 +79,11 @@ class MegatronOptimizer:
         )
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(_update_units(self.model_chunks, self._groups))
+        self.defers_check = False
+        """Whether `step` may leave it to its caller to find out from the gradient norm, later, that gradients were not
+        finite. From such a step on nothing is updated any more, so that it makes no difference when that is; and the
+        host need not wait for the device. It waits all the same where the loss scale or the learning rate of the next
+        step depends on the answer (float16, check_for_nan_in_grad off), or a rule that cannot keep still."""
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
         self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
         self._counted_grads = [
@@ -87,6 +93,8 @@ class MegatronOptimizer:
         self.model_sum = ModelSum.of(buffers, groups, has_experts)
         self._device = buffers[0].device
         self._step = torch.zeros((), device=self._device)
+        self._has_failed = torch.zeros((), device=self._device)
+        """1 after a step whose check was deferred and whose gradients were not finite."""
         self.grad_scaler = make_grad_scaler(config, self._device)
         self.after_update: Callable[[Tensor], None] | None = None
 
@@ -144,6 +152,7 @@ class MegatronOptimizer:
         """The inverse of `state_dict`, also from a run in another number format."""
         self.check_state(state)
         self.step_count = state["step_count"]
+        self._has_failed.zero_()
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
 
@@ -161,7 +170,7 @@ class MegatronOptimizer:
         """Update the parameters from the synchronised gradients.
 
         An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
-        check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed.
+        check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed, unless `defers_check`.
         """
         # One number tells of every element on all ranks: where any gradient is inf or nan, so is the norm.
         grad_norm = global_norm(self._counted_grads, self.model_sum, self._device)
@@ -172,6 +181,11 @@ class MegatronOptimizer:
         divisor = clip_divisor(grad_norm, self.config.clip_grad)
         if self.grad_scaler is not None:
             divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
+        is_deferred = self.defers_check and self.grad_scaler is None and self.check_for_nan_in_grad
+        is_deferred = is_deferred and not self._looks_first
+        found_inf = torch.maximum(found_inf, self._has_failed)
+        if is_deferred:
+            self._has_failed = found_inf
         # A skipped update does not count: the bias correction goes by the updates that were made.
         self._step += 1.0 - found_inf
         # A fused kernel reads found_inf on the device and does nothing; other rules need the host to look, and wait.
@@ -190,11 +204,14 @@ class MegatronOptimizer:
             with self.timers("params-all-gather", 1):
                 for chunk in unit.chunks:
                     chunk.start_param_sync()
+        if is_deferred:
+            return UpdateResult(True, grad_norm)
         # Read only now, when all of the update and the gathers have been queued, so that the device does not run dry.
-        succeeded = not found_inf.item()
+        succeeded = not (is_left_out if self._looks_first else bool(found_inf.item()))
         used_scale = self.loss_scale
         may_skip = succeeded if self.grad_scaler is None else self.grad_scaler.update(overflowed=not succeeded)
-        if not may_skip and self.check_for_nan_in_grad:
+        # A step before this one that has failed is not described by this one's gradients.
+        if not may_skip and self.check_for_nan_in_grad and not self._has_failed.item():
             raise NonFiniteError(self._describe_non_finite(used_scale))
         return UpdateResult(succeeded, grad_norm)
 

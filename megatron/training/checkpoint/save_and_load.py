@@ -65,6 +65,8 @@ def save_checkpoint(run: Run) -> Path:
         tensors |= _sharded_optimizer_state(run)
         state["optimizer"] = run.optimizer.state_dict()
         state["scheduler"] = run.scheduler.state_dict()
+    if hooks := run.hooks.state_dict():
+        state["hooks"] = hooks
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
     if not settings.no_save_rng:
         tensors |= rng_state.sharded_rng_state(world.rank())
@@ -171,6 +173,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         _say(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
         return
     run.progress.load_state_dict(state["progress"])
+    run.hooks.load_state_dict(state.get("hooks", {}))  # older checkpoints have none
     _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples"
                 f"{trajectory_differences(saved_config, run.config)}")  # fmt: skip
 

@@ -9,12 +9,15 @@ from megatron.core.dist_checkpointing.directory import remove_checkpoint
 from megatron.core.errors import StorageError, report_error
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.run import Hook, Run, StepResult
+from megatron.training.config.container import RunConfig
+from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 
 class CheckpointHook(Hook):
     """Saves, and lets training go on when the disk does not take a checkpoint; at the end that is an error after
     all."""
+
+    phase = Phase.SAVE
 
     def __init__(self, settings: CheckpointConfig) -> None:
         self.settings = settings
@@ -22,6 +25,11 @@ class CheckpointHook(Hook):
         self._saved_iteration = 0
         self._is_removable = False
         """Whether the last checkpoint lies in --save: saved by this run, or continued from there."""
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> CheckpointHook | None:
+        """Of --save."""
+        return None if config.checkpoint.save is None else cls(config.checkpoint)
 
     def on_train_start(self, run: Run) -> None:
         """What was loaded need not be saved again."""
@@ -46,6 +54,7 @@ class CheckpointHook(Hook):
             self._save(run)
 
     def _save(self, run: Run) -> None:
+        run.read_metrics()  # a step that has failed is found out before its weights are saved
         started_at = time.monotonic()
         path = save_checkpoint(run)
         before, self._saved_iteration = self._saved_iteration, run.progress.iteration

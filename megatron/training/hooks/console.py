@@ -1,19 +1,26 @@
-"""The progress line every --log-interval iterations, the evaluation box, and the first and last words of a run."""
+"""Standard output: the progress line every --log-interval iterations, a bar on a terminal, the evaluation box, and the
+first and last words of a run."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.placement import placement_of
 from megatron.planner.parameters import count_whole
-from megatron.training.hooks.meter import MeterHook, StepMetrics
-from megatron.training.hooks.progress_bar import ProgressBar
-from megatron.training.run import Evaluation, Hook, Run, StepResult
+from megatron.training.config.container import RunConfig
+from megatron.training.metrics import Row, Shown, reduced
+from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run, StepResult
+
+_REDRAW_SECONDS = 0.1
+_RATE_MEMORY = 0.9
+"""Weight of the past in the running mean of the step time."""
 
 
 @dataclass
@@ -26,17 +33,22 @@ class Interval:
     skipped: int = 0
     nan: int = 0
     losses: dict[str, float] = field(default_factory=dict)
+    values: dict[str, list[float | None]] = field(default_factory=dict)
+    """Of all metrics, those of each step."""
 
-    def add(self, step: StepMetrics) -> None:
+    def add(self, row: Row) -> None:
         """Count one step. A skipped or NaN step has no part in the mean loss."""
+        elapsed_seconds = row["iteration_time_seconds"]
         self.steps += 1
-        self.elapsed_seconds += step.elapsed_seconds
-        self.tokens += step.tokens_per_second * step.elapsed_seconds
-        self.skipped += step.skipped
-        self.nan += step.has_nan
-        if not step.skipped and not step.has_nan:
-            for name, loss in step.losses.items():
+        self.elapsed_seconds += elapsed_seconds
+        self.tokens += row["tokens_per_second"] * elapsed_seconds
+        self.skipped += bool(row["skipped"])
+        self.nan += row.has_nan
+        if not row["skipped"] and not row.has_nan:
+            for name, loss in row.losses.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss
+        for name, value in row.values.items():
+            self.values.setdefault(name, []).append(value)
 
     @property
     def mean_losses(self) -> dict[str, float]:
@@ -44,15 +56,29 @@ class Interval:
         counted = max(1, self.steps - self.skipped - self.nan)
         return {name: total / counted for name, total in self.losses.items()}
 
+    def texts(self, shown: Mapping[str, Shown]) -> Iterator[str]:
+        """What metrics have to say in the progress line."""
+        for name, (reduce, text) in shown.items():
+            value = reduced(self.values.get(name, []), reduce)
+            if value is not None:
+                yield text(value)
+
 
 class ConsoleHook(Hook):
     """Writes to standard output on the first rank."""
 
-    def __init__(self, log_interval: int, meter: MeterHook) -> None:
+    phase = Phase.WRITE
+
+    def __init__(self, log_interval: int) -> None:
         self.log_interval = log_interval
-        self.meter = meter
         self.interval = Interval()
         self.bar: ProgressBar | None = None
+        self._step_began_at = 0.0
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> ConsoleHook:
+        """Always."""
+        return cls(config.logger.log_interval)
 
     def on_train_start(self, run: Run) -> None:
         """What is about to be trained, on what."""
@@ -67,25 +93,37 @@ class ConsoleHook(Hook):
         chunks = [chunk.module for chunk in run.model]
         for operation, how in run.recipe.describe_operations(chunks, run.groups, run.device).items():
             self._print(f"{operation}: {how}")
-        yardstick = self.meter.yardstick
         mfu = "MFU is not known"
-        if yardstick.flops is not None:
-            mfu = f"MFU counts {yardstick.flops / 1e12:.3g} TFLOP/s ({yardstick.source}) as 100 %"
+        if run.yardstick is not None and run.yardstick.flops is not None:
+            mfu = f"MFU counts {run.yardstick.flops / 1e12:.3g} TFLOP/s ({run.yardstick.source}) as 100 %"
         self._print(
             f"training {parameters:,} parameters{used}{share} on {run.groups.world.size()} x {run.device.type}, "
             f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; {mfu}"
         )
 
+    def on_step_start(self, run: Run) -> None:
+        """For the bar, which shows how fast the host goes ahead."""
+        self._step_began_at = time.perf_counter()
+
     def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Move the bar."""
+        if self.bar is not None:
+            self.bar.advance(run.progress.iteration, time.perf_counter() - self._step_began_at)
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Sum up; print at the interval."""
-        self.interval.add(self.meter.step)
         if not run.is_first_rank:
             return
-        if run.progress.iteration % self.log_interval == 0:
-            self._print(progress_line(self.meter.step, self.interval, run.progress.target_iterations))
-            self.interval = Interval()
+        for row in rows:
+            self.interval.add(row)
+            if row.iteration % self.log_interval == 0:
+                texts = [*self.interval.texts(run.metrics.shown), *row.texts]
+                self._print(progress_line(row, self.interval, run.progress.target_iterations, texts))
+                self.interval = Interval()
+            for table in row.tables:
+                self._print(table)
         if self.bar is not None:
-            self.bar.update(self.meter.step)
+            self.bar.show(rows[-1].losses)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Loss and perplexity."""
@@ -125,35 +163,39 @@ def parameter_count(run: Run) -> tuple[int, int]:
     return counts.total, counts.active(model.moe_router_topk, model.num_moe_experts)
 
 
-def progress_line(step: StepMetrics, interval: Interval, target_iterations: int) -> str:
+def progress_line(row: Row, interval: Interval, target_iterations: int, texts: Sequence[str] = ()) -> str:
     """One line in upstream's wording: means over the interval for loss and time, the last step for the rest."""
     seconds = interval.elapsed_seconds / interval.steps
-    speed = step.elapsed_seconds / seconds
+    speed = row["iteration_time_seconds"] / seconds
     fields = [
-        f"iteration {step.iteration:8d}/{target_iterations:8d}",
-        f"consumed samples: {step.consumed_samples:12d}",
+        f"iteration {row.iteration:8d}/{target_iterations:8d}",
+        f"consumed samples: {row['consumed_samples']:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {'n/a' if step.tflops is None else f'{step.tflops * speed:.3g}'}",
-        f"MFU (%): {'n/a' if step.mfu is None else f'{step.mfu * speed * 100:.1f}'}",
+        f"throughput per GPU (TFLOP/s/GPU): {_known(row.values.get('tflops'), '.3g', speed)}",
+        f"MFU (%): {_known(row.values.get('mfu'), '.1f', speed * 100)}",
         f"tokens per second: {interval.tokens / interval.elapsed_seconds:.0f}",
-        f"learning rate: {step.learning_rate:.6E}",
-        f"global batch size: {step.global_batch_size:5d}",
+        f"learning rate: {row['lr']:.6E}",
+        f"global batch size: {row['global_batch_size']:5d}",
         *(f"{name}: {loss:.6E}" for name, loss in interval.mean_losses.items()),
+        f"loss scale: {row['loss_scale']:.1f}",
     ]
-    fields.append(f"loss scale: {step.loss_scale:.1f}")
-    if step.grad_norm is not None:
-        fields.append(f"grad norm: {step.grad_norm:.3f}")
-    if step.params_norm is not None:
-        fields.append(f"params norm: {step.params_norm:.3f}")
-    if step.num_zeros_in_grad is not None:
-        fields.append(f"num zeros: {step.num_zeros_in_grad}")
+    if row.values.get("grad_norm") is not None:
+        fields.append(f"grad norm: {row['grad_norm']:.3f}")
+    if "params_norm" in row.values:
+        fields.append(f"params norm: {row['params_norm']:.3f}")
+    if "num_zeros_in_grad" in row.values:
+        fields.append(f"num zeros: {row['num_zeros_in_grad']}")
     fields += [
-        *step.texts,
+        *texts,
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
-        f"memory (MB): {step.memory_bytes / 2**20:.0f} (peak {step.peak_memory_bytes / 2**20:.0f})",
+        f"memory (MB): {row['memory_bytes'] / 2**20:.0f} (peak {row['peak_memory_bytes'] / 2**20:.0f})",
     ]
     return f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] " + " | ".join(fields) + " |"
+
+
+def _known(value: float | None, form: str, factor: float) -> str:
+    return "n/a" if value is None else format(value * factor, form)
 
 
 def evaluation_line(iteration: int, evaluation: Evaluation) -> str:
@@ -164,3 +206,58 @@ def evaluation_line(iteration: int, evaluation: Evaluation) -> str:
         for name, loss in evaluation.losses.items()
     ]
     return f" {evaluation.name} loss at {where} | " + " | ".join(fields) + " |"
+
+
+class ProgressBar:
+    """A bar with rate and remaining time on the last line of a terminal; log files never see it.
+
+    `iteration 120/300 [########------------] 2.1 it/s, 1:26 left, lm loss 4.21`, rewritten in place.
+    """
+
+    def __init__(self, iteration: int, target_iterations: int) -> None:
+        self.iteration, self.target = iteration, target_iterations
+        self.seconds_per_step: float | None = None
+        self._loss_text = ""
+        self._drawn_at = 0.0
+
+    def advance(self, iteration: int, elapsed_seconds: float) -> None:
+        """Take in a step; redraw unless that was done a moment ago."""
+        self.iteration = iteration
+        before = elapsed_seconds if self.seconds_per_step is None else self.seconds_per_step
+        self.seconds_per_step = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * elapsed_seconds
+        if time.monotonic() - self._drawn_at > _REDRAW_SECONDS or self.iteration == self.target:
+            self.redraw()
+
+    def show(self, losses: Mapping[str, float]) -> None:
+        """Take in the last losses that were read."""
+        self._loss_text = "".join(f", {name} {loss:.3f}" for name, loss in losses.items())
+        if self.iteration == self.target:
+            self.redraw()
+
+    def text(self, columns: int) -> str:
+        """The line, at most `columns` wide."""
+        share = self.iteration / self.target if self.target else 1.0
+        filled = round(20 * share)
+        line = f"iteration {self.iteration}/{self.target} [{'#' * filled}{'-' * (20 - filled)}]"
+        if self.seconds_per_step:
+            left = round((self.target - self.iteration) * self.seconds_per_step)
+            line += f" {1 / self.seconds_per_step:.2f} it/s, {clock(left)} left{self._loss_text}"
+        return line[: columns - 1]
+
+    def redraw(self) -> None:
+        """Write the line in place."""
+        self._drawn_at = time.monotonic()
+        sys.stdout.write("\r\x1b[K" + self.text(shutil.get_terminal_size().columns))
+        sys.stdout.flush()
+
+    def clear(self) -> None:
+        """Make room for a line of text."""
+        sys.stdout.write("\r\x1b[K")
+        sys.stdout.flush()
+
+
+def clock(seconds: int) -> str:
+    """86 -> "1:26", 3700 -> "1:01:40"."""
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megatron.core.collectives import broadcast_object
 from megatron.core.errors import ConfigError, DataError
+from megatron.training.config.container import RunConfig
 from megatron.training.config.training import ValidationConfig
 from megatron.training.loop import evaluate
-from megatron.training.run import Evaluation, Hook, Run, StepResult
+from megatron.training.run import Evaluation, Hook, HookContext, Run, StepResult
 
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
@@ -24,6 +28,13 @@ class EvaluationHook(Hook):
     def __init__(self, config: ValidationConfig) -> None:
         self.config = config
         self._validation: list[Iterator[Batch]] = []
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> EvaluationHook | None:
+        """Of --eval-interval, --eval-iters, --full-validation and --skip-train."""
+        validation = config.validation
+        evaluates = validation.eval_interval is not None or validation.skip_train
+        return cls(validation) if evaluates and (validation.eval_iters > 0 or validation.full_validation) else None
 
     def on_train_start(self, run: Run) -> None:
         """Names must fit the sets before hours are spent; an evaluation that cannot be is no surprise at the end."""
@@ -51,6 +62,7 @@ class EvaluationHook(Hook):
                 run.hooks.on_evaluate(run, Evaluation("test", losses, final=True))
 
     def _validate(self, run: Run, *, final: bool) -> None:
+        run.read_metrics()  # what the steps before have to say comes first, also that they have failed
         sets = len(run.data.parts("validation"))
         for part in range(sets):
             losses = self._whole(run, part) if self.config.full_validation else self._next(run, part)
@@ -75,3 +87,52 @@ class EvaluationHook(Hook):
         microbatches = iterations * (run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
         with contextlib.closing(run.data.open_whole("validation", part, microbatches)) as batches:
             return evaluate(run, batches, iterations)
+
+
+class NonLossDataHook(Hook):
+    """pretrain(process_non_loss_data_func=...): a script's own look at the model after each evaluation.
+
+    Collects data and hands it, on the first rank, to process(data, iteration, writer).
+
+    collect: (model chunks) -> data, called on every rank; without it the data are what the loss function returns for
+    each microbatch of one more global batch when it is called with non_loss_data=True. As upstream, nothing happens
+    without --tensorboard-dir.
+    """
+
+    def __init__(self, process: Callable[[Any, int, Any], Any], collect: Callable[[Any], Any] | None) -> None:
+        self.process, self.collect = process, collect
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> NonLossDataHook | None:
+        """Of pretrain(process_non_loss_data_func=...) and --tensorboard-dir."""
+        recipe = context.recipe
+        if recipe.process_non_loss_data is None or config.logger.tensorboard_dir is None:
+            return None
+        return cls(recipe.process_non_loss_data, recipe.collect_non_loss_data)
+
+    def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
+        """Collect and process. Every rank takes part."""
+        data = self.collect(run.model) if self.collect is not None else self._forward(run, evaluation)
+        data = broadcast_object(data, run.groups.pp, run.groups.last_stage)
+        if run.is_first_rank:
+            self.process(data, run.progress.iteration, run.tensorboard_writer)
+
+    @torch.no_grad()
+    def _forward(self, run: Run, evaluation: Evaluation) -> list[Any]:
+        """One global batch, the next that an evaluation would see."""
+        consumed = run.progress.consumed_valid_samples if evaluation.split == "validation" else 0
+        actions = run.evaluation_schedule(run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
+        for chunk in run.model:
+            chunk.eval()
+        with contextlib.closing(run.data.open(evaluation.split, consumed)) as batches:  # type: ignore[type-var]
+            outputs = run.executor.run(
+                actions,
+                run.recipe.forward_step,
+                batches,
+                forward_only=True,
+                collect_non_loss_data=True,
+                activation_shape=run.evaluation_shape,
+            )
+        for chunk in run.model:
+            chunk.train()
+        return outputs.loss_dicts

@@ -9,12 +9,15 @@ import torch
 
 from megatron.core import device
 from megatron.core.errors import ConfigError
+from megatron.training.config.container import RunConfig
 from megatron.training.config.profiling import ProfilingConfig
-from megatron.training.run import Hook, Run, StepResult
+from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 
 class ProfilerHook(Hook):
     """Profiles iterations (start, end] on the chosen ranks. Raises ConfigError without a GPU where it takes one."""
+
+    phase = Phase.MEASURE
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
@@ -25,6 +28,11 @@ class ProfilerHook(Hook):
                 "--profile marks iterations for Nsight Systems, which needs a GPU, and this process computes on the "
                 "CPU; add --use-pytorch-profiler"
             )
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> ProfilerHook | None:
+        """Of --profile."""
+        return cls(config.profiling) if config.profiling.profile else None
 
     def on_step_start(self, run: Run) -> None:
         """Begin where the window begins, or in the middle of it when the run was resumed there."""
@@ -89,6 +97,8 @@ class ProfilerHook(Hook):
 class MemoryHistoryHook(Hook):
     """Records allocations from the start of training. Raises ConfigError on a CPU, whose allocator keeps no record."""
 
+    phase = Phase.MEASURE
+
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
         self._is_recording = False
@@ -97,6 +107,11 @@ class MemoryHistoryHook(Hook):
                 "--record-memory-history records the allocator of a GPU, and this process computes on the CPU; "
                 "leave it out"
             )
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> MemoryHistoryHook | None:
+        """Of --record-memory-history."""
+        return cls(config.profiling) if config.profiling.record_memory_history else None
 
     def on_train_start(self, run: Run) -> None:
         """Begin."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.errors import StorageError
-from megatron.training.run import Hook, Run
+from megatron.training.config.container import RunConfig
+from megatron.training.run import Hook, HookContext, Phase, Run
 
 FILE_NAME = "progress.txt"
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -29,9 +30,17 @@ class Start(NamedTuple):
 class ProgressHistoryHook(Hook):
     """Appends on the first rank."""
 
+    phase = Phase.WRITE
+
     def __init__(self, directory: str) -> None:
         self.path = Path(directory) / FILE_NAME
         self._started = Start(0.0, 0.0)
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> ProgressHistoryHook | None:
+        """Of --log-progress, where there is --save."""
+        save = config.checkpoint.save
+        return cls(save) if config.logger.log_progress and save is not None else None
 
     def on_train_start(self, run: Run) -> None:
         """A job begins."""

@@ -10,7 +10,6 @@ gamma = threshold / S, and after the update
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +25,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.hooks.meter import MeterHook
-from megatron.training.run import Hook, Run, StepResult
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class AttentionLogits:
                 "--qk-clip and --log-max-attention-logit know the scores of this system's attention, and the model has "
                 "none; leave them out"
             )
-        self.largest = -math.inf
-        """Score of the last step over all layers and ranks."""
+        self.largest = torch.tensor(-torch.inf)
+        """Score of the last step over all layers and ranks; a scalar on the device."""
 
     def __call__(self, found_inf: Tensor) -> None:
         largest = torch.full((), -torch.inf, device=found_inf.device)
@@ -67,7 +64,7 @@ class AttentionLogits:
             if self.config.qk_clip:
                 self._clip(layer, of_all_heads, found_inf)
         all_reduce(largest, self.groups.pp, op="max")
-        self.largest = float(largest)
+        self.largest = largest
 
     def _take(self, layer: _Layer) -> Tensor:
         """The largest score of each head of the model in this step, [heads]; the next step begins anew."""
@@ -91,20 +88,6 @@ class AttentionLogits:
                 factors = row_factors(gamma, placement, self.config)
                 rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
                 self.optimizer.scale_rows(placement.name, rows.take(factors))
-
-
-class AttentionLogitsHook(Hook):
-    """Hands the largest score on to the reports."""
-
-    def __init__(self, meter: MeterHook) -> None:
-        self.meter = meter
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        """What the update has found."""
-        assert isinstance(run.optimizer.after_update, AttentionLogits), "setup puts it there"
-        largest = run.optimizer.after_update.largest
-        self.meter.step.further["max-attention-logit"] = largest
-        self.meter.step.texts.append(f"max attention logit: {largest:.3f}")
 
 
 def measured_layers(module: nn.Module) -> list[_Layer]:

@@ -1,0 +1,203 @@
+"""When the parts of a step ran: timers, the pipeline's actions, and names in profiles.
+
+The trace of --pipeline-trace-dir is stage-N.jsonl: a first line about the pipeline, then a line for each action of each
+traced iteration, with seconds since the epoch by the machine's clock. Stages on several machines lie as exactly beside
+each other as their clocks agree. One pipeline is traced: that of the first data- and tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from torch import nn
+
+from megatron.core.collectives import all_gather_object
+from megatron.core.device import NamedRange
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.action_clock import ActionClock, TimedAction
+from megatron.core.placement import placement_of
+from megatron.core.timers import TimingOption
+from megatron.training.config.container import RunConfig
+from megatron.training.config.logging import LoggerConfig
+from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
+
+_TIMER_NAMES = {"F": "forward-compute", "B": "backward-compute", "W": "weight-grad-compute"}
+_PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "word_embeddings", "output_layer")
+
+
+class TimingHook(Hook):
+    """--timing-log-level: `run.timers` below each progress line, as means over the iterations since the last one."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, config: LoggerConfig) -> None:
+        self.config = config
+        self._iterations = 0
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> TimingHook | None:
+        """Of --timing-log-level."""
+        return cls(config.logger) if config.logger.timing_log_level > 0 else None
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record at the interval. Every rank takes part."""
+        self._iterations += 1
+        if run.progress.iteration % self.config.log_interval:
+            return
+        of_all = all_gather_object(run.timers.names(), run.groups.world)
+        names = list(dict.fromkeys(name for own in of_all for name in own))
+        if self.config.log_timers_to_tensorboard:
+            slowest = run.timers.min_max(names, run.groups.world, reset=False)
+            for name, (_, high) in slowest.items():
+                run.metrics.record(f"{name}-time", high / self._iterations, reduce="last")
+        option = cast(TimingOption, self.config.timing_log_option)
+        run.metrics.add_table(run.timers.report(names, run.groups.world, per=self._iterations, option=option))
+        self._iterations = 0
+
+
+class PipelineClockHook(Hook):
+    """Gives the executor a clock where its times are wanted: for --timing-log-level 2, for --pipeline-trace-dir."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, config: ProfilingConfig, timing_log_level: int) -> None:
+        self.config = config
+        self.times_all = timing_log_level >= 2
+        self._file: TextIO | None = None
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> PipelineClockHook | None:
+        """Of --timing-log-level 2 and --pipeline-trace-dir."""
+        level, profiling = config.logger.timing_log_level, config.profiling
+        return cls(profiling, level) if level >= 2 or profiling.pipeline_trace_dir is not None else None
+
+    def on_train_start(self, run: Run) -> None:
+        """Open the stage's file. Raises ConfigError where it cannot be written."""
+        groups = run.groups
+        if self.config.pipeline_trace_dir is None or groups.tp.rank() or groups.dp_cp.rank():
+            return
+        path = Path(self.config.pipeline_trace_dir) / f"stage-{groups.pp.rank()}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--pipeline-trace-dir {path.parent} cannot be written ({error.strerror}); give a writable directory"
+            ) from error
+        pipeline = run.executor.pipeline
+        self._write(
+            schedule=pipeline.schedule,
+            stages=pipeline.shape.stages,
+            chunks=pipeline.shape.chunks,
+            folded=pipeline.shape.folded,
+            group_size=pipeline.group_size,
+        )
+
+    def on_step_start(self, run: Run) -> None:
+        """Start a clock."""
+        if self.times_all or self._is_traced(run.progress.iteration):
+            run.executor.clock = ActionClock()
+
+    def on_gradients(self, run: Run) -> None:
+        """Read it, after the last action, so that the timers are complete when the step ends."""
+        if run.executor.clock is None:
+            return
+        times = run.executor.clock.read()
+        run.executor.clock = None
+        for action, start, end in times:
+            run.timers(_TIMER_NAMES[action.kind], 2).add(end - start)
+        if self._file is not None and self._is_traced(run.progress.iteration):
+            self._write_iteration(run.progress.iteration + 1, times)
+
+    def on_close(self, run: Run) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _is_traced(self, iterations_done: int) -> bool:
+        is_wanted = self.config.pipeline_trace_dir is not None
+        return is_wanted and self.config.profile_step_start <= iterations_done < self.config.profile_step_end
+
+    def _write_iteration(self, iteration: int, times: list[TimedAction]) -> None:
+        for (kind, microbatch, chunk), start, end in times:
+            self._write(
+                iteration=iteration, kind=kind, microbatch=microbatch, chunk=chunk, start=round(start, 7),
+                end=round(end, 7),
+            )  # fmt: skip
+
+    def _write(self, **row: object) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+class NamedRangesHook(Hook):
+    """--nvtx-ranges: names every step, and every forward of the modules in _PARTS by their names in the whole model."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self) -> None:
+        self._step: NamedRange | None = None
+        self._handles: list[Any] = []
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> NamedRangesHook | None:
+        """Of --nvtx-ranges."""
+        return cls() if config.profiling.nvtx_ranges else None
+
+    def on_train_start(self, run: Run) -> None:
+        """Put a range around each module."""
+        for chunk in run.model:
+            for name, module in chunk.module.named_modules():
+                if name.rpartition(".")[2] in _PARTS:
+                    before, after = _around(_global_name(name, module))
+                    self._handles.append(module.register_forward_pre_hook(before))
+                    self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def on_step_start(self, run: Run) -> None:
+        """Begin the iteration's range."""
+        self._step = NamedRange(f"iteration {run.progress.iteration + 1}")
+        self._step.__enter__()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """End it."""
+        self._leave()
+
+    def on_close(self, run: Run) -> None:
+        """Take the ranges away, also after an error."""
+        self._leave()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _leave(self) -> None:
+        if self._step is not None:
+            self._step.__exit__()
+            self._step = None
+
+
+def _around(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What to call before and after a forward; calls of one module may be nested in one another."""
+    open_ranges: list[NamedRange] = []
+
+    def before(*_: object) -> None:
+        entered = NamedRange(name)
+        entered.__enter__()
+        open_ranges.append(entered)
+
+    def after(*_: object) -> None:
+        open_ranges.pop().__exit__()
+
+    return before, after
+
+
+def _global_name(name: str, module: nn.Module) -> str:
+    """The module's name in the whole model, where a layer has the same number on every stage."""
+    for inner, param in module.named_parameters():
+        return placement_of(param, f"{name}.{inner}").name.removesuffix(f".{inner}")
+    return name

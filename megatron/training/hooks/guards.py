@@ -1,0 +1,112 @@
+"""Checks of each step's numbers: losses and gradients that are no numbers, and those far beyond the usual.
+
+Both look at rows of metrics, after these are written and before anything is saved or evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.errors import NonFiniteError
+from megatron.training.config.container import RunConfig
+from megatron.training.metrics import Row
+from megatron.training.run import Hook, HookContext, Run
+
+SAMPLES = 100
+FACTOR = 10.0
+
+
+class NonFiniteHook(Hook):
+    """--check-for-nan-in-loss-and-grad (on unless switched off): stops at the first loss or gradient that is not a
+    number.
+
+    Between two progress lines the optimizer only remembers that a gradient was not finite, and leaves the weights as
+    they are from then on, so that the host need not wait for the device in every step; the run ends when values are
+    read. No such weights are saved or evaluated, because both read values first.
+    """
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> NonFiniteHook | None:
+        """Of --check-for-nan-in-loss-and-grad."""
+        return cls() if config.ddp.check_for_nan_in_grad else None
+
+    def on_step_start(self, run: Run) -> None:
+        """A step whose values are read anyway is checked at once."""
+        run.optimizer.defers_check = not run.metrics.is_due(run.progress.iteration + 1)
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """Raises NonFiniteError on every rank for the same iteration: the values are already those of all ranks."""
+        for row in rows:
+            last = int(row["consumed_samples"]) - 1
+            samples = f"samples {last + 1 - int(row['global_batch_size'])} to {last}"
+            if row["skipped"]:
+                continue
+            if row.has_nan:
+                values = ", ".join(f"{name} {loss}" for name, loss in row.losses.items())
+                raise NonFiniteError(
+                    f"iteration {row.iteration}: {values}; the run has diverged: lower --lr, lengthen the warm-up, or "
+                    f"look at {samples}; "
+                    "--no-check-for-nan-in-loss-and-grad counts such iterations instead of stopping"
+                )
+            if not math.isfinite(row["grad_norm"]) and row.values["grad_norm"] is not None:
+                raise NonFiniteError(
+                    f"iteration {row.iteration}: the gradient norm is {row['grad_norm']}; nothing was updated since: "
+                    f"lower --lr, look at {samples}, or pass --no-check-for-nan-in-loss-and-grad to skip such updates; "
+                    "with --log-interval 1 the parameter is named"
+                )
+
+
+class OutlierHook(Hook):
+    """--check-for-spiky-loss, --check-for-large-grads: warns of values far beyond what the run has shown.
+
+    The first SAMPLES iterations, warm-up included, give the largest usual value, which checkpoints keep; afterwards
+    anything that is FACTOR times as large is worth a look at the data or at the machine. Nothing is stopped and nothing
+    is skipped. The first rank prints.
+    """
+
+    def __init__(self, *, losses: bool, gradients: bool) -> None:
+        self.losses, self.gradients = losses, gradients
+        self.largest: dict[str, float] = {}
+        self.seen: dict[str, int] = {}
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> OutlierHook | None:
+        """Of --check-for-spiky-loss and --check-for-large-grads."""
+        spiky, large = config.training.check_for_spiky_loss, config.training.check_for_large_grads
+        return cls(losses=spiky, gradients=large) if spiky or large else None
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """Learn from the first steps, judge the others. Values that are no numbers are another check's business."""
+        for row in rows:
+            values = dict(row.losses) if self.losses else {}
+            if self.gradients:
+                values["the gradient norm"] = row["grad_norm"]
+            for name, value in values.items():
+                if math.isfinite(value) and self._is_outlier(name, value) and run.is_first_rank:
+                    last = int(row["consumed_samples"]) - 1
+                    print(
+                        f"warning: iteration {row.iteration}: {name} is {value:.6g}, more than {FACTOR:g} times the "
+                        f"{self.largest[name]:.6g} that the first {SAMPLES} iterations reached; look at samples "
+                        f"{last + 1 - int(row['global_batch_size'])} to {last}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was usual."""
+        return {"largest": self.largest, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on judging by it."""
+        self.largest, self.seen = dict(state["largest"]), dict(state["seen"])
+
+    def _is_outlier(self, name: str, value: float) -> bool:
+        seen = self.seen.get(name, 0)
+        if seen < SAMPLES:
+            self.seen[name] = seen + 1
+            self.largest[name] = max(self.largest.get(name, value), value)
+            return False
+        return value > FACTOR * self.largest[name]

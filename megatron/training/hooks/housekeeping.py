@@ -1,0 +1,87 @@
+"""What keeps a process in order: Python garbage, cached device memory, the time limit of collectives."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+from megatron.core.device import release_cached_memory
+from megatron.training.config.container import RunConfig
+from megatron.training.config.training import TrainingConfig
+from megatron.training.run import Evaluation, Hook, HookContext, Run, StepResult
+
+
+class GarbageCollectionHook(Hook):
+    """--manual-gc: no automatic collection, but one every --manual-gc-interval iterations, at which all ranks pause
+    together."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.interval = config.manual_gc_interval
+        self.around_evaluation = config.manual_gc_eval
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> GarbageCollectionHook | None:
+        """Of --manual-gc."""
+        return cls(config.training) if config.training.manual_gc else None
+
+    def on_train_start(self, run: Run) -> None:
+        """From here on nothing is collected automatically."""
+        gc.disable()
+        gc.collect()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Collect at the interval."""
+        if self.interval and run.progress.iteration % self.interval == 0:
+            gc.collect()
+
+    def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
+        """Evaluation leaves garbage of its own."""
+        if self.around_evaluation:
+            gc.collect()
+
+    def on_close(self, run: Run) -> None:
+        """Back to automatic collection."""
+        gc.enable()
+
+
+class FreeMemoryHook(Hook):
+    """--empty-unused-memory-level: gives cached memory back to the device, once or twice in each step."""
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> FreeMemoryHook | None:
+        """Of --empty-unused-memory-level."""
+        level = config.training.empty_unused_memory_level
+        return cls(level) if level >= 1 else None
+
+    def on_gradients(self, run: Run) -> None:
+        """After forward and backward."""
+        release_cached_memory()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """After the update."""
+        if self.level >= 2:
+            release_cached_memory()
+
+
+class CollectiveTimeoutHook(Hook):
+    """--distributed-timeout-seconds-after-init: another time limit for all groups of this process after the first
+    iteration, with which loading and compiling, which take long, are over."""
+
+    def __init__(self, seconds: int) -> None:
+        self.limit = timedelta(seconds=seconds)
+        self._is_set = False
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> CollectiveTimeoutHook | None:
+        """Of --distributed-timeout-seconds-after-init."""
+        seconds = config.distributed.distributed_timeout_seconds_after_init
+        return None if seconds is None else cls(seconds)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Set the limit after the first iteration of this process."""
+        if not self._is_set:
+            run.groups.set_timeout(self.limit)
+            self._is_set = True

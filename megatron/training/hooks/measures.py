@@ -1,0 +1,298 @@
+"""What is measured of each step and recorded in `run.metrics`: its numbers, and what flags add to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.distributed.model_chunk import FlatBuffer
+from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
+from megatron.core.traffic import Traffic
+from megatron.core.transformer.layer_patterns import has_experts
+from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
+from megatron.planner.throughput import build_yardstick
+from megatron.training.attention_logits import AttentionLogits
+from megatron.training.config.container import RunConfig
+from megatron.training.data.planned_batches import StepPlan
+from megatron.training.metrics import Row
+from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
+
+
+def flat_buffers(run: Run) -> list[FlatBuffer]:
+    """The buffers of all chunks of this process."""
+    return [buffer for chunk in run.model for buffer in chunk.flat_buffers]
+
+
+class StepHook(Hook):
+    """The numbers of every step.
+
+    | name                                        | what                                                            |
+    |---------------------------------------------|-----------------------------------------------------------------|
+    | consumed_samples, global_batch_size, lr     | of the run so far; of this step; of the next one                |
+    | "lm loss" and other losses                  | means over the tokens of the global batch                       |
+    | grad_norm                                   | before clipping                                                 |
+    | skipped, loss_scale                         | the update was left out; 1 without --fp16                       |
+    | iteration_time_seconds                      | of the step itself, without evaluation and saving               |
+    | tokens_per_second                           | over all devices                                                |
+    | tflops                                      | 10^12 floating-point operations per second and device           |
+    | mfu                                         | share of the device's peak, 0 to 1; None where that is unknown  |
+    | memory_bytes, peak_memory_bytes             | in use by this process: on its device, or resident on the host  |
+    """
+
+    phase = Phase.MEASURE
+
+    def __init__(self) -> None:
+        self._zeros: Tensor | None = None
+
+    def on_train_start(self, run: Run) -> None:
+        """Measure the yardstick for MFU where the reports are written."""
+        if run.is_first_rank:
+            run.yardstick = build_yardstick(run.device, next(run.model[0].parameters()).dtype)
+
+    def on_gradients(self, run: Run) -> None:
+        """Count zeros if asked to."""
+        if run.config.logger.log_num_zeros_in_grad:
+            self._zeros = count_zeros(flat_buffers(run), run.optimizer.model_sum)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record everything. How long the step took is known only when the device has done it."""
+        metrics, memory, tokens = run.metrics, device.memory_stats(), result.samples * run.seq_length
+        flops = None if run.flops_per_token is None else run.flops_per_token * tokens / run.groups.world.size()
+
+        seconds = partial(device.seconds_between, result.began, result.ended)
+        metrics.record("consumed_samples", run.progress.consumed_train_samples, reduce="last")
+        metrics.record_losses(result.losses)
+        metrics.record("grad_norm", result.grad_norm, reduce="last")
+        if run.config.logger.log_params_norm:
+            metrics.record("params_norm", run.optimizer.params_norm(), reduce="last")
+        if self._zeros is not None:
+            metrics.record("num_zeros_in_grad", self._zeros.long(), reduce="last")
+        metrics.record("lr", result.learning_rate, reduce="last")
+        metrics.record("global_batch_size", result.samples, reduce="last")
+        metrics.record("skipped", result.skipped, reduce="sum")
+        metrics.record("loss_scale", result.loss_scale, reduce="last")
+        metrics.record("iteration_time_seconds", seconds)
+        metrics.record("tokens_per_second", lambda: tokens / seconds())
+        metrics.record("tflops", None if flops is None else lambda: flops / seconds() / 1e12)
+        if flops is None or run.yardstick is None:
+            metrics.record("mfu", None)
+        else:
+            utilisation = run.yardstick.utilisation
+            metrics.record("mfu", lambda: utilisation(flops / seconds()))
+        metrics.record("memory_bytes", memory["allocated_bytes"], reduce="last")
+        metrics.record("peak_memory_bytes", memory["peak_bytes"], reduce="last")
+        if run.config.logger.log_device_memory_used:
+            metrics.record(
+                "device-memory-used-bytes", device.device_memory_used(), reduce="last",
+                text=lambda used: f"device memory used (MB): {used / 2**20:.0f}",
+            )  # fmt: skip
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """Count iterations whose loss was not a number."""
+        run.progress.nan_iterations += sum(row.has_nan for row in rows)
+
+
+class ExpertsHook(Hook):
+    """Mixture of experts: the routers' auxiliary losses. Every rank takes part. per_layer: also those of each layer."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, *, per_layer: bool) -> None:
+        self.per_layer = per_layer
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> ExpertsHook | None:
+        """Of --num-experts and --moe-per-layer-logging."""
+        return None if config.model.num_moe_experts is None else cls(per_layer=config.model.moe_per_layer_logging)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record means over microbatches, replicas and layers."""
+        model = run.config.model
+        layers = [index + 1 for index in range(model.num_layers) if has_experts(model, index + 1)]
+        names = [LOSS_NAMES[kind] for kind, coefficient in read_loss_coefficients(model).items() if coefficient]
+        if not names:
+            return
+        means = self._means(run, layers, names, result.samples)
+        over_layers = means.cumsum(0)[-1] / len(layers)
+        for place, name in enumerate(names):
+            run.metrics.record(name, over_layers[place], reduce="last", text=partial("{}: {:.6E}".format, name))
+            if self.per_layer:
+                for layer, value in zip(layers, means[:, place].unbind(), strict=True):
+                    run.metrics.record(f"{name} layer {layer}", value, reduce="last")
+
+    def _means(self, run: Run, layers: list[int], names: list[str], samples: int) -> Tensor:
+        """[layers, names], of the last step, which had so many samples."""
+        own = torch.zeros(len(layers), len(names), dtype=torch.float64, device=run.device)
+        for router in routers(run):
+            for name, summed in router.take_losses().items():
+                own[layers.index(router.layer_number), names.index(name)] += summed
+        all_reduce(own, run.groups.world)  # each process has what its own tokens add to its own layers' losses
+        return own * run.batch_size.micro_batch_size / samples
+
+
+def routers(run: Run) -> Iterator[TopKRouter]:
+    """Those of this process's layers."""
+    for chunk in run.model:
+        yield from (module for module in chunk.module.modules() if isinstance(module, TopKRouter))
+
+
+class AttentionLogitsHook(Hook):
+    """--log-max-attention-logit: the largest attention score of the step, which the optimizer has found."""
+
+    phase = Phase.MEASURE
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> AttentionLogitsHook | None:
+        """Of --log-max-attention-logit."""
+        return cls() if config.logger.log_max_attention_logit else None
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record it."""
+        assert isinstance(run.optimizer.after_update, AttentionLogits), "setup puts it there"
+        largest = run.optimizer.after_update.largest
+        run.metrics.record("max-attention-logit", largest, "last", "max attention logit: {:.3f}".format)
+
+
+class TrafficHook(Hook):
+    """--log-comm-volume: the bytes that the last step of an interval sent, as a mean over the ranks."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, log_interval: int, traffic: Traffic) -> None:
+        self.log_interval = log_interval
+        self.traffic = traffic
+        self.step: dict[tuple[str, str], int] = {}
+        """Of this rank: (axis, kind) -> bytes."""
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> TrafficHook | None:
+        """Of --log-comm-volume."""
+        return cls(config.logger.log_interval, context.traffic) if config.logger.log_comm_volume else None
+
+    def on_step_start(self, run: Run) -> None:
+        """Forget what evaluation, saving and reports have sent."""
+        self.traffic.take()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Gather at the interval. Every rank takes part."""
+        self.step = self.traffic.take()
+        if run.progress.iteration % self.log_interval:
+            return
+        total: Counter[tuple[str, str]] = Counter()
+        for own in all_gather_object(self.step, run.groups.world):
+            total.update(own)
+        ranks = run.groups.world.size()
+        by_axis: Counter[str] = Counter()
+        for (axis, kind), sent_bytes in total.items():
+            run.metrics.record(f"comm-bytes {axis} {kind}", sent_bytes / ranks, reduce="last")
+            by_axis[axis] += sent_bytes
+        parts = (f"{axis} {sent_bytes / ranks / 1e6:.6g}" for axis, sent_bytes in sorted(by_axis.items()))
+        run.metrics.add_text(f"communication (MB sent per rank): {', '.join(parts) or 'none'}")
+
+
+class BalanceHook(Hook):
+    """--hybrid-context-parallel: how evenly the plan of an interval's last step divides the work, beside the layout
+    without plans."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, log_interval: int) -> None:
+        self.log_interval = log_interval
+        self._plan: StepPlan | None = None
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> BalanceHook | None:
+        """Of --hybrid-context-parallel."""
+        return cls(config.logger.log_interval) if config.model.hybrid_context_parallel else None
+
+    def on_step_start(self, run: Run) -> None:
+        """Keep the plan of the step, which is forgotten afterwards."""
+        self._plan = None if run.plans is None else run.plans.at(run.progress.consumed_train_samples)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record at the interval."""
+        if self._plan is None or not run.is_first_rank or run.progress.iteration % self.log_interval:
+            return
+        balance, static = self._plan.context.balance, self._plan.static_balance
+        run.metrics.record("work-balance", balance, reduce="last")
+        run.metrics.record("work-balance static", static, reduce="last")
+        shared = ", ".join(f"{count} on {size}" for size, count in self._plan.context.samples_by_size.items())
+        run.metrics.add_text(f"conversations on ranks: {shared} | work balance: {balance:.3f} (static {static:.3f})")
+
+
+class LayerNormsHook(Hook):
+    """--log-layer-norms: of each layer's parameters after the update and gradients before clipping, at the interval."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, log_interval: int) -> None:
+        self.log_interval = log_interval
+        self._gradients: dict[str, float] = {}
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> LayerNormsHook | None:
+        """Of --log-layer-norms."""
+        return cls(config.logger.log_interval) if config.logger.log_layer_norms else None
+
+    def on_gradients(self, run: Run) -> None:
+        """Measure before clipping. Every rank takes part."""
+        if (run.progress.iteration + 1) % self.log_interval == 0:
+            scaled = layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
+            self._gradients = {layer: norm / run.optimizer.loss_scale for layer, norm in scaled.items()}
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Measure parameters and record, at the interval. Every rank takes part."""
+        if run.progress.iteration % self.log_interval:
+            return
+        parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
+        for layer, norm in parameters.items():
+            run.metrics.record(f"params-norm {layer}", norm, reduce="last")
+            run.metrics.record(f"grad-norm {layer}", self._gradients[layer], reduce="last")
+        run.metrics.add_table(table_of_norms(run.progress.iteration, parameters, self._gradients))
+
+
+def table_of_norms(iteration: int, parameters: dict[str, float], gradients: dict[str, float]) -> str:
+    """A line for each layer."""
+    width = max(map(len, parameters))
+    lines = [f" norms by layer at iteration {iteration} | {'parameters':>12s} | {'gradients':>12s} |"]
+    for layer, norm in parameters.items():
+        lines.append(f"   {layer:<{width}s} | {norm:12.6g} | {gradients[layer]:12.6g} |")
+    return "\n".join(lines)
+
+
+class MemoryHook(Hook):
+    """--log-memory-interval: a line about each rank's memory."""
+
+    phase = Phase.MEASURE
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> MemoryHook | None:
+        """Of --log-memory-interval."""
+        interval = config.logger.log_memory_interval
+        return None if interval is None else cls(interval)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Gather at the interval. Every rank takes part."""
+        if run.progress.iteration % self.interval:
+            return
+        own = (device.memory_stats(), device.device_memory_used())
+        of_all = all_gather_object(own, run.groups.world)
+        lines = (memory_line(run.progress.iteration, rank, *found) for rank, found in enumerate(of_all))
+        run.metrics.add_table("\n".join(lines))
+
+
+def memory_line(iteration: int, rank: int, stats: dict[str, int], used: int) -> str:
+    """What one process holds, and what all processes of its device or machine do."""
+    return (
+        f" [rank {rank}] memory (MB) after iteration {iteration}: allocated {stats['allocated_bytes'] / 2**20:.0f} | "
+        f"peak {stats['peak_bytes'] / 2**20:.0f} | used on the device {used / 2**20:.0f}"
+    )

@@ -1,0 +1,302 @@
+"""Files and services that are given every row of metrics and every evaluation: metrics.jsonl, TensorBoard, W&B.
+
+metrics.jsonl has one JSON object per line, for programs to read. A row of training has "iteration", "consumed_samples",
+"lm loss", "grad_norm", "lr", ...; a row of an evaluation has "iteration", "split" and "eval": {"lm loss": ...}. Numbers
+have full precision; a value that is not known or not finite is null. Rows are flushed when they are written, so that a
+killed run loses only those of the iterations since its last progress line.
+
+Curves have upstream's names, which differ from those of metrics.jsonl for the numbers of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron.core import optional_deps
+from megatron.core.errors import ConfigError, StorageError
+from megatron.training.config.container import RunConfig
+from megatron.training.config.logging import LoggerConfig
+from megatron.training.metrics import Row
+from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
+
+FILE_NAME = "metrics.jsonl"
+_LARGEST_EXPONENT = 20
+"""As upstream, so that an untrained model has a finite perplexity."""
+
+
+# ---- metrics.jsonl
+
+
+class MetricsFileHook(Hook):
+    """--metrics-dir: every iteration and every evaluation, on the first rank."""
+
+    phase = Phase.WRITE
+
+    def __init__(self, directory: str) -> None:
+        self.file = MetricsFile(directory)
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> MetricsFileHook | None:
+        """Of --metrics-dir."""
+        return None if config.logger.metrics_dir is None else cls(config.logger.metrics_dir)
+
+    def on_train_start(self, run: Run) -> None:
+        """Drop the rows of iterations that will be done again."""
+        if run.is_first_rank:
+            self.file.open(run.progress.iteration)
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """A line for each iteration."""
+        if run.is_first_rank:
+            self.file.write(*({"iteration": row.iteration, **row.values} for row in rows))
+
+    def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
+        """A line for each evaluation."""
+        if run.is_first_rank:
+            row: dict[str, Any] = {
+                "iteration": run.progress.iteration,
+                "split": evaluation.split,
+                "eval": evaluation.losses,
+            }
+            row |= {} if evaluation.set_name is None else {"set": evaluation.set_name}
+            row |= {"final": True} if evaluation.final else {}
+            self.file.write(row)
+
+    def on_close(self, run: Run) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class MetricsFile:
+    """Appends rows to DIRECTORY/metrics.jsonl, continuing after the rows of an earlier part of the run."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory) / FILE_NAME
+        self._file: TextIO | None = None
+
+    def open(self, resumed_iteration: int) -> None:
+        """Keep the rows up to `resumed_iteration` and open the file for appending.
+
+        Rows after it belong to iterations that will be done again; so do final evaluations, since the run goes on. A
+        run from the start (0) sets a file of an earlier run aside as metrics.jsonl.old. Raises ConfigError when the
+        directory cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self._keep_until(resumed_iteration)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-dir {self.path.parent} cannot be written ({error.strerror}); give a writable directory"
+            ) from error
+
+    def write(self, *rows: dict[str, Any]) -> None:
+        """Append rows. Raises StorageError when the disk does not take them; what it did not take is written with the
+        next ones, if the disk then does."""
+        assert self._file is not None, "MetricsFile.write before open"
+        try:
+            for row in rows:
+                self._file.write(json.dumps(_finite(row)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} cannot be written ({error.strerror}); free some space and resume"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file; harmless when it was never opened."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _keep_until(self, iteration: int) -> None:
+        if iteration == 0:
+            if self.path.stat().st_size:
+                os.replace(self.path, self.path.with_suffix(".jsonl.old"))
+            return
+        kept = []
+        with self.path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                row = _row_or_none(line)
+                if row is not None and row.get("iteration", 0) <= iteration and not row.get("final"):
+                    kept.append(line)
+        partial = self.path.with_suffix(".jsonl.tmp")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def _row_or_none(line: str) -> dict[str, Any] | None:
+    """The row of a complete line; None for the torn last line of a killed run."""
+    if not line.endswith("\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# ---- curves
+
+CURVE_NAMES = {
+    "lr": "learning-rate", "global_batch_size": "batch-size", "loss_scale": "loss-scale", "grad_norm": "grad-norm",
+    "params_norm": "params-norm", "num_zeros_in_grad": "num-zeros", "iteration_time_seconds": "iteration-time",
+    "memory_bytes": "mem-allocated-bytes", "peak_memory_bytes": "mem-max-allocated-bytes", "tflops": "throughput",
+    "tokens_per_second": "tokens-per-second", "mfu": "mfu", "consumed_samples": None, "skipped": None,
+}  # fmt: skip
+"""Numbers of every step -> the curve's name; None: there is no such curve. Other metrics keep their names."""
+
+
+def row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[str, float]:
+    """The points of one iteration, by curve: the numbers of the step at every --tensorboard-log-interval, and what else
+    was measured in this iteration whenever it was."""
+    wanted = {"learning-rate", "batch-size", "grad-norm", "params-norm", "num-zeros"}
+    for is_asked_for, names in (
+        (config.log_loss_scale_to_tensorboard, {"loss-scale"}),
+        (config.log_timers_to_tensorboard, {"iteration-time"}),
+        (config.log_memory_to_tensorboard, {"mem-allocated-bytes", "mem-max-allocated-bytes"}),
+        (config.log_throughput, {"throughput", "tokens-per-second", "mfu"}),
+    ):
+        wanted |= names if is_asked_for else set()
+    is_due = row.iteration % config.tensorboard_log_interval == 0
+    points = {}
+    for name, value in row.values.items():
+        is_of_every_step = name in CURVE_NAMES or name in row.losses
+        curve = CURVE_NAMES.get(name, name)
+        if value is None or curve is None or (is_of_every_step and not is_due):
+            continue
+        if name not in CURVE_NAMES or curve in wanted:
+            points[curve] = value
+    if is_due and config.log_world_size_to_tensorboard:
+        points["world-size"] = world_size
+    return points
+
+
+def evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dict[str, float]:
+    """The points of one evaluation."""
+    points = {f"{name} {evaluation.name}": loss for name, loss in evaluation.losses.items()}
+    if config.log_validation_ppl_to_tensorboard:
+        points |= {f"{name} ppl": math.exp(min(_LARGEST_EXPONENT, loss)) for name, loss in points.items()}
+    return points
+
+
+class TensorBoardHook(Hook):
+    """--tensorboard-dir: event files, on the first rank; their writer is `run.tensorboard_writer`."""
+
+    phase = Phase.WRITE
+
+    def __init__(self, config: LoggerConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> TensorBoardHook | None:
+        """Of --tensorboard-dir."""
+        return None if config.logger.tensorboard_dir is None else cls(config.logger)
+
+    def on_train_start(self, run: Run) -> None:
+        """Open the event file. Curves after the resumed iteration, of iterations done again, are hidden."""
+        if run.is_first_rank:
+            tensorboard = optional_deps.require("torch.utils.tensorboard", needed_by="--tensorboard-dir")
+            try:
+                run.tensorboard_writer = tensorboard.SummaryWriter(
+                    log_dir=self.config.tensorboard_dir,
+                    max_queue=self.config.tensorboard_queue_size,
+                    purge_step=run.progress.iteration + 1,
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"--tensorboard-dir {self.config.tensorboard_dir} cannot be written ({error.strerror}); "
+                    "give a writable directory"
+                ) from error
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """Points of each iteration."""
+        for row in rows if run.is_first_rank else ():
+            self._write(run, row_points(row, self.config, run.groups.world.size()), row.iteration)
+
+    def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
+        """Points of the evaluation."""
+        if run.tensorboard_writer is not None:
+            self._write(run, evaluation_points(evaluation, self.config), run.progress.iteration)
+
+    def on_close(self, run: Run) -> None:
+        """Write what is still in memory."""
+        if run.tensorboard_writer is not None:
+            run.tensorboard_writer.close()
+            run.tensorboard_writer = None
+
+    def _write(self, run: Run, points: dict[str, float], iteration: int) -> None:
+        for name, value in points.items():
+            run.tensorboard_writer.add_scalar(name, value, iteration)
+
+
+class WandbHook(Hook):
+    """--wandb-project: the same curves for Weights & Biases, on the first rank; the run's settings are its config.
+    WANDB_MODE=offline keeps them in --wandb-save-dir."""
+
+    phase = Phase.WRITE
+
+    def __init__(self, config: LoggerConfig) -> None:
+        self.config = config
+        self.writer: Any = None
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> WandbHook | None:
+        """Of --wandb-project."""
+        return None if config.logger.wandb_project is None else cls(config.logger)
+
+    def on_train_start(self, run: Run) -> None:
+        """Begin a run there. Raises ConfigError where the package is missing or does not take the settings."""
+        if not run.is_first_rank:
+            return
+        needed_by = f"--wandb-project {self.config.wandb_project}"
+        wandb = optional_deps.require("wandb", needed_by=needed_by)
+        save = run.config.checkpoint.save
+        directory = Path(self.config.wandb_save_dir or (Path(save) / "wandb" if save else "."))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.writer = wandb.init(
+                project=self.config.wandb_project,
+                name=self.config.wandb_exp_name,
+                entity=self.config.wandb_entity,
+                dir=str(directory),
+                config=run.config.to_dict(),
+            )
+        except Exception as error:  # the package's own kinds of failure: no account, no network, no such entity
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"{needed_by}: Weights & Biases cannot begin a run ({type(error).__name__}: {reason}); "
+                "log in, or set WANDB_MODE=offline in the environment"
+            ) from error
+
+    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+        """Points of each iteration."""
+        for row in rows if self.writer is not None else ():
+            points = row_points(row, self.config, run.groups.world.size())
+            if points:
+                self.writer.log(points, step=row.iteration)
+
+    def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
+        """Points of the evaluation."""
+        if self.writer is not None:
+            self.writer.log(evaluation_points(evaluation, self.config), step=run.progress.iteration)
+
+    def on_close(self, run: Run) -> None:
+        """Send, or write, what is still in memory."""
+        if self.writer is not None:
+            self.writer.finish()
+            self.writer = None

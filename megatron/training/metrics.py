@@ -1,0 +1,174 @@
+"""Values of a run on their way to the log: recorded while a step runs, read together, given to whoever writes them.
+
+run.metrics.record("router-entropy", entropy)         # a scalar on the device: nothing waits
+run.metrics.record("tokens-dropped", count, reduce="sum")
+
+Reading a value from a GPU makes the host wait until everything before it is done, after which the device stands still
+until it gets new work. So values stay where they are until `read`, every --log-interval iterations, which brings all of
+them over in one transfer. Each iteration then is a Row: console, metrics.jsonl, TensorBoard and Weights & Biases are
+handed the same ones (Hook.on_metrics).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+Value = Tensor | float | None | Callable[[], float | None]
+
+REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
+}
+_MOST_ROWS = 1000
+"""Iterations after which values are read in any case: a scalar of its own takes 512 bytes on a GPU."""
+
+
+class Shown(NamedTuple):
+    """How a metric appears in the progress line."""
+
+    reduce: Reduction
+    """What its values over the interval become."""
+    text: Callable[[float], str]
+
+
+@dataclass
+class Row:
+    """One iteration in plain numbers."""
+
+    iteration: int
+    values: dict[str, float | None] = field(default_factory=dict)
+    """By name, in the order in which they were recorded; None: not known."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Those of the values that are losses."""
+    texts: list[str] = field(default_factory=list)
+    """What the progress line of this iteration says beside numbers."""
+    tables: list[str] = field(default_factory=list)
+    """Lines to print below it."""
+
+    def __getitem__(self, name: str) -> float:
+        """A value; not a number where it is not known."""
+        value = self.values.get(name)
+        return math.nan if value is None else value
+
+    @property
+    def has_nan(self) -> bool:
+        """True when a loss is not a finite number."""
+        return not all(map(math.isfinite, self.losses.values()))
+
+
+class _Recorded(NamedTuple):
+    name: str
+    value: Value
+    reduce: Reduction
+
+
+class Metrics:
+    """What one process has recorded and not yet read. interval: iterations between two reads."""
+
+    def __init__(self, interval: int = 1) -> None:
+        self.interval = interval
+        self.shown: dict[str, Shown] = {}
+        """By name, the metrics that were recorded with a text, in that order."""
+        self._open: list[_Recorded] = []
+        self._open_losses: list[str] = []
+        self._open_texts: list[str] = []
+        self._open_tables: list[str] = []
+        self._rows: list[tuple[Row, list[_Recorded], list[str]]] = []
+
+    def record(
+        self, name: str, value: Value, reduce: Reduction = "mean", text: Callable[[float], str] | None = None
+    ) -> None:
+        """Note a value of the step under way, or of the one that has just ended (Hook.on_step_end).
+
+        value: a scalar tensor of any number format, which is copied, on its device; a number; or a function, called
+        when values are read, for what costs something to find out or is known only then. The values of the first rank
+        are written: one that differs between ranks is to be reduced over them before.
+        reduce: what several values of one step become, and what the values of several steps become in the progress
+        line. text: makes a value into that line's words; without it the value is in the files and curves only.
+        """
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"metric {name!r} has the shape {list(value.shape)}; record one number at a time")
+            value = value.detach().reshape(()).clone()
+        self._open.append(_Recorded(name, value, reduce))
+        if text is not None:
+            self.shown[name] = Shown(reduce, text)
+
+    def record_losses(self, losses: Mapping[str, Tensor]) -> None:
+        """Note the losses of the step, which rows name apart (`Row.losses`)."""
+        for name, loss in losses.items():
+            self.record(name, loss)
+            self._open_losses.append(name)
+
+    def add_text(self, text: str) -> None:
+        """Say something in the progress line, if this iteration has one."""
+        self._open_texts.append(text)
+
+    def add_table(self, table: str) -> None:
+        """Have some lines printed below the progress line, or alone; values are read at the end of this iteration, so
+        all ranks call it."""
+        self._open_tables.append(table)
+
+    def end_step(self, iteration: int) -> None:
+        """What was recorded since the last call belongs to this iteration."""
+        row = Row(iteration, texts=self._open_texts, tables=self._open_tables)
+        self._rows.append((row, self._open, self._open_losses))
+        self._open, self._open_losses, self._open_texts, self._open_tables = [], [], [], []
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether values are to be read after this iteration. The same on all ranks."""
+        if iteration % self.interval == 0 or len(self._rows) >= _MOST_ROWS:
+            return True
+        return bool(self._rows) and bool(self._rows[-1][0].tables)
+
+    def read(self) -> list[Row]:
+        """The rows of all steps ended since the last call, in order. Waits for the device."""
+        rows, self._rows = self._rows, []
+        on_device = [entry.value for _, entries, _ in rows for entry in entries if isinstance(entry.value, Tensor)]
+        numbers = dict(zip(map(id, on_device), _read_together(on_device), strict=True))
+        for row, entries, losses in rows:
+            of_names: dict[str, tuple[Reduction, list[float | None]]] = {}
+            for name, value, reduce in entries:
+                if isinstance(value, Tensor):
+                    value = numbers[id(value)]
+                elif callable(value):
+                    value = value()
+                of_names.setdefault(name, (reduce, []))[1].append(value)
+            row.values = {name: reduced(values, how) for name, (how, values) in of_names.items()}
+            row.losses = {name: row[name] for name in losses}
+        return [row for row, _, _ in rows]
+
+
+def reduced(values: Iterable[float | None], how: Reduction) -> float | None:
+    """Several values as one; those that are not known do not count, and one alone stays as it is."""
+    known = [value for value in values if value is not None]
+    if len(known) == 1:
+        return known[0]
+    return REDUCTIONS[how](known) if known else None
+
+
+def _read_together(scalars: Sequence[Tensor]) -> list[float]:
+    """The numbers of scalar tensors, whole ones as int: one transfer from each device, exact up to 2^53."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, scalar in enumerate(scalars):
+        by_kind.setdefault((scalar.device, scalar.dtype), []).append(place)
+    places: dict[torch.device, list[int]] = {}
+    parts: dict[torch.device, list[Tensor]] = {}
+    for (device, _), found in by_kind.items():
+        places.setdefault(device, []).extend(found)
+        parts.setdefault(device, []).append(torch.stack([scalars[place] for place in found]).double())
+    numbers = [0.0] * len(scalars)
+    for device, stacked in parts.items():
+        for place, number in zip(places[device], torch.cat(stacked).tolist(), strict=True):
+            numbers[place] = number if scalars[place].is_floating_point() else int(number)
+    return numbers
