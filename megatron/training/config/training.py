@@ -67,9 +67,9 @@ class TrainingConfig(CheckedConfig):
     """Give cached GPU memory back to the device: 1 after forward and backward of every iteration, 2 also after the
     update. Slower, but other allocations find larger pieces."""
     check_for_spiky_loss: bool = False
-    """Warn of a loss more than 10 times the largest of the process's first 100 iterations."""
+    """Warn of a loss more than 10 times the largest of the run's first 100 iterations."""
     check_for_large_grads: bool = False
-    """Warn of a gradient norm more than 10 times the largest of the process's first 100 iterations."""
+    """Warn of a gradient norm more than 10 times the largest of the run's first 100 iterations."""
     dump_param_to_param_group_map: str | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
     recompute_activations: bool = flag(False, kind="kernel")
