@@ -110,6 +110,7 @@ def pack_batch(
     """
     if "cu_seqlens" not in batch:
         return dict(batch), None
+    # One after another in memory, so that the documents of a sample begin where the sample before has ended.
     samples, length = batch["tokens"].shape
     offsets = torch.arange(samples, device=batch["cu_seqlens"].device).unsqueeze(1) * length
     bounds = torch.cat([(batch["cu_seqlens"] + offsets).flatten(), offsets.new_tensor([samples * length])])

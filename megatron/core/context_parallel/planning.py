@@ -104,6 +104,7 @@ class ContextPlan:
         """Each sample goes into the first pack that has room for it."""
         packs: list[list[int]] = []
         room: list[int] = []
+        # First fit, in the plan's order: all ranks of a block come to the same packs without talking.
         for sample in samples:
             length = self.lengths[sample]
             for index, tokens in enumerate(room):

@@ -50,6 +50,7 @@ def to_sequence_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
     if size == 1:
         return x
     pieces = _pieces(x, size, dim)
+    # By slices, whose bounds the host knows: an index tensor would first have to be copied to the device.
     where = {piece: index for index, piece in enumerate(_rank_order(size))}
     return torch.cat([pieces[where[piece]] for piece in range(2 * size)], dim)
 
@@ -77,6 +78,7 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor], cp_group: Group) -> d
     if cp_group.size() == 1:
         return dict(batch)
     rank, size = cp_group.rank(), cp_group.size()
+    # A batch may carry None for what its dataset does not give, as upstream's do.
     own = {name: value for name, value in batch.items() if name in _WHOLE or value is None}
     cut = {name: value for name, value in batch.items() if name not in own}
     return own | {name: shard_sequence(x, rank, size, _SEQUENCE_DIM.get(name, 1)) for name, x in cut.items()}

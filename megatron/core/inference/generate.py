@@ -59,6 +59,7 @@ def generate(
 
     cache = KVCache(max(limits)) if use_cache else None
     generators = sampling.generators(len(prompts))
+    # All prompts have tokens up to the shortest one's end; from there on each may read or say a token.
     seen, position = 0, min(len(prompt) for prompt in prompts)
     while position < int(ended_at.max()):
         logits = _last_logits(model, tokens[:, seen:position], seen, cache)
@@ -66,9 +67,11 @@ def generate(
             logits[:, vocab_size:] = -math.inf
         chosen = next_tokens(logits, sampling, generators)
         is_open = (position >= lengths) & (position < ended_at)
+        # Also rows that have ended are computed on: a batch of changing size would need a cache that shrinks.
         tokens[:, position] = torch.where(is_open, chosen, tokens[:, position])
         if eod is not None:
             ended_at = torch.where(is_open & (chosen == eod), position, ended_at)
+        # Without a cache the next call reads everything from the first token again.
         seen = position if cache is not None else 0
         position += 1
     return [

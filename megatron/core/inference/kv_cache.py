@@ -23,6 +23,7 @@ class KVCache:
         that of all tokens so far, [offset + s, b, ...]."""
         start, end = self.sequence_len_offset, self.sequence_len_offset + new[0].shape[0]
         assert end <= self.max_tokens, f"{end} tokens do not fit into a cache of {self.max_tokens}"
+        # At once for the longest sequence: appending by concatenation would copy all tokens for each new one.
         if layer_number not in self._layers:
             self._layers[layer_number] = tuple(x.new_empty((self.max_tokens, *x.shape[1:])) for x in new)
         held = self._layers[layer_number]

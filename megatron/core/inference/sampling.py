@@ -52,6 +52,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.G
     if sampling.greedy:
         return logits.argmax(dim=-1)
     probabilities = torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
+    # Row by row, since each row has its own generator.
     drawn = [
         torch.multinomial(row, num_samples=1, generator=generator)
         for row, generator in zip(probabilities, generators, strict=True)

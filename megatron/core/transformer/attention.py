@@ -160,10 +160,12 @@ class Attention(MegatronModule):
         query, key, value, *gate = self.get_query_key_value_tensors(
             hidden_states, key_value_states, self.config.attention_output_gate, rotation
         )
+        # Keys are kept rotated: their positions do not change any more.
         if inference_context is not None:
             key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, ...]
         context = self._attend(query, key, value, attention_mask, packed_seq_params)  # [s, b, n * dv]
         if gate:
+            # In float32, as all softmaxes and norms are, and rounded once.
             context = context * torch.sigmoid(gate[0].float()).to(context.dtype)
         output: LayerOutput = self.linear_proj(context)
         return output
@@ -252,6 +254,7 @@ class SelfAttention(Attention):
         packed = self.linear_qkv(hidden_states)[0].unflatten(
             -1, (-1, self.heads_per_group + self.gates + 2, self.head_width)
         )  # [s, b, g, n/g + 2, d], and with an output gate n/g more
+        # In the memory of the projection's output, which nothing else reads; a norm or a gate would.
         if self.is_rope_fused:
             return split_and_rotate(packed, self.heads_per_group, rotation)
         query, key, value = split_qkv(packed, self.heads_per_group)
@@ -259,6 +262,7 @@ class SelfAttention(Attention):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
+        # After the norms: a rotation leaves lengths alone, so that scores depend on distances only.
         if rotation is not None:
             query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
         if not output_gate:

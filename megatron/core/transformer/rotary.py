@@ -60,6 +60,7 @@ def _rotate_(x: Tensor, rotation: Rotation) -> None:
     """Rotate x [s, ..., d] in place."""
     x1, x2 = _pairs(x[..., : rotation.channels], rotation.interleaved)
     cos, sin = _angles(rotation, x)
+    # One temporary: x1 is needed for y2, and is written over first.
     y2_part = x1 * sin
     x1.mul_(cos).addcmul_(x2, sin, value=-1)
     x2.mul_(cos).add_(y2_part)
@@ -104,6 +105,7 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(
         ctx: Any, packed: Tensor, heads_per_group: int, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
         packed = packed.detach()
         ctx.packed_shape, ctx.heads_per_group, ctx.rotation = packed.shape, heads_per_group, rotation
         if rotation is not None:

@@ -80,6 +80,7 @@ class TransformerBlock(MegatronModule):
 
         with self._random_stream():
             for layers, is_recomputed in self.units:
+                # Mask, angles and documents come along in the closure: hidden states alone have gradients.
                 unit = functools.partial(run, layers)
                 hidden_states = (
                     checkpoint(unit, self.divides_unit_inputs, hidden_states, tp_group=self.tp_group)

@@ -102,6 +102,7 @@ class TransformerLayer(MegatronModule):
         with _keep_or_normalise_again(self.recomputes_attention_norm, self.input_layernorm, normed, layer_input):
             output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
         hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
+        # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
         mlp_input = layer_input if self.config.parallel_residual else hidden_states
         # Parallel: the MLP reads what attention read, and its output is added to what attention left.
         normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input)
@@ -128,6 +129,7 @@ class TransformerLayer(MegatronModule):
 
     def _leave(self, norm: Any, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add what attention or MLP returned, normalised and scaled as configured, to the residual; [s, b, h] each."""
+        # A norm or a factor acts on the bias too, which otherwise is added in the same pass as the residual.
         scale = self.config.residual_multiplier
         # The bias belongs to what is normalised and scaled, so it cannot wait for the fused sum.
         if norm is not None or scale != 1.0:

@@ -69,6 +69,7 @@ class GPTModel(LanguageModule):
         self.needs_embedding_of_first_chunk = (
             share_embeddings_and_output_weights and post_process and not pre_process and is_folded
         )
+        # Angles are computed, not drawn or loaded: they have values also where the parameters have no memory yet.
         with torch.device(current_device()):
             self.rotary_pos_emb, self.local_rotary_pos_emb = _rotary_embeddings(
                 config,
@@ -151,6 +152,7 @@ class GPTModel(LanguageModule):
                 f"text cannot be generated with --context-parallel-size {self.pg_collection.cp.size()}: the cache "
                 "holds whole sequences; use 1"
             )
+        # With hybrid context parallelism every batch has a group of its own.
         sequence = self.pg_collection.cp  # the ranks that share the sequence
         if packed_seq_params is not None and packed_seq_params.cp_group is not None:
             sequence = packed_seq_params.cp_group

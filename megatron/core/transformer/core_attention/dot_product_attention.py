@@ -59,6 +59,7 @@ class DotProductAttention(MegatronModule):
             options,
             scale=options.scale if softmax_scale is None else softmax_scale,
             dropout=options.dropout if attention_dropout is None else attention_dropout,
+            # Positions in two sequences are not comparable.
             window=options.window if attention_type == "self" else None,
         )
         self.softmax_offset: nn.Parameter | None = None  # scores of the sinks, [n]

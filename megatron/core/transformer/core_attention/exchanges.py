@@ -83,7 +83,7 @@ class HeadExchangeAttention:
         visible, sinks = inputs.visible, inputs.sinks
         if visible.mask is not None and visible.mask.shape[2] > 1:  # one row is for all queries alike
             visible = dataclasses.replace(visible, mask=self._gather_rows(visible.mask))
-        if sinks is not None:
+        if sinks is not None:  # of the heads that this rank gets
             sinks = sinks.chunk(self.group.size())[self.group.rank()]
         context = self.inner(AttentionInputs(query, key, value, visible, sinks, inputs.training))  # [s, b, n/cp * dv]
         return self._exchange_heads_for_tokens(context)
@@ -91,6 +91,7 @@ class HeadExchangeAttention:
     def _exchange_tokens_for_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[s/cp, b, heads, width] each -> [s, b, heads / cp, width] each, in one exchange."""
         size = self.group.size()
+        # All ranks need equally many key-value heads, and among them those of their query heads: the fewest copies.
         repeats = math.lcm(key.shape[2], size) // key.shape[2]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
@@ -106,6 +107,7 @@ class HeadExchangeAttention:
     def _exchange_heads_for_tokens(self, context: Tensor) -> Tensor:
         """[s, b, n/cp * dv] -> [s/cp, b, n * dv]."""
         size = self.group.size()
+        # Ranks hold zigzag pieces, so that the slice for a rank is not one stretch of the sequence.
         to_send = to_rank_order(context, size).unflatten(0, (size, -1))  # [cp, s/cp, b, n/cp * dv]
         received: Tensor = _AllToAll.apply(to_send, self.group)
         return received.permute(1, 2, 0, 3).flatten(2)  # [s/cp, b, cp * n/cp * dv]
@@ -132,6 +134,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, group: Group) -> Tensor:
+    # The collective moves memory, not elements: both sides have to be in the order of their indices.
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     all_to_all_single(output, x.contiguous(), group)
     return output

@@ -58,6 +58,7 @@ class Visible:
         A mask takes the place of the causal rule, except with padding_causal or in a layer with a window, where it only
         hides more. Without one attention is causal unless the mask type is no_mask.
         """
+        # With a window the causal rule stays: a window is counted backwards from a query's own position.
         if window is not None or mask_type is AttnMaskType.padding_causal:
             return cls(True, window, attention_mask)
         return cls(attention_mask is None and mask_type is not AttnMaskType.no_mask, None, attention_mask)
@@ -65,6 +66,7 @@ class Visible:
     def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """bool [s, t] or [b or 1, 1, s or 1, t], True where a query may not see a key; None where it sees every key."""
         assert self.documents is None, "documents are computed one by one"
+        # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
         if not self.causal or (queries == 1 and self.window_reaches(keys)):
             return self.mask
         band = causal_mask(queries, keys, device, None if self.window_reaches(keys) else self.window)
@@ -76,6 +78,7 @@ class Visible:
 
     def first_seen(self, positions: Tensor) -> Tensor:
         """For queries at these positions of the whole sequence, int64 [s], the first position that each sees."""
+        # Both rules hide from the front, and the causal one from the back: what is seen is one stretch of keys.
         firsts = torch.zeros_like(positions) if self.window is None else positions - self.window
         return firsts if self.documents is None else torch.maximum(firsts, self.documents.starts[positions])
 
@@ -84,7 +87,7 @@ class Visible:
         before = keys - queries  # keys of earlier calls, from a cache
         for first in range(0, queries, size):
             end = min(first + size, queries)
-            if not self.causal:
+            if not self.causal:  # a mask may show any key to any query
                 yield slice(first, end), slice(0, keys)
                 continue
             start = 0 if self.window is None else max(0, before + first - self.window)
@@ -95,6 +98,7 @@ class Visible:
         assert self.documents is None or not keys.start, "documents are counted from the first key"
         if self.mask is None:
             return self
+        # A mask of one row, such as one of padding, is for all queries.
         rows = queries if self.mask.shape[-2] > 1 else _ALL
         return dataclasses.replace(self, mask=self.mask[..., rows, keys])
 
@@ -137,6 +141,7 @@ class AttentionInputs:
         """
         assert self.visible.documents is not None
         visible = Visible(window=self.visible.window)
+        # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
         first = end - self.query.shape[0]
         for start, begin, stop in self.visible.documents.stretches(first, end):

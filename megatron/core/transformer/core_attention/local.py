@@ -62,6 +62,7 @@ class LocalAttention(AttentionBackend):
             q, k = q.float(), k.float()
         batch = q.shape[:2]
         q, k = q.flatten(0, 1), k.flatten(0, 1)  # [b, n, s, d] -> [b * n, s, d]
+        # Scaled inside the product: scores scaled afterwards could exceed float16 before they are.
         nothing = q.new_empty((1, 1, 1))
         scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=self.score_scale)
         return scores.unflatten(0, batch)
@@ -88,6 +89,7 @@ def scaled_masked_softmax_reference(
         wide = wide.masked_fill(mask, MASKED_SCORE)
     if sinks is None:
         return torch.softmax(wide, dim=-1).to(scores.dtype)
+    # The further key takes its share of the sum and has no value: its column is cut off again.
     sink = sinks.to(wide.dtype).view(-1, 1, 1).expand(*wide.shape[:-1], 1)
     return torch.softmax(torch.cat((wide, sink), dim=-1), dim=-1)[..., :-1].to(scores.dtype)
 

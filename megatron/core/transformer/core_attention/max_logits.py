@@ -34,6 +34,7 @@ class MaxLogits(AttentionBackend):
         query, key, mask = inputs.query.detach(), inputs.key.detach(), inputs.hidden()
         key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 3, 0)  # [b, n, d, t]
         largest = query.new_full((query.shape[2],), -torch.inf, dtype=torch.float32)
+        # By blocks: all scores of a long sequence at once are exactly what backends avoid keeping.
         for first in range(0, query.shape[0], _BLOCK):
             rows = slice(first, first + _BLOCK)
             scores = (query[rows].permute(1, 2, 0, 3) @ key).float() * self.options.scale  # [b, n, block, t]

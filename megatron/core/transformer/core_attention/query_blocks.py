@@ -111,6 +111,7 @@ class _BlockedCausalAttention(torch.autograd.Function):
         probabilities = []
         for first, end in _cpu_blocks(q.shape[1]):
             scores = torch.baddbmm(nothing, q[:, first:end], k[:, :end].transpose(1, 2), beta=0, alpha=scale)
+            # Only the block's last columns, where keys stand beside queries, have anything to hide.
             scores[:, :, first:].masked_fill_(future[: end - first, : end - first], float("-inf"))
             torch.softmax(scores, -1, out=scores)
             torch.bmm(scores, v[:, :end], out=out[:, first:end])
@@ -130,6 +131,7 @@ class _BlockedCausalAttention(torch.autograd.Function):
         # From the last block, which reaches every key: its products fill dK and dV, the others add to them.
         for (first, end), p in reversed(spans):
             is_last = end == q.shape[1]
+            # The softmax's gradient needs the kept probabilities alone: its row sum is that of P * dP.
             grad_p = torch.bmm(grad[:, first:end], v[:, :end].transpose(1, 2))
             grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
             grad_q[:, first:end] = torch.baddbmm(nothing, grad_scores, k[:, :end], beta=0, alpha=ctx.scale)
@@ -189,6 +191,7 @@ class _QueryBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q, k, v = (_heads_first(x) for x in (query, key, value))
+        # Written block by block where the output projection reads it; the kernels see it as [b, n, s, dv].
         output = query.new_empty((*query.shape[:3], value.shape[3]))  # [s, b, n, dv]
         out, log_sum = _heads_first(output), query.new_empty(q.shape[:-1], dtype=torch.float32)
         for rows, seen, options in call.blocks(q.shape[2], k.shape[2], q.device):

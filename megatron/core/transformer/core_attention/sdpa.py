@@ -55,6 +55,7 @@ class SDPAttention(AttentionBackend):
         """See CoreAttention."""
         assert inputs.sinks is None and self.options.softcap is None, "torch's operator has neither sinks nor a bound"
         visible, queries, keys = inputs.visible, inputs.query.shape[0], inputs.key.shape[0]
+        # Without a window the causal kernels skip the hidden half by themselves.
         if visible.window_reaches(keys):
             return self._attend_at_once(inputs)
         assert visible.window is not None

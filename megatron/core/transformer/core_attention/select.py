@@ -74,6 +74,7 @@ def build_attention_backend(
     problems = attention_problems(config, device)
     if problems:
         raise ConfigError(problems)
+    # What torch's operator lacks. A compiler cannot see into the blocks' own backward, but fuses plain operations.
     has_more = config.softmax_type != "vanilla" or options.softcap is not None
     if config.attention_backend == "local" or (has_more and config.compile):
         return LocalAttention(options)
@@ -109,6 +110,7 @@ def build_core_attention(
     asks.
     """
     backend = build_attention_backend(config, options, device)
+    # Scores are measured only here: the command line refuses it together with context parallelism.
     if groups.cp.size() == 1:
         return MaxLogits(backend, options) if config.measures_attention_logits else backend
     kind = comm_type_of(config, options.layer_number) if comm_type is None else comm_type
@@ -149,6 +151,7 @@ def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, de
             "--attention-backend fused cannot merge the blocks of --cp-comm-type p2p; use --attention-backend auto, "
             "or --cp-comm-type all_gather or a2a"
         )
+    # To merge blocks takes the logarithm of each one's sum, which torch's CPU kernel returns and its operator does not.
     by_kernel = config.attention_backend in ("auto", "flash") and options.dropout == 0 and options.softcap is None
     if by_kernel and device.type == "cpu":
         return CPUFlashKernel(options.scale)

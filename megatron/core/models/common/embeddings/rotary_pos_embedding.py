@@ -27,6 +27,7 @@ class Llama3Scaling:
 
     def apply(self, inv_freq: Tensor) -> Tensor:
         """Scaled frequencies."""
+        # In tokens: a pair of channels that turns within the original length has seen all its angles in training.
         wavelength = 2 * math.pi / inv_freq
         longest_kept = self.original_max_position_embeddings / self.high_freq_factor
         shortest_stretched = self.original_max_position_embeddings / self.low_freq_factor
@@ -74,6 +75,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles in upstream's form: one for every channel, [s, 1, 1, channels]."""
         angles = self.angles(max_seq_len, offset)
+        # Both channels of a pair turn by the same angle; where they lie is what interleaved says.
         pairs = (angles, angles)
         every = torch.stack(pairs, dim=-1).flatten(-2) if self.rotary_interleaved else torch.cat(pairs, dim=-1)
         return every[:, None, None, :]

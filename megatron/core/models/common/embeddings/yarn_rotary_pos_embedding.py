@@ -44,6 +44,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             wanted = 2 * math.pi * turns / original_max_position_embeddings
             return -pairs * math.log(wanted) / math.log(rotary_base)
 
+        # Fast channels know relative places within a few tokens and stay; slow ones are stretched to the new length.
         first, last = pair_of(beta_fast), pair_of(beta_slow)
         if correction_range_round_to_int:
             first, last = math.floor(first), math.ceil(last)
