@@ -115,26 +115,39 @@ class Evaluation:
 
 @dataclass
 class Run:
-    """One process's share of a training run: everything a step or a hook needs, built once by `setup`."""
+    """One process's share of a training run: everything a step or a hook needs, built once by `setup`.
+
+    What changes while it trains: the model and the optimizer with every step, `progress`, and the last two fields.
+    """
 
     config: RunConfig
+    """The settings, the same on all processes."""
     groups: ProcessGroupCollection
+    """The processes this one talks to, by axis of the layout."""
     device: torch.device
+    """Where this process computes."""
     recipe: Recipe
     """What depends on the kind of model: tokens, data, forward step."""
     model: list[ModelChunk]
-    """This rank's pipeline chunks."""
+    """This rank's pipeline chunks, each with its flat buffers of parameters and gradients."""
     optimizer: MegatronOptimizer
+    """Clips the gradients and updates the parameters of all chunks."""
     scheduler: OptimizerParamScheduler
+    """Sets learning rate and weight decay, by the number of samples consumed."""
     executor: Executor
+    """Runs a schedule on the chunks: forward, backward, and exchange with the neighbouring stages."""
     schedule: Callable[[int], Program]
     """Number of microbatches -> this rank's actions in order: forward and backward of each, sends and receives."""
     evaluation_schedule: Callable[[int], Program]
     """The same, forward only."""
     batch_size: NumMicrobatchesCalculator
+    """Sizes of global and micro-batches, by the number of samples consumed."""
     data: TrainingData
+    """The datasets of training, validation and test, and how this process reads them."""
     progress: Progress
+    """How far the run is; the part of its state that decides which samples come next."""
     hooks: Hook
+    """Everything that happens beside the steps, as one hook."""
     timers: Timers
     """Of the parts of a step; --timing-log-level says which of them run."""
     flops_per_token: float | None

@@ -18,6 +18,7 @@ from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
 from megatron.training.setup import setup
 from tests.unit.source_code import Source, parse, sources
+from tests.unit.test_architecture import loaded_by
 from tests.unit.tiny_training import FLAGS, RandomTokens, finish, prepare
 
 MAY_NAME_GPT = ("megatron/training/recipes/", "megatron/training/config/", "megatron/training/flags/")
@@ -52,6 +53,11 @@ def test_gpt_in_the_trainer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tmp_path / "step.py"
     file.write_text(f'"""GPT is a word."""\n{line}\n')
     assert len(names_of_gpt(parse(file))) == 1
+
+
+def test_flags_and_families_load_neither_torch_nor_numpy() -> None:
+    modules = ["pretrain_gpt", "megatron.training.recipes.gpt", "megatron.training.recipes.families"]
+    assert loaded_by(modules) == {module: [] for module in modules}
 
 
 class Bigrams(torch.nn.Module):

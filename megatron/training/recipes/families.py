@@ -133,6 +133,7 @@ GPT2_MATRICES = {
     "mlp.linear_fc1": "mlp.c_fc",
     "mlp.linear_fc2": "mlp.c_proj",
 }
+# The published files of GPT-2 itself leave out the prefix "transformer.".
 GPT2_ROWS = {
     **_rename("embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"}),
     **_rename("decoder.", "transformer.", {"final_layernorm": "ln_f"}, "weight", "bias"),
