@@ -21,9 +21,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.core.mesh import VirtualStages  # noqa: E402
+from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages  # noqa: E402
 from megatron.core.optional_deps import require  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import DEFERS_WEIGHT_GRADIENTS, ScheduleName, tables  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import ScheduleName, tables  # noqa: E402
 from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate  # noqa: E402
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)

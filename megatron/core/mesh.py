@@ -197,6 +197,10 @@ class RankGrid:
         return problems
 
 
+DEFERS_WEIGHT_GRADIENTS = ("zb-h1", "zb-v")
+"""Pipeline schedules that compute weight gradients apart from input gradients."""
+
+
 @dataclass(frozen=True)
 class VirtualStages:
     """Shape of a pipeline: `stages` processes with `chunks` stretches of layers each, its virtual stages.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from megatron.core.config_base import CheckedConfig, derived, flag
@@ -94,6 +95,40 @@ class ModelParallelConfig(CheckedConfig):
         yield from super().problems()
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 contradict each other; keep one"
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes is not None and prod(sizes) != self.context_parallel_size:
+            yield (
+                f"{self.say('hierarchical_context_parallel_sizes')} multiply to {prod(sizes)}, not to "
+                f"{self.say('context_parallel_size')}"
+            )
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            yield (
+                "--tp-comm-overlap needs --sequence-parallel and a tensor-parallel size above 1 "
+                f"(now {self.say('tensor_model_parallel_size')})"
+            )
+        if self.tp_comm_overlap and self.deterministic_mode:
+            yield f"{self.say('tp_comm_overlap')} is not deterministic; leave it out with --deterministic-mode"
+        yield from self._planned_ranks_have_their_needs()
+
+    def _planned_ranks_have_their_needs(self) -> Iterator[str]:
+        """--hybrid-context-parallel: microbatches of different lengths, on different numbers of ranks."""
+        if not self.hybrid_context_parallel:
+            return
+        if self.max_seqlen_per_dp_cp_rank is None:
+            yield (
+                "--hybrid-context-parallel needs --max-seqlen-per-dp-cp-rank, the most tokens of a microbatch on one "
+                "process; start with --seq-length / --context-parallel-size"
+            )
+        if not self.calculate_per_token_loss:
+            yield (
+                "--hybrid-context-parallel needs --calculate-per-token-loss, because its microbatches have different "
+                "numbers of tokens; add it"
+            )
+        if self.pipeline_model_parallel_size > 1:
+            yield (
+                f"--hybrid-context-parallel cannot be combined with {self.say('pipeline_model_parallel_size')}, whose "
+                "stages exchange microbatches of one length; use 1 stage"
+            )
 
     @property
     def compute_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:

@@ -61,7 +61,6 @@ class DistributedDataParallel(ModelChunk):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        _check(ddp_config)
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
@@ -128,16 +127,6 @@ class DistributedDataParallel(ModelChunk):
         """Give every replica the parameters of the first one."""
         for buffer in self.flat_buffers:
             buffer.broadcast_params(self.groups.replicas(buffer.is_expert))
-
-
-def _check(ddp_config: DistributedDataParallelConfig) -> None:
-    problems = []
-    if ddp_config.overlap_param_gather and not ddp_config.use_distributed_optimizer:
-        problems.append("overlap_param_gather needs use_distributed_optimizer: otherwise nothing is gathered")
-    if ddp_config.bucket_size is not None and ddp_config.num_buckets is not None:
-        problems.append("bucket_size and num_buckets both say how gradients are divided; keep one")
-    if problems:
-        raise ConfigError([f"DistributedDataParallelConfig: {problem}" for problem in problems])
 
 
 def _make_buffers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,17 @@ class FullyShardedConfig(CheckedConfig):
     fsdp_db_use_persist_buf_on_alloc_fail: bool = flag(False, kind="layout")
     """A hint about the two buffers of --fsdp-double-buffer."""
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        unit, fine = "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather"
+        if self.use_torch_fsdp2 and getattr(self, unit) is not None and getattr(self, fine):
+            yield f"{self.say(unit)} gathers layers together, {self.say(fine)} parts of them each for itself; keep one"
+        if self.nccl_ub and not self.use_torch_fsdp2:
+            yield (
+                f"{self.say('nccl_ub')} works where parameters are divided, with --use-torch-fsdp2 or "
+                "--use-megatron-fsdp; leave it out"
+            )
+
 
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig(FullyShardedConfig):
@@ -128,3 +140,27 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     check_for_nan_in_grad: bool = flag(True, names=("--check-for-nan-in-loss-and-grad",),
                                        off_names=("--no-check-for-nan-in-loss-and-grad",), kind="report")  # fmt: skip
     """Stop with the name of the first parameter whose gradient, or the step whose loss, is not a number."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        is_sharded = self.use_distributed_optimizer or self.use_megatron_fsdp or self.use_torch_fsdp2
+        if self.overlap_param_gather and not (self.overlap_grad_reduce and is_sharded):
+            yield (
+                "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them or leave "
+                "it out"
+            )
+        if self.overlap_param_gather_with_optimizer_step and not self.overlap_param_gather:
+            yield "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"
+        if self.num_buckets is not None and self.bucket_size is not None:
+            yield (
+                f"{self.say('num_buckets')} and {self.say('bucket_size')} both say how gradients are divided; keep one"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and not self.use_distributed_optimizer:
+            yield (
+                "--ddp-reduce-scatter-with-fp32-accumulation needs --use-distributed-optimizer; add it or leave it out"
+            )
+        if self.reduce_scatter_with_fp32_accumulation and self.num_distributed_optimizer_instances > 1:
+            yield (
+                f"--ddp-reduce-scatter-with-fp32-accumulation cannot be combined with "
+                f"{self.say('num_distributed_optimizer_instances')}, whose second sum rounds; use 1"
+            )

@@ -126,8 +126,12 @@ class OptimizerConfig(CheckedConfig):
     """With --fp16: iterations with overflow until the dynamic loss scale is halved."""
 
     def problems(self) -> Iterator[str]:
-        """The schedule falls from the rates to the smallest ones."""
         yield from super().problems()
+        yield from self._rates_fall()
+        yield from self._update_rule_is_defined()
+
+    def _rates_fall(self) -> Iterator[str]:
+        """The schedule falls from the rates to the smallest ones."""
         if self.lr is not None and self.min_lr > self.lr:
             yield f"{self.say('min_lr')} is above {self.say('lr')}; use {self.lr} or less"
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
@@ -138,3 +142,14 @@ class OptimizerConfig(CheckedConfig):
                 f"{self.say(lowest)} is above {self.say('decoupled_lr')}; use a --decoupled-min-lr of "
                 f"{self.decoupled_lr} or less"
             )
+
+    def _update_rule_is_defined(self) -> Iterator[str]:
+        """Constants and number formats that the update rule can compute with."""
+        for name in ("adam_beta1", "adam_beta2") if reads_constants(self, "adam") else ():
+            if getattr(self, name) == 1:  # Adam divides by 1 - beta
+                yield f"{self.say(name)} takes nothing of a gradient into the mean; give a number below 1, such as 0.95"
+        if self.use_precision_aware_optimizer and self.optimizer != "adam":
+            yield f"--use-precision-aware-optimizer works with --optimizer adam, not with {self.say('optimizer')}"
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
+                yield f"{self.say(name)} needs --use-precision-aware-optimizer"

@@ -20,9 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron.core.mesh import VirtualStages
+from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages
 from megatron.core.pipeline_parallel.schedules import (
-    DEFERS_WEIGHT_GRADIENTS,
     Action,
     ScheduleName,
     forward_tables,

@@ -37,7 +37,6 @@ class Action(NamedTuple):
 Schedule = Callable[[int, int, int], list[Action]]
 """(rank in the pipeline, stages, microbatches) -> what this rank does, in order."""
 ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"]
-DEFERS_WEIGHT_GRADIENTS = ("zb-h1", "zb-v")
 
 
 def tables(

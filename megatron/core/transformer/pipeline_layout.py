@@ -46,9 +46,11 @@ def virtual_stages(config: TransformerConfig) -> VirtualStages:
 
 def pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
     """What lies on each virtual stage. Raises ConfigError where the layers cannot be dealt out so."""
-    assert config.num_layers is not None
+    problems = list(config.division_problems(shape.stages, shape.chunks))
+    if problems:
+        raise ConfigError(problems)
     if config.pipeline_model_parallel_layout is not None:
-        counts = _written_counts(config.pipeline_model_parallel_layout, config.num_layers, shape)
+        counts = _written_counts(config.pipeline_model_parallel_layout)
     elif config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None:
         counts = _even_counts(config, config.num_layers, shape)
     else:
@@ -79,14 +81,7 @@ def layout_stages(text: str) -> list[str]:
 
 def _even_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
     embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
-    counted = layers + embedding + loss
-    if counted % shape.count:
-        extra = f" (with embedding and loss counted: {counted})" if counted != layers else ""
-        raise ConfigError(
-            f"--num-layers {layers}{extra} cannot be divided over {shape.stages} pipeline stages x {shape.chunks} "
-            f"chunks; use a multiple of {shape.count} layers"
-        )
-    counts = [counted // shape.count] * shape.count
+    counts = [(layers + embedding + loss) // shape.count] * shape.count
     counts[0] -= embedding
     counts[-1] -= loss
     return counts
@@ -96,29 +91,16 @@ def _uneven_counts(config: TransformerConfig, layers: int, shape: VirtualStages)
     given = {0: config.decoder_first_pipeline_num_layers, shape.stages - 1: config.decoder_last_pipeline_num_layers}
     fixed = {rank: count for rank, count in given.items() if count is not None}
     rest, others = layers - sum(fixed.values()), shape.stages - len(fixed)
-    if rest < 0 or (rest % others if others else rest):
-        raise ConfigError(
-            f"--num-layers {layers} less those of first and last stage ({', '.join(map(str, fixed.values()))}) leaves "
-            f"{rest}, which cannot be divided over the {others} other stages"
-        )
     per_rank = [fixed.get(rank, rest // others if others else 0) for rank in range(shape.stages)]
-    for count in per_rank:
-        if count % shape.chunks:
-            raise ConfigError(f"a stage of {count} layers cannot be divided into {shape.chunks} chunks")
     return [per_rank[shape.holder(stage)[0]] // shape.chunks for stage in range(shape.count)]
 
 
-def _written_counts(text: str, layers: int, shape: VirtualStages) -> list[int]:
+def _written_counts(text: str) -> list[int]:
     stages = layout_stages(text)
     problem = layout_problem(stages)
-    if problem is None and len(stages) != shape.count:
-        problem = f"has {len(stages)} stages, not {shape.stages} x {shape.chunks} chunks"
-    counts = [stage.count("t") for stage in stages]
-    if problem is None and sum(counts) != layers:
-        problem = f"has {sum(counts)} layers (t), but --num-layers {layers}"
     if problem is not None:
         raise ConfigError(f"--pipeline-model-parallel-layout {text} {problem}")
-    return counts
+    return [stage.count("t") for stage in stages]
 
 
 def layout_problem(stages: list[str]) -> str | None:

@@ -59,6 +59,30 @@ class TransformerConfig(
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from pattern_problems(self)
+        if self.compile:
+            yield from self._compiled_layers_are_whole()
+
+    def _compiled_layers_are_whole(self) -> Iterator[str]:
+        """What measures, divides or leaves out parts of a layer, which --compile makes one."""
+        yield from self.deferral_problems("--compile")
+        if self.tp_comm_overlap:
+            yield "--tp-comm-overlap cannot be combined with --compile; leave one out"
+        if self.recompute_granularity == "selective":
+            yield (
+                "--recompute-granularity selective cannot be combined with --compile, which plans that itself; "
+                "use --recompute-granularity full, or leave one out"
+            )
+        if self.hybrid_context_parallel:
+            yield (
+                "--hybrid-context-parallel cannot be combined with --compile, which would compile every length anew; "
+                "leave one out"
+            )
+
+    def score_measuring_problems(self, asked: str) -> Iterator[str]:
+        """Where the largest attention scores cannot be measured. asked: the flag that asks for it."""
+        yield from super().score_measuring_problems(asked)
+        if self.compile:
+            yield f"{asked} measures inside of the layers that --compile compiles; leave one of the two out"
 
     def on_one_process(self, **changes: Any) -> TransformerConfig:
         """The same model undivided: fields of kind "layout" have their defaults. changes: other fields.

@@ -20,6 +20,7 @@ from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.layout_relations import LAYOUT_RELATIONS
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
+from megatron.training.config.model_relations import MODEL_RELATIONS
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.relations import RELATIONS, combinations_to_come, derive_across_groups
 from megatron.training.config.scheduler import SchedulerConfig
@@ -64,7 +65,7 @@ class RunConfig:
 
         Groups have judged their own settings when they were made.
         """
-        for relation in (*LAYOUT_RELATIONS, *RELATIONS):
+        for relation in (*LAYOUT_RELATIONS, *MODEL_RELATIONS, *RELATIONS):
             yield from relation(self)
         yield from combinations_to_come(self)
 

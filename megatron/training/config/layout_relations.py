@@ -1,11 +1,263 @@
-"""Rules between settings of different groups about how processes share the work."""
+"""Rules between settings of different groups about how processes share the work: sizes, sequences, sharding.
+
+Each function yields a sentence for every violation. What concerns the model alone stands in the `problems` of
+TransformerConfig's groups of fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from megatron.core.config_base import divisors_near, multiples_near
+from megatron.core.context_parallel.planning import ranks_of_sample
+from megatron.core.optimizer.rule_table import needs_whole_matrices
+from megatron.core.pipeline_parallel.schedules import interleaved_problem
 
 if TYPE_CHECKING:
     from megatron.training.config.container import RunConfig
 
-LAYOUT_RELATIONS: tuple[Callable[[RunConfig], Iterator[str]], ...] = ()
+_FORMATS = ("megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
+
+
+def world_is_divisible(run: RunConfig) -> Iterator[str]:
+    """Every process belongs to one copy of the model."""
+    if not run.is_divisible:
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        yield (
+            f"{' x '.join(map(run.say, sizes))} = {run.processes_per_copy} processes per model copy does not divide "
+            f"the {run.world_size} processes of the job (WORLD_SIZE); use sizes whose product is "
+            f"{divisors_near(run.world_size, run.processes_per_copy)}"
+        )
+
+
+def experts_fit_the_processes(run: RunConfig) -> Iterator[str]:
+    """Experts are carved out of tensor x context x data parallelism; they do not multiply the world size."""
+    model = run.model
+    if not run.is_divisible or (model.expert_model_parallel_size == 1 and model.num_moe_experts is None):
+        return
+    available = run.world_size // model.pipeline_model_parallel_size
+    wanted = (model.expert_tensor_parallel_size or 1) * model.expert_model_parallel_size
+    if available % wanted:
+        yield (
+            f"{run.say('expert_tensor_parallel_size')} x {run.say('expert_model_parallel_size')} = {wanted} does not "
+            f"divide the {available} processes of a pipeline stage ({run.world_size} / "
+            f"{run.say('pipeline_model_parallel_size')}); use sizes whose product is "
+            f"{divisors_near(available, wanted)}"
+        )
+
+
+def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
+    """Every step of the run, and the evaluations; a batch size that grows is looked at when the run is set up."""
+    model, batch, replicas = run.model, run.training.global_batch_size, run.data_parallel_size
+    micro_batch, stages = run.training.micro_batch_size or 1, model.pipeline_model_parallel_size
+    is_interleaved = model.virtual_pipeline_model_parallel_size is not None and model.pipeline_schedule != "zb-v"
+    if not is_interleaved or batch is None or not run.is_divisible:
+        return
+    microbatches, group = batch // (micro_batch * replicas), model.microbatch_group_size_per_vp_stage or stages
+    if microbatches < stages:
+        yield (
+            f"the interleaved schedule needs as many microbatches as stages, but {run.say('global_batch_size')} / "
+            f"({run.say('micro_batch_size')} x data-parallel size {replicas}) = {microbatches} and "
+            f"{run.say('pipeline_model_parallel_size')}; use --global-batch-size {stages * micro_batch * replicas} or "
+            "more"
+        )
+    elif stages > 1 and group >= stages and batch % (micro_batch * replicas) == 0:
+        problem = interleaved_problem(stages, microbatches, group)
+        if problem is not None:
+            yield f"{run.say('global_batch_size')}: {problem}"
+
+
+def sequences_are_divisible(run: RunConfig) -> Iterator[str]:
+    """Context, sequence and expert parallelism divide the tokens of a sequence."""
+    model, length = run.model, run.data.seq_length
+    cp, tp = model.context_parallel_size, model.tensor_model_parallel_size
+    if not length:
+        return
+    if cp > 1 and length % (2 * cp):
+        yield (
+            f"{run.say('seq_length')} is not divisible by 2 x {run.say('context_parallel_size')} (each rank holds two "
+            f"pieces, one from either end); use {multiples_near(length, 2 * cp)} tokens"
+        )
+    if model.sequence_parallel and length % (tp * cp):
+        yield (
+            f"{run.say('seq_length')} is not divisible by {run.say('tensor_model_parallel_size')} x "
+            f"{run.say('context_parallel_size')}, as --sequence-parallel needs; use {multiples_near(length, tp * cp)} "
+            "tokens"
+        )
+    # Without sequence parallelism a layer with experts divides the tokens itself.
+    if model.num_moe_experts is not None and not length % cp and length // cp % tp:
+        yield (
+            f"{run.say('num_moe_experts')}: {run.say('seq_length')} does not divide by "
+            f"{run.say('tensor_model_parallel_size')} x {run.say('context_parallel_size')}; "
+            f"use {multiples_near(length, tp * cp)} tokens"
+        )
+
+
+def documents_are_bounded_in_one_way(run: RunConfig) -> Iterator[str]:
+    """Document bounds replace masks; microbatches of several sequences become one, which stages do not expect."""
+    if not run.data.dataloader_inter_document_masking:
+        return
+    if run.data.reset_attention_mask:
+        yield "--dataloader-inter-document-masking and --reset-attention-mask say the same in two ways; keep one"
+    if run.model.pipeline_model_parallel_size > 1 and (run.training.micro_batch_size or 1) > 1:
+        yield (
+            f"--dataloader-inter-document-masking with {run.say('pipeline_model_parallel_size')} cannot have "
+            f"{run.say('micro_batch_size')}; use --micro-batch-size 1"
+        )
+
+
+def conversations_can_be_planned(run: RunConfig) -> Iterator[str]:
+    """--hybrid-context-parallel: microbatches are planned from the lengths of conversations."""
+    if not run.model.hybrid_context_parallel:
+        return
+    if not run.data.sft:
+        yield (
+            "--hybrid-context-parallel divides conversations of different lengths, which need --sft; add it, or leave "
+            "the flag out"
+        )
+    if run.data.dataloader_type == "external":
+        yield (
+            f"--hybrid-context-parallel cannot plan what {run.say('dataloader_type')} yields; use --dataloader-type "
+            "single or cyclic"
+        )
+    if run.ddp.use_torch_fsdp2:
+        yield (
+            f"--hybrid-context-parallel cannot be combined with {sharding_flag(run)}, which gathers weights for every "
+            "microbatch on all processes at once; use --use-distributed-optimizer"
+        )
+
+
+def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:
+    """The longest sequence fits all ranks together, which exchange it as --cp-comm-type says."""
+    model, length, most = run.model, run.data.seq_length, run.model.max_seqlen_per_dp_cp_rank
+    if not model.hybrid_context_parallel or most is None:
+        return
+    ranks = run.data_parallel_size * model.context_parallel_size
+    if run.is_divisible and ranks & (ranks - 1):
+        below = 1 << (ranks.bit_length() - 1)
+        yield (
+            f"--hybrid-context-parallel needs a power of two of data- and context-parallel processes, not {ranks}; "
+            f"use {below} or {2 * below}"
+        )
+    elif run.is_divisible and length and length > most * ranks:
+        yield (
+            f"{run.say('seq_length')} is longer than {run.say('max_seqlen_per_dp_cp_rank')} x {ranks} data- and "
+            f"context-parallel processes = {most * ranks}; use at least --max-seqlen-per-dp-cp-rank "
+            f"{-(length // -ranks)}"
+        )
+    heads, tp = model.num_attention_heads, model.tensor_model_parallel_size
+    if length and "a2a" in model.cp_comm_type and heads and heads % tp == 0:
+        ranks = ranks_of_sample(length, most)
+        if heads // tp % ranks:
+            yield (
+                f"--cp-comm-type a2a with {run.say('seq_length')} and {run.say('max_seqlen_per_dp_cp_rank')} divides "
+                f"sequences over up to {ranks} ranks, which {run.say('num_attention_heads')} / "
+                f"{run.say('tensor_model_parallel_size')} = {heads // tp} heads are not a multiple of; "
+                f"use {multiples_near(heads, tp * ranks)} heads, or --cp-comm-type p2p"
+            )
+
+
+def copies_of_the_optimizer_state_divide_the_replicas(run: RunConfig) -> Iterator[str]:
+    """Groups of neighbours divide one copy each; with divided parameters there are at least two neighbours."""
+    instances, replicas = run.ddp.num_distributed_optimizer_instances, _replicas(run)
+    if replicas is None or instances == 1:
+        return
+    if replicas % instances:
+        yield (
+            f"{run.say('num_distributed_optimizer_instances')} does not divide the {replicas} model copies; "
+            f"use {divisors_near(replicas, instances)}"
+        )
+    if run.ddp.use_torch_fsdp2 and instances == replicas:
+        yield (
+            f"{run.say('num_distributed_optimizer_instances')} leaves each of the {instances} model copies whole, and "
+            f"{sharding_flag(run)} nothing to divide; use fewer, or --data-parallel-sharding-strategy no_shard"
+        )
+
+
+def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
+    """What fully sharded data parallelism cannot be combined with."""
+    ddp, model, asked = run.ddp, run.model, sharding_flag(run)
+    if not ddp.use_torch_fsdp2:
+        return
+    if ddp.use_distributed_optimizer:
+        yield f"{asked} already divides the optimizer state; leave out --use-distributed-optimizer"
+    if model.pipeline_model_parallel_size > 1:
+        yield f"{asked} cannot be combined with {run.say('pipeline_model_parallel_size')}; use 1 stage"
+    if ddp.overlap_grad_reduce or ddp.overlap_param_gather:
+        given = "--overlap-grad-reduce" if ddp.overlap_grad_reduce else "--overlap-param-gather"
+        yield f"{asked} always sums and gathers beside the computation; leave out {given}"
+    groups = model.num_query_groups
+    if groups and groups != model.num_attention_heads and groups < model.tensor_model_parallel_size:
+        yield (
+            f"{asked} cannot be combined with {run.say('num_query_groups')} below "
+            f"{run.say('tensor_model_parallel_size')}: several ranks would hold a key-value head; use at most "
+            f"--tensor-model-parallel-size {groups}"
+        )
+    if model.compile:
+        yield f"{asked} cannot be combined with --compile; leave one out"
+    if needs_whole_matrices(run.optimizer.optimizer):
+        yield (f"{run.say('optimizer')} needs whole matrices, which {asked} divides; use --use-distributed-optimizer")
+    if run.optimizer.main_params_dtype == "fp16":
+        yield (
+            f"{run.say('main_params_dtype')} cannot be had with {asked}; use fp32, or --megatron-fsdp-main-params-dtype"
+        )
+
+
+def registered_memory_is_not_counted(run: RunConfig) -> Iterator[str]:
+    """NCCL's own memory hides the transfers from what counts them."""
+    if run.ddp.nccl_ub and run.logger.log_comm_volume:
+        yield f"{run.say('nccl_ub')} cannot be combined with --log-comm-volume; leave one out"
+
+
+def formats_of_divided_parameters_fit(run: RunConfig) -> Iterator[str]:
+    """Each is float32 or the model's; main gradients are the main parameters' or the model's."""
+    ddp = run.ddp
+    is_asked_for = ddp.use_torch_fsdp2 or ddp.use_megatron_fsdp
+    if not is_asked_for and ddp.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+        return
+    model = "bf16" if run.model.bf16 else "fp16" if run.model.fp16 else "fp32"
+    foreign = [name for name in _FORMATS if getattr(ddp, name) not in ("auto", "fp32", model)]
+    for name in foreign:
+        yield f"{run.say(name)} is neither float32 nor the model's {model}; use fp32, auto, or --{getattr(ddp, name)}"
+    if foreign:
+        return
+    params, grads, sent = (getattr(ddp, name) for name in _FORMATS)
+    params = model if params == "auto" else params
+    if are_parameters_divided(run):
+        if grads == "fp32" != params:
+            yield (
+                f"{run.say(_FORMATS[1])} cannot be had with {run.say(_FORMATS[0])}: sums arrive in the number format "
+                f"of the divided parameters; use {run.flag(_FORMATS[1])} auto"
+            )
+        return
+    if params != "fp32":
+        yield f"{run.say(_FORMATS[0])} needs divided parameters, which this run has not; use fp32"
+    if "auto" not in (grads, sent) and grads != sent:
+        yield (
+            f"{run.say(_FORMATS[1])} and {run.say(_FORMATS[2])} differ, but gradients of parameters that are not "
+            "divided are sent as they are kept; use one format for both"
+        )
+
+
+def are_parameters_divided(run: RunConfig) -> bool:
+    """Whether several processes hold parts of each parameter."""
+    return run.ddp.use_torch_fsdp2 and _replicas(run) != 1
+
+
+def sharding_flag(run: RunConfig) -> str:
+    """The switch of fully sharded data parallelism as the user wrote it."""
+    return "--use-megatron-fsdp" if run.ddp.use_megatron_fsdp else "--use-torch-fsdp2"
+
+
+def _replicas(run: RunConfig) -> int | None:
+    """Processes that hold the same shard of the model; None where the layout does not fit."""
+    return run.data_parallel_size * run.model.context_parallel_size if run.is_divisible else None
+
+
+LAYOUT_RELATIONS = (
+    world_is_divisible, experts_fit_the_processes, microbatches_fill_the_pipeline, sequences_are_divisible,
+    documents_are_bounded_in_one_way, conversations_can_be_planned, planned_sequences_fit_the_ranks,
+    copies_of_the_optimizer_state_divide_the_replicas, divided_parameters_stand_alone,
+    registered_memory_is_not_counted, formats_of_divided_parameters_fit,
+)  # fmt: skip

@@ -1,8 +1,8 @@
-"""Rules between settings of different groups: batches, schedules, positions, checkpoints, profiles.
+"""Rules between settings of different groups: batches, schedules, checkpoints, profiles.
 
 Each function yields a sentence for every violation: the flags with their values, the rule, and the nearest legal
-values. How processes share the work stands in layout_relations.py; what concerns one group alone stands in the
-`problems` of that group.
+values. How processes share the work stands in layout_relations.py, what concerns the model in model_relations.py; what
+concerns one group alone stands in the `problems` of that group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron.core.config_base import multiples_near
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer.rule_table import needs_whole_matrices
+from megatron.training.config.layout_relations import sharding_flag
 
 if TYPE_CHECKING:
     from megatron.training.config.container import RunConfig
@@ -238,8 +239,3 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
     for is_given, what, instead in with_experts:
         if is_given:
             yield f"{run.say('num_moe_experts')} cannot be combined with {what} yet; use {instead}"
-
-
-def sharding_flag(run: RunConfig) -> str:
-    """The switch of fully sharded data parallelism as the user wrote it."""
-    return "--use-megatron-fsdp" if run.ddp.use_megatron_fsdp else "--use-torch-fsdp2"

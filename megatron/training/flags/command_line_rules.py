@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from megatron.training.config.container import RunConfig
-from megatron.training.config.relations import sharding_flag
+from megatron.training.config.layout_relations import are_parameters_divided, sharding_flag
 from megatron.training.flags.declarations import Flag
 
 
@@ -68,6 +68,8 @@ def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str
     dispatcher = run.model.moe_token_dispatcher_type
     if planned["moe_shared_expert_overlap"] and dispatcher == "allgather":
         yield "--moe-shared-expert-overlap does not work with --moe-token-dispatcher-type allgather; use alltoall"
+    if planned["moe_pad_expert_input_to_capacity"] and run.model.moe_expert_capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
     overlaps = planned["overlap_moe_expert_parallel_comm"]
     if overlaps and run.model.expert_model_parallel_size == 1:
         yield "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1"
@@ -94,10 +96,25 @@ def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
         yield f"{planned.say('override_ckpt_iteration')} contradicts --finetune, which starts at iteration 0; keep one"
 
 
-def contradicting_flags(given: Set[str]) -> Iterator[str]:
-    """Flags that may not stand beside each other, whatever their values. given: names of the settings a user wrote."""
+def contradicting_flags(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    """Flags that say one thing in two ways. given: names of the settings a user wrote."""
+    if given >= {"use_megatron_fsdp", "use_torch_fsdp2"}:
+        yield "--use-megatron-fsdp and --use-torch-fsdp2 contradict each other; keep one"
+    if given & {"use_megatron_fsdp", "use_torch_fsdp2"}:
+        yield from _formats_said_twice(run, given)
     if given >= {"step_batch_size_schedule", "global_batch_size"}:
         yield "--step-batch-size-schedule and --global-batch-size both set the global batch size; keep one"
+
+
+def _formats_said_twice(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    """Number formats of gradients with fully sharded data parallelism, beside the switches that runs without it use."""
+    for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
+        number_format = getattr(run.ddp, name)
+        if number_format in ("bf16", "fp16") and "grad_reduce_in_fp32" in given:
+            yield f"{run.say(name)} contradicts --accumulate-allreduce-grads-in-fp32; keep one"
+        is_sent = name == "megatron_fsdp_grad_comm_dtype" or not are_parameters_divided(run)
+        if number_format == "fp32" and is_sent and "grad_reduce_in_bf16" in given:
+            yield f"{run.say(name)} contradicts --grad-reduce-in-bf16; keep one"
 
 
 def environment_problems(run: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:

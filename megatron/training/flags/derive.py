@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron.core.config_base import settings_of
 from megatron.core.flag_texts import decimal
-from megatron.core.transformer.pipeline_layout import layout_stages
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
-from megatron.training.config.relations import sharding_flag
+from megatron.training.config.layout_relations import sharding_flag
 
 
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
@@ -36,9 +35,6 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
         model.sequence_parallel = False
-    if model.expert_tensor_parallel_size is None:
-        model.expert_tensor_parallel_size = model.tensor_model_parallel_size
-    model.virtual_pipeline_model_parallel_size = _virtual_stages(run)
     if model.overlap_p2p_comm_warmup_flush:
         yield "--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already"
     if "use_layer_wise_param_layout" in given:
@@ -51,21 +47,6 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
         yield "--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend"
     if run.gpt.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch"
-
-
-def _virtual_stages(run: RunConfig) -> int | None:
-    """Chunks of layers per pipeline stage; None without the interleaved schedule or where the numbers do not fit."""
-    model, chunks = run.model, 1
-    stages, per_chunk = model.pipeline_model_parallel_size, model.num_layers_per_virtual_pipeline_stage
-    if model.num_virtual_stages_per_pipeline_rank:
-        chunks = model.num_virtual_stages_per_pipeline_rank
-    elif model.pipeline_model_parallel_layout:
-        chunks = len(layout_stages(model.pipeline_model_parallel_layout)) // stages
-    elif model.pipeline_schedule == "zb-v":
-        chunks = 2
-    elif per_chunk and model.num_layers and per_chunk > 0 and (model.num_layers // stages) % per_chunk == 0:
-        chunks = model.num_layers // stages // per_chunk
-    return chunks if chunks > 1 else None
 
 
 def _batch(run: RunConfig) -> Iterator[str]:
@@ -100,8 +81,6 @@ def _attention(run: RunConfig) -> Iterator[str]:
     model, gpt = run.model, run.gpt
     if model.add_bias_linear:
         model.add_qkv_bias = True
-    if model.apply_query_key_layer_scaling:
-        model.attention_softmax_in_fp32 = True
     if gpt.group_query_attention and model.num_query_groups is None:
         model.num_query_groups = 1
     elif not gpt.group_query_attention and model.num_query_groups not in (None, 0, model.num_attention_heads):
@@ -208,8 +187,6 @@ def _recomputation(run: RunConfig) -> None:
     model = run.model
     if run.training.recompute_activations and model.recompute_granularity is None:
         model.recompute_granularity = "selective"
-    if model.recompute_granularity == "selective" and model.recompute_modules is None:
-        model.recompute_modules = ["core_attn"]
 
 
 def _checkpoint(run: RunConfig, given: Set[str]) -> None:

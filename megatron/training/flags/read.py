@@ -21,7 +21,6 @@ from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
 from megatron.training.config.program import ProgramFlags
 from megatron.training.config.relations import combinations_to_come, derive_across_groups
-from megatron.training.flags.checks.every import violations
 from megatron.training.flags.command_line_rules import (
     PlannedFlags,
     contradicting_flags,
@@ -38,7 +37,6 @@ from megatron.training.flags.parser import (
     program_flags,
     read_command_line,
 )
-from megatron.training.flags.settings import Settings
 
 _LARGEST_WORLD = 10_000_000
 
@@ -114,8 +112,11 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
     notes = [*parsed.notes, *derive(run, given.keys())]
     derive_across_groups(run)
     refused = _refuse_by_status(parsed, run)
-    rules = [*contradicting_flags(given.keys()), *planned_problems(run, planned), *environment_problems(run, environ)]
-    rules += violations(Settings(run, given.keys(), planned, environ))
+    rules = [
+        *contradicting_flags(run, given.keys()),
+        *planned_problems(run, planned),
+        *environment_problems(run, environ),
+    ]
     for group in group_classes():
         config = getattr(run, group)
         rules += check(config, refused & vars(config).keys())

@@ -89,6 +89,16 @@ class ArchitectureFields(ModelParallelConfig):
         yield from super().problems()
         if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
             yield f"{self.say('hidden_size')} is too small for a default MLP width; give --ffn-hidden-size"
+        if self.fp32_residual_connection and not (self.fp16 or self.bf16):
+            yield "--fp32-residual-connection says nothing in a float32 run; add --bf16 or --fp16, or leave it out"
+        if self.logit_dtype == "bf16" and not self.bf16:
+            yield f"{self.say('logit_dtype')} is the format of a --bf16 model; add --bf16, or leave it out"
+        if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te":
+            yield f"{self.say('cross_entropy_fusion_impl')} is Transformer Engine's, which is not used; use native"
+        if self.cross_entropy_loss_fusion and self.deterministic_mode:
+            yield (
+                f"{self.say('cross_entropy_loss_fusion')} is not deterministic; leave it out with --deterministic-mode"
+            )
         if self.apply_residual_connection_post_layernorm and self.norm_placement == "output":
             yield (
                 "--apply-residual-connection-post-layernorm needs a norm before attention and MLP; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import derived, divisors_near, flag
+from megatron.core.config_base import derived, divisors_near, flag, multiples_near
 from megatron.core.flag_texts import layer_pattern, window
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
@@ -86,12 +86,20 @@ class AttentionFields(ArchitectureFields):
             self.num_query_groups = heads
         if self.kv_channels is None and heads and width and width % heads == 0:
             self.kv_channels = width // heads
+        if self.apply_query_key_layer_scaling:
+            self.attention_softmax_in_fp32 = True
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self._heads_divide_the_width()
-        if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
-            yield f"{self.say('qk_norm_scope')} is an RMSNorm, not {self.normalization}; add --normalization RMSNorm"
+        yield from self.head_problems(self.tensor_model_parallel_size)
+        yield from self._norms_of_queries_and_keys()
+        yield from self._context_exchange_is_known()
+        if self.qk_clip:
+            yield from self.score_measuring_problems("--qk-clip")
+            for name in ("qk_layernorm", "qk_l2_norm"):
+                if getattr(self, name):
+                    yield f"--qk-clip scales weights, which {self.say(name)} makes good again; leave one of the two out"
 
     def _heads_divide_the_width(self) -> Iterator[str]:
         heads, groups, width = self.num_attention_heads, self.num_query_groups, self.hidden_size
@@ -105,3 +113,73 @@ class AttentionFields(ArchitectureFields):
                 f"{self.say('num_query_groups')} does not divide {self.say('num_attention_heads')}; "
                 f"use {divisors_near(heads, groups)}"
             )
+
+    def head_problems(self, tp: int) -> Iterator[str]:
+        """What stands against sharing the heads among so many ranks: the configured ones, or those of a real group."""
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        ranks = f"{self.flag('tensor_model_parallel_size')} {tp}"
+        if heads and heads % tp:
+            yield (
+                f"{self.say('num_attention_heads')} cannot be split over {ranks}; "
+                f"use {multiples_near(heads, tp)} heads, or a tensor-parallel size of {divisors_near(heads, tp)}"
+            )
+        if groups and groups != heads and groups % tp and tp % groups:
+            yield (
+                f"{self.say('num_query_groups')} must be a multiple or a divisor of {ranks}; "
+                f"use {divisors_near(tp, groups)} groups"
+            )
+        if self.qk_layernorm and self.qk_norm_scope == "all" and groups and groups % tp:
+            yield (
+                f"{self.say('qk_norm_scope')} cannot share {groups} key-value heads among {ranks}; "
+                f"use a divisor of {groups}"
+            )
+
+    def _norms_of_queries_and_keys(self) -> Iterator[str]:
+        if self.qk_layernorm and self.qk_l2_norm:
+            yield "--qk-layernorm and --qk-l2-norm contradict each other; keep one norm of queries and keys"
+        if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
+            yield f"{self.say('qk_norm_scope')} is an RMSNorm, not {self.normalization}; add --normalization RMSNorm"
+
+    def _context_exchange_is_known(self) -> Iterator[str]:
+        kinds, cp = self.cp_comm_type or [], self.context_parallel_size
+        for kind in kinds:
+            if kind not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
+                yield f"--cp-comm-type {kind} is unknown; use p2p, all_gather, a2a or a2a+p2p"
+        if len(kinds) > 1 and self.num_layers and len(kinds) != self.num_layers:
+            yield (
+                f"{self.say('cp_comm_type')} names {len(kinds)} kinds for {self.say('num_layers')}; give one, or one "
+                "for each layer"
+            )
+        if cp > 1 and "a2a+p2p" in kinds and self.hierarchical_context_parallel_sizes is None:
+            yield (
+                "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, two numbers whose product is the "
+                "CP size"
+            )
+        if self.hybrid_context_parallel and "a2a+p2p" in kinds:
+            yield (
+                "--hybrid-context-parallel cannot be combined with --cp-comm-type a2a+p2p, whose levels are for one "
+                "number of ranks; use p2p, all_gather or a2a"
+            )
+        yield from self._heads_can_be_exchanged()
+
+    def _heads_can_be_exchanged(self) -> Iterator[str]:
+        """Ranks that exchange tokens for heads need a share of every tensor-parallel rank's query heads."""
+        heads, tp, cp = self.num_attention_heads, self.tensor_model_parallel_size, self.context_parallel_size
+        levels, kinds = self.hierarchical_context_parallel_sizes, self.cp_comm_type or []
+        if cp == 1 or not heads or heads % tp:
+            return
+        exchanging = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
+        for kind, ranks in exchanging.items():
+            if kind in kinds and heads // tp % ranks:
+                written = self.say("context_parallel_size" if kind == "a2a" else "hierarchical_context_parallel_sizes")
+                yield (
+                    f"--cp-comm-type {kind} with {written} needs a multiple of {ranks} query heads on each "
+                    f"tensor-parallel rank, and {self.say('num_attention_heads')} / "
+                    f"{self.say('tensor_model_parallel_size')} is {heads // tp}; "
+                    f"use {multiples_near(heads, tp * ranks)} heads, or --cp-comm-type p2p"
+                )
+
+    def score_measuring_problems(self, asked: str) -> Iterator[str]:
+        """Where the largest attention scores cannot be measured. asked: the flag that asks for it."""
+        if self.context_parallel_size > 1:
+            yield f"{asked} needs whole sequences on each rank; leave {self.say('context_parallel_size')} out"

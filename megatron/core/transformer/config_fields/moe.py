@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import divisors_near, flag, multiples_near
 from megatron.core.flag_texts import layer_pattern
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
@@ -103,30 +103,75 @@ class MoEFields(ArchitectureFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        experts, topk = self.num_moe_experts, self.moe_router_topk
-        if experts is None:
+        if self.num_moe_experts is None:
+            if self.expert_model_parallel_size > 1:
+                yield f"{self.say('expert_model_parallel_size')} needs --num-experts; use 1 for a dense model"
             return
+        yield from self._experts_divide_over_ranks(self.num_moe_experts)
+        yield from self._groups_leave_enough_experts(self.num_moe_experts)
+        yield from self._router_is_consistent()
+        if self.hybrid_context_parallel:
+            yield (
+                f"--hybrid-context-parallel cannot be combined with {self.say('num_moe_experts')}, whose layers "
+                "exchange tokens in every microbatch; use a dense model"
+            )
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+
+    def _experts_divide_over_ranks(self, experts: int) -> Iterator[str]:
+        ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or 1
+        if experts % ep:
+            yield (
+                f"{self.say('num_moe_experts')} cannot be divided over {self.say('expert_model_parallel_size')}; "
+                f"use {multiples_near(experts, ep)} experts, or an expert-parallel size of {divisors_near(experts, ep)}"
+            )
+        if self.add_bias_linear and etp > 1:
+            yield (
+                f"{self.say('expert_tensor_parallel_size')} cannot divide experts with biases; "
+                "use --disable-bias-linear or --expert-tensor-parallel-size 1"
+            )
+
+    def _groups_leave_enough_experts(self, experts: int) -> Iterator[str]:
+        topk, groups, kept = self.moe_router_topk, self.moe_router_num_groups, self.moe_router_group_topk
         if topk > experts:
-            yield f"--moe-router-topk {topk} is more than --num-experts {experts}; use {experts} or fewer"
-        groups, kept = self.moe_router_num_groups, self.moe_router_group_topk
-        if groups and kept and not experts % groups:
-            if kept > groups or kept > topk:
-                yield (
-                    f"--moe-router-group-topk {kept} is more than --moe-router-num-groups {groups} or "
-                    f"--moe-router-topk {topk}; use {min(groups, topk)} or fewer"
-                )
-            elif kept * (experts // groups) < topk or topk // kept > experts // groups:
-                yield (
-                    f"--moe-router-group-topk {kept} leaves {kept * (experts // groups)} experts to choose from for "
-                    f"--moe-router-topk {topk}; use more groups"
-                )
-        if "sinkhorn" in self.moe_router_load_balancing_type and any(self.moe_aux_loss_coeff):
+            yield f"{self.say('moe_router_topk')} is more than {self.say('num_moe_experts')}; use {experts} or fewer"
+        if kept and not groups:
+            yield f"{self.say('moe_router_group_topk')} needs --moe-router-num-groups"
+        if groups and experts % groups:
+            yield (
+                f"{self.say('moe_router_num_groups')} does not divide {self.say('num_moe_experts')}; "
+                f"use {divisors_near(experts, groups)} groups"
+            )
+        elif groups and kept and (kept > groups or kept > topk):
+            yield (
+                f"{self.say('moe_router_group_topk')} is more than {self.say('moe_router_num_groups')} or "
+                f"{self.say('moe_router_topk')}; use {min(groups, topk)} or fewer"
+            )
+        elif groups and kept and (kept * (experts // groups) < topk or topk // kept > experts // groups):
+            yield (
+                f"{self.say('moe_router_group_topk')} leaves {kept * (experts // groups)} experts to choose from for "
+                f"{self.say('moe_router_topk')}; use more groups"
+            )
+
+    def _router_is_consistent(self) -> Iterator[str]:
+        score, kinds, weights = (
+            self.moe_router_score_function, self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        )  # fmt: skip
+        weighs_alike = self.moe_router_topk == 1 and score == "softmax" and not self.moe_router_pre_softmax
+        if weighs_alike and "sinkhorn" not in kinds:
+            yield "--moe-router-topk 1 with softmax scores gives every token the weight 1; add --moe-router-pre-softmax"
+        if self.moe_router_enable_expert_bias and score not in ("sigmoid", "sqrtsoftplus"):
+            yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus"
+        if len(kinds) > 1 and len(kinds) != len(weights):
+            yield (
+                f"{self.say('moe_router_load_balancing_type')} names {len(kinds)} losses, "
+                f"{self.say('moe_aux_loss_coeff')} {len(weights)}"
+            )
+        if "sinkhorn" in kinds and any(weights):
             yield (
                 "--moe-router-load-balancing-type sinkhorn balances without a loss; leave out --moe-aux-loss-coeff "
                 "or use aux_loss"
             )
-        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
-            yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
 
     def normalize(self) -> None:
         super().normalize()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import flag
 from megatron.core.setting import Needs
-from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+from megatron.core.transformer.config_fields.initialization import InitializationFields
 
 _MUP = Needs("--use-mup", lambda run: run.use_mup)
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
-class MuPFields(ArchitectureFields):
+class MuPFields(InitializationFields):
     """Maximal update parametrisation.
 
     With m = hidden size / hidden size of the base model, as Yang and Hu have it for Adam (2022, tables 3 and 8):
@@ -42,6 +43,16 @@ class MuPFields(ArchitectureFields):
     given, so that the factor is 1 / width of a head."""
     mup_attn_scale_power: float = flag(1.0, minimum=0, kind="numerics", needs=_MUP)
     """With --use-mup, attention scores have the factor (width of a base head)^(p - 1/2) / (width of a head)^p."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.use_mup and self.mup_base_hidden_size is not None and self.mup_width_mult != 1.0:
+            yield (
+                f"{self.say('mup_width_mult')} and {self.say('mup_base_hidden_size')} both say the width; keep the "
+                "latter"
+            )
+        if self.use_mup and self.init_method_xavier_uniform:
+            yield "--init-method-xavier-uniform and --use-mup both say how weights scale with the width; keep one"
 
     @property
     def width_multiplier(self) -> float:

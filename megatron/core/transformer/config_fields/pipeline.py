@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_base import flag
+from megatron.core.config_base import divisors_near, flag, multiples_near
+from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+from megatron.core.transformer.pipeline_layout import layout_problem, layout_stages
 
 _INTERLEAVED = Needs(
     "the interleaved schedule, --num-virtual-stages-per-pipeline-rank",
@@ -66,3 +69,211 @@ class PipelineFields(ArchitectureFields):
     wgrad_deferral_limit: int = flag(0, minimum=0, unit="microbatches", kind="layout")
     """With --defer-embedding-wgrad-compute, the first so many microbatches of a step, whose activations then stay; all
     when 0."""
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether the schedule computes weight gradients apart from input gradients."""
+        return self.pipeline_schedule in DEFERS_WEIGHT_GRADIENTS
+
+    def derive(self) -> None:
+        super().derive()
+        chunks = self._chunks_per_stage()
+        if chunks is not None:
+            self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+
+    def _chunks_per_stage(self) -> int | None:
+        """What the other fields say about it; None where they say nothing, or numbers that do not fit."""
+        stages, per_chunk = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        if self.num_virtual_stages_per_pipeline_rank:
+            return self.num_virtual_stages_per_pipeline_rank
+        if self.pipeline_model_parallel_layout:
+            return len(layout_stages(self.pipeline_model_parallel_layout)) // stages
+        if self.pipeline_schedule == "zb-v":
+            return 2
+        per_stage = (self.num_layers or 0) // stages
+        return per_stage // per_chunk if per_chunk and per_stage and per_stage % per_chunk == 0 else None
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        chunks = self.virtual_pipeline_model_parallel_size or 1
+        yield from self.division_problems(self.pipeline_model_parallel_size, chunks)
+        yield from self._layout_says_all()
+        yield from self._chunks_are_possible()
+        yield from self._schedule_fits_the_stages()
+        yield from self._weight_gradients_can_wait()
+        if self.overlap_p2p_comm_warmup_flush and not self.overlap_p2p_comm:
+            yield "--overlap-p2p-communication-warmup-flush contradicts --no-overlap-p2p-communication; keep one"
+        group, stages = self.microbatch_group_size_per_vp_stage, self.pipeline_model_parallel_size
+        if chunks > 1 and self.pipeline_schedule != "zb-v" and group is not None and group < stages:
+            yield (
+                f"{self.say('microbatch_group_size_per_vp_stage')} is below "
+                f"{self.say('pipeline_model_parallel_size')}; use {stages} or more"
+            )
+
+    def division_problems(self, stages: int, chunks: int) -> Iterator[str]:
+        """What stands against dealing the layers out to so many stages: the configured ones, or those of real groups.
+
+        chunks: pieces of each stage (interleaved schedule, Narayanan et al., 2021).
+        """
+        if self.num_layers is None:
+            return
+        if self.pipeline_model_parallel_layout:
+            yield from self._written_layout_fits(self.pipeline_model_parallel_layout, stages, chunks)
+        elif self._has_uneven_ends:
+            yield from self._middle_divides_evenly(stages, chunks)
+        else:
+            yield from self._layers_divide_evenly(stages, chunks)
+
+    @property
+    def _has_uneven_ends(self) -> bool:
+        return self.decoder_first_pipeline_num_layers is not None or self.decoder_last_pipeline_num_layers is not None
+
+    @property
+    def _counts_ends(self) -> bool:
+        return self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+
+    def _stages_written(self, stages: int) -> str:
+        return f"{self.flag('pipeline_model_parallel_size')} {stages}"
+
+    def _layers_divide_evenly(self, stages: int, chunks: int) -> Iterator[str]:
+        layers = self.num_layers
+        counted = layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+        extra = f" (with embedding and loss counted: {counted})" if counted != layers else ""
+        if counted % stages:
+            yield (
+                f"{self.say('num_layers')}{extra} does not divide over {self._stages_written(stages)}; "
+                f"use {multiples_near(layers, stages)} layers, or {divisors_near(counted, stages)} stages, or say the "
+                "uneven stages with --decoder-first-pipeline-num-layers"
+            )
+        parts, spelled = self._chunks_written()
+        if self.pipeline_schedule == "zb-v" and stages > 1 and not self._counts_ends and layers % (2 * stages):
+            yield (
+                f"{self.say('num_layers')} cannot be divided over the {stages} stages x 2 chunks of "
+                f"--pipeline-schedule zb-v; use {multiples_near(layers, 2 * stages)} layers"
+            )
+        elif parts and not self._counts_ends and layers // stages and layers // stages % parts:
+            yield (
+                f"{spelled} does not divide the {layers // stages} layers of a stage ({self.say('num_layers')} / "
+                f"{self._stages_written(stages)}); use {divisors_near(layers // stages, parts)}"
+            )
+        elif counted % stages == 0 and counted % (stages * chunks):
+            yield (
+                f"{self.say('num_layers')}{extra} cannot be divided over {stages} pipeline stages x {chunks} "
+                f"chunks; use a multiple of {stages * chunks} layers"
+            )
+
+    def _middle_divides_evenly(self, stages: int, chunks: int) -> Iterator[str]:
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        rest = self.num_layers - (first or 0) - (last or 0)
+        middle = max(0, stages - (first is not None) - (last is not None))
+        if rest < 0 or (rest % middle if middle else rest):
+            yield (
+                f"{self.say('num_layers')} less those of the first and last stage ({first or 0} and {last or 0}) "
+                f"leaves {rest} layers, which do not divide over the {middle} other stages of "
+                f"{self._stages_written(stages)}"
+            )
+            return
+        counts = [count for count in (first, last, rest // middle if middle else None) if count is not None]
+        for count in counts:
+            if count % chunks:
+                yield (
+                    f"{self.say('num_layers')}: a stage of {count} layers cannot be divided into {chunks} chunks; "
+                    f"use multiples of {chunks} layers"
+                )
+                return
+
+    def _written_layout_fits(self, layout: str, stages: int, chunks: int) -> Iterator[str]:
+        parts = layout_stages(layout)
+        problem = layout_problem(parts)
+        if problem is not None and "m" not in layout:  # layers of multi-token prediction are planned
+            yield f"{self.say('pipeline_model_parallel_layout')} {problem}"
+            return
+        if len(parts) % stages:
+            yield (
+                f"{self.say('pipeline_model_parallel_layout')} has {len(parts)} stages, which is not a multiple of "
+                f"{self._stages_written(stages)}; use {multiples_near(len(parts), stages)} stages"
+            )
+        elif len(parts) != stages * chunks:
+            yield (
+                f"{self.say('pipeline_model_parallel_layout')} has {len(parts)} stages, not {stages} x {chunks} chunks"
+            )
+        layers = sum(part.count("t") for part in parts)
+        if layers != self.num_layers:
+            yield f"{self.say('pipeline_model_parallel_layout')} has {layers} layers (t), but {self.say('num_layers')}"
+
+    def _layout_says_all(self) -> Iterator[str]:
+        others = (
+            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+            "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+            "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+        )  # fmt: skip
+        for name in others if self.pipeline_model_parallel_layout else ():
+            if getattr(self, name):
+                yield (
+                    f"{self.say(name)} contradicts {self.flag('pipeline_model_parallel_layout')}, which says all about "
+                    "stages; keep one"
+                )
+
+    def _chunks_written(self) -> tuple[int | None, str]:
+        """The number that divides a stage into chunks, in either way of saying it, and the flag that says it."""
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return self.num_virtual_stages_per_pipeline_rank, self.say("num_virtual_stages_per_pipeline_rank")
+        return self.num_layers_per_virtual_pipeline_stage, self.say("num_layers_per_virtual_pipeline_stage")
+
+    def _chunks_are_possible(self) -> Iterator[str]:
+        per_chunk, stages = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
+        parts, spelled = self._chunks_written()
+        if parts is None:
+            return
+        if per_chunk is not None and self.num_virtual_stages_per_pipeline_rank is not None:
+            yield (
+                f"{self.say('num_layers_per_virtual_pipeline_stage')} and "
+                f"{self.say('num_virtual_stages_per_pipeline_rank')} say the same thing in two ways; keep one"
+            )
+        smallest = 2 if self.overlap_p2p_comm else 3
+        if stages < smallest:
+            without = "" if self.overlap_p2p_comm else " with --no-overlap-p2p-communication"
+            yield f"{spelled}{without} needs --pipeline-model-parallel-size of at least {smallest}, not {stages}"
+        if self._has_uneven_ends and per_chunk is not None:
+            yield f"{spelled} contradicts uneven first or last stages; use --num-virtual-stages-per-pipeline-rank"
+
+    def _schedule_fits_the_stages(self) -> Iterator[str]:
+        schedule, chunks = self.pipeline_schedule, self.virtual_pipeline_model_parallel_size
+        if schedule is None:
+            return
+        if self.pipeline_model_parallel_size == 1:
+            yield f"{self.say('pipeline_schedule')} needs --pipeline-model-parallel-size of at least 2, not 1"
+        elif schedule == "interleaved" and chunks is None:
+            yield (
+                f"{self.say('pipeline_schedule')} needs several chunks per stage; "
+                "add --num-virtual-stages-per-pipeline-rank"
+            )
+        elif schedule == "zb-v" and chunks != 2:
+            yield f"{self.say('pipeline_schedule')} lays 2 chunks on each stage, not {chunks}; leave the number out"
+        elif schedule not in ("interleaved", "zb-v") and chunks is not None:
+            yield (
+                f"{self.say('pipeline_schedule')} has one chunk per stage, but the settings ask for {chunks}; "
+                "use --pipeline-schedule interleaved, or leave the chunks out"
+            )
+
+    def _weight_gradients_can_wait(self) -> Iterator[str]:
+        if not self.gradient_accumulation_fusion:
+            yield from self.deferral_problems("--no-gradient-accumulation-fusion")
+        if not self.defer_embedding_wgrad_compute:
+            if self.wgrad_deferral_limit:
+                yield f"{self.say('wgrad_deferral_limit')} needs --defer-embedding-wgrad-compute"
+            return
+        if self.pipeline_model_parallel_size == 1:
+            yield "--defer-embedding-wgrad-compute needs --pipeline-model-parallel-size of at least 2, not 1"
+        if self.defers_weight_gradients:
+            yield (
+                f"{self.say('pipeline_schedule')} defers all weight gradients; leave out "
+                "--defer-embedding-wgrad-compute"
+            )
+
+    def deferral_problems(self, flag: str) -> Iterator[str]:
+        """What a flag rules out under which the layers' products cannot be split into two halves."""
+        if self.defers_weight_gradients:
+            yield f"{self.say('pipeline_schedule')} computes weight gradients later, which {flag} rules out; keep one"
+        if self.defer_embedding_wgrad_compute:
+            yield (f"--defer-embedding-wgrad-compute computes weight gradients later, which {flag} rules out; keep one")

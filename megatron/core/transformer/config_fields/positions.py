@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag
@@ -51,3 +52,11 @@ class PositionFields(AttentionFields):
     )
     """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
     before (YaRN; Peng et al., 2023), or not at all."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.position_embedding_type == "yarn" and self.yarn_original_max_position_embeddings is None:
+            yield (
+                "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of "
+                "the training before, such as 4096"
+            )

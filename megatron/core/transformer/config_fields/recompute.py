@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,3 +41,36 @@ class RecomputeFields(PipelineFields):
     )
     """With selective, what is computed again: core_attn, scores, softmax and their product with the values; layernorm,
     the output of the norms before attention and MLP; mlp, the whole MLP. core_attn when not given."""
+
+    def derive(self) -> None:
+        super().derive()
+        if self.recompute_granularity == "selective" and self.recompute_modules is None:
+            self.recompute_modules = ["core_attn"]
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.recompute_granularity == "full":
+            yield from self._full_recomputation_is_complete()
+        if self.recompute_granularity == "selective":
+            for name in ("recompute_method", "recompute_num_layers"):
+                if getattr(self, name) is not None:
+                    yield f"{self.say(name)} belongs to --recompute-granularity full; leave it out with selective"
+        if self.distribute_saved_activations:
+            if self.tensor_model_parallel_size == 1 or self.recompute_granularity != "full":
+                yield (
+                    "--distribute-saved-activations needs a tensor-parallel size above 1 and --recompute-granularity "
+                    "full"
+                )
+            if self.sequence_parallel:
+                yield "--distribute-saved-activations has nothing to do with --sequence-parallel; keep one"
+
+    def _full_recomputation_is_complete(self) -> Iterator[str]:
+        layers = self.recompute_num_layers
+        if self.recompute_method is None:
+            yield "--recompute-granularity full needs --recompute-method uniform or block"
+        if layers is None:
+            yield "--recompute-granularity full needs --recompute-num-layers"
+        elif self.num_layers:
+            per_stage = max(1, self.num_layers // self.pipeline_model_parallel_size)
+            if layers > per_stage:
+                yield f"{self.say('recompute_num_layers')} is not from 1 to {per_stage}, the layers of a pipeline stage"

@@ -1,0 +1,99 @@
+"""Rules between the model's settings and those of other groups: positions, scores, number formats, update rules.
+
+Each function yields a sentence for every violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.training.config.container import RunConfig
+
+
+def positions_reach_the_sequence(run: RunConfig) -> Iterator[str]:
+    """Learned positions are a table; rotary ones are as long as the longest sequence."""
+    positions, length = run.gpt.max_position_embeddings, run.data.seq_length
+    if positions is None and run.model.position_embedding_type == "learned_absolute":
+        yield (
+            "--max-position-embeddings is missing; give at least the sequence length, --max-position-embeddings "
+            f"{length or 1024}"
+        )
+    if positions is not None and length is not None and positions < length:
+        yield f"{run.say('max_position_embeddings')} is less than {run.say('seq_length')}; use {length} or more"
+
+
+def rotation_takes_pairs(run: RunConfig) -> Iterator[str]:
+    """Rotary positions turn pairs of a head's channels."""
+    model = run.model
+    if model.position_embedding_type not in ("rope", "yarn") or model.kv_channels is None:
+        return
+    rotated = int(model.kv_channels * run.gpt.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"{run.say('position_embedding_type')} rotates pairs of channels, but {run.say('rotary_percent')} of "
+            f"{model.kv_channels} channels per head is {rotated}; use an even number, through --kv-channels or "
+            "--rotary-percent"
+        )
+
+
+def rotary_positions_are_scaled_once(run: RunConfig) -> Iterator[str]:
+    """YaRN is one way to stretch rotary positions, --use-rope-scaling another."""
+    if run.model.position_embedding_type != "yarn":
+        return
+    if run.gpt.rope_type == "rope":
+        yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
+    if run.gpt.use_rope_scaling:
+        yield "--use-rope-scaling and --position-embedding-type yarn both scale rotary frequencies; keep one"
+
+
+def scores_can_be_measured(run: RunConfig) -> Iterator[str]:
+    """Where the largest attention scores can be measured, and clipping lasts."""
+    model = run.model
+    if run.logger.log_max_attention_logit and not model.qk_clip:
+        yield from model.score_measuring_problems("--log-max-attention-logit")
+    if (model.qk_clip or run.logger.log_max_attention_logit) and run.ddp.overlap_param_gather_with_optimizer_step:
+        asked = "--qk-clip" if model.qk_clip else "--log-max-attention-logit"
+        yield f"{asked} acts when all chunks are updated; leave --overlap-param-gather-with-optimizer-step out"
+    if model.qk_clip and run.ddp.use_torch_fsdp2:
+        yield "--qk-clip needs whole rows, which --use-torch-fsdp2 may cut; use --use-distributed-optimizer"
+
+
+def optimizer_fits_the_model(run: RunConfig) -> Iterator[str]:
+    """What an update rule needs of the model."""
+    model, optimizer = run.model, run.optimizer
+    if model.use_mup and optimizer.optimizer not in ("adam", "lion"):
+        yield f"--use-mup scales the learning rates of Adam and Lion, not of {run.say('optimizer')}; use adam"
+    groups, tp = model.num_query_groups, model.tensor_model_parallel_size
+    is_cut = optimizer.muon_tp_mode == "blockwise" and not optimizer.muon_split_qkv
+    if optimizer.optimizer == "muon" and is_cut and groups and groups != model.num_attention_heads and groups < tp:
+        yield (
+            "--muon-tp-mode blockwise with --muon-no-split-qkv needs as many query groups as "
+            f"{run.say('tensor_model_parallel_size')}, not {groups}; use --muon-tp-mode duplicated"
+        )
+
+
+def optimizer_formats_fit_the_model(run: RunConfig) -> Iterator[str]:
+    """Number formats of the optimizer's memory, beside those of the model and of gradients."""
+    optimizer, model = run.optimizer, run.model
+    if optimizer.main_grads_dtype == "bf16" and not model.bf16:
+        yield f"{run.say('main_grads_dtype')} needs --bf16"
+    if optimizer.main_grads_dtype == "bf16" and run.ddp.grad_reduce_in_fp32:
+        yield f"{run.say('main_grads_dtype')} contradicts --accumulate-allreduce-grads-in-fp32; keep one"
+    if optimizer.main_params_dtype == "fp16" and not (model.bf16 or model.fp16):
+        yield f"{run.say('main_params_dtype')} needs --bf16 or --fp16: a float32 run has no main parameters"
+    if model.fp16 and optimizer.loss_scale is None and optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield f"{run.say('min_loss_scale')} is above {run.say('initial_loss_scale')}; give a smaller --min-loss-scale"
+
+
+def recomputation_is_said_once(run: RunConfig) -> Iterator[str]:
+    """--recompute-activations is an earlier spelling."""
+    if run.training.recompute_activations and run.model.recompute_granularity == "full":
+        yield "--recompute-activations means --recompute-granularity selective, which contradicts full; keep one"
+
+
+MODEL_RELATIONS = (
+    positions_reach_the_sequence, rotation_takes_pairs, rotary_positions_are_scaled_once, scores_can_be_measured,
+    optimizer_fits_the_model, optimizer_formats_fit_the_model, recomputation_is_said_once,
+)  # fmt: skip
