@@ -149,7 +149,7 @@ def test_state_dict_is_the_modules() -> None:
 @pytest.mark.parametrize(
     ("switches", "sentence"),
     [
-        ({"overlap_param_gather": True}, "overlap_param_gather needs use_distributed_optimizer"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather needs --use-distributed-optimizer"),
         ({"bucket_size": 5, "num_buckets": 2}, "keep one"),
         ({"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True}, "were made for 1"),
     ],

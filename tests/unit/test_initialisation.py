@@ -68,11 +68,11 @@ def test_pipeline_stages_hold_layers_under_their_global_names(chunk_of: int) -> 
 
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--num-layers 4 cannot be divided over 3 pipeline stages"):
+    with pytest.raises(ConfigError, match="--num-layers 4 does not divide over --pipeline-model-parallel-size 3"):
         gpt(pp=3)
     with pytest.raises(ConfigError, match="--num-attention-heads 4 cannot be split"):
         gpt(tp=3)
-    with pytest.raises(ConfigError, match="--num-query-groups 2 cannot be shared by --tensor-model-parallel-size 3"):
+    with pytest.raises(ConfigError, match="--num-query-groups 2 must be a multiple or a divisor of --tensor-model"):
         gpt(tp=3, num_attention_heads=6, kv_channels=8)
 
 

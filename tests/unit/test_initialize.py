@@ -110,8 +110,8 @@ def test_order_of_the_ranks() -> None:
 
     def pipelines(flags: str) -> list[list[int]]:
         config = run_config(flags)
-        model = dataclasses.replace(config.model, pipeline_model_parallel_size=2)
-        return rank_grid(dataclasses.replace(config, model=model), 4).groups("pp")
+        model = dataclasses.replace(config.model, num_layers=2, pipeline_model_parallel_size=2)
+        return rank_grid(dataclasses.replace(config, model=model, world_size=4), 4).groups("pp")
 
     assert pipelines("") == [[0, 2], [1, 3]]
     assert pipelines("--use-tp-pp-dp-mapping") == [[0, 1], [2, 3]]

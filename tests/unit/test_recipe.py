@@ -93,7 +93,8 @@ def test_operations_of_gpt_are_counted_once_for_the_run() -> None:
 
 def test_an_axis_that_the_model_cannot_be_divided_over_is_refused() -> None:
     config = read_run_config(FLAGS.split(), {})
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tensor_model_parallel_size=2))
+    model = dataclasses.replace(config.model, tensor_model_parallel_size=2)
+    config = dataclasses.replace(config, model=model, world_size=2)
     gpt = build_gpt_recipe(config)
     gpt.check_layout(config.model)
     with pytest.raises(ConfigError, match="cannot be divided: --tensor-model-parallel-size is 2; leave it at 1"):

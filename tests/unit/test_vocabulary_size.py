@@ -41,7 +41,8 @@ def test_rows(flags: str, expected: int) -> None:
 ])  # fmt: skip
 def test_rows_that_cannot_be(flags: str, message: str) -> None:
     config = run_config(flags)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, tensor_model_parallel_size=2))
+    model = dataclasses.replace(config.model, tensor_model_parallel_size=2)
+    config = dataclasses.replace(config, model=model, world_size=2)
     with pytest.raises(ConfigError, match=message):
         compute_padded_vocab_size(config, build_tokenizer(config))
 

@@ -102,7 +102,9 @@ class Attention(MegatronModule):
         self.layer_number, self.attention_type = layer_number, attention_type
         self.head_width = config.kv_channels
         tp_size = self.groups.tp.size()
-        _check_tensor_parallel_size(heads, query_groups, tp_size)
+        problems = list(config.head_problems(tp_size))
+        if problems:  # of real groups, whatever the config says
+            raise ConfigError(problems)
         # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
         self.heads_per_group = heads // max(query_groups, tp_size)
         self.recomputes_core = ActivationPolicy(config).recomputes_core_attention
@@ -327,16 +329,3 @@ class CrossAttention(Attention):
 def _key_and_value(width: int) -> tuple[Part, Part]:
     """A group's, of which every rank that shares the group holds a copy."""
     return Part(width, replicated=True, name="key"), Part(width, replicated=True, name="value")
-
-
-def _check_tensor_parallel_size(heads: int, query_groups: int, tp_size: int) -> None:
-    if heads % tp_size:
-        raise ConfigError(
-            f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size {tp_size}; "
-            f"use a multiple of {tp_size} heads"
-        )
-    if query_groups % tp_size and tp_size % query_groups:
-        raise ConfigError(
-            f"--num-query-groups {query_groups} cannot be shared by --tensor-model-parallel-size {tp_size}; "
-            "use a multiple or a divisor of it"
-        )

@@ -50,7 +50,7 @@ def pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[Sta
     if problems:
         raise ConfigError(problems)
     if config.pipeline_model_parallel_layout is not None:
-        counts = _written_counts(config.pipeline_model_parallel_layout)
+        counts = [stage.count("t") for stage in layout_stages(config.pipeline_model_parallel_layout)]
     elif config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None:
         counts = _even_counts(config, config.num_layers, shape)
     else:
@@ -95,21 +95,11 @@ def _uneven_counts(config: TransformerConfig, layers: int, shape: VirtualStages)
     return [per_rank[shape.holder(stage)[0]] // shape.chunks for stage in range(shape.count)]
 
 
-def _written_counts(text: str) -> list[int]:
-    stages = layout_stages(text)
-    problem = layout_problem(stages)
-    if problem is not None:
-        raise ConfigError(f"--pipeline-model-parallel-layout {text} {problem}")
-    return [stage.count("t") for stage in stages]
-
-
 def layout_problem(stages: list[str]) -> str | None:
     """What is wrong with the stages of a written layout, to be read after its name; None where nothing is."""
     whole = "".join(stages)
     if not stages:
         return "is not a layout; write stages as E, t and L between |, such as Ett|ttL"
-    if "m" in whole:
-        return "has multi-token prediction (m), which is not available yet; leave it out"
     if whole.count("E") != 1 or whole.count("L") != 1 or not whole.startswith("E") or not whole.endswith("L"):
         return "must begin with the one embedding (E) and end with the one loss (L), such as Ett|ttL"
     if not stages[0] or not stages[-1]:

@@ -242,11 +242,7 @@ def _rotary_embeddings(
 
 def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
     original = config.yarn_original_max_position_embeddings
-    if original is None:
-        raise ConfigError(
-            "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of the "
-            "training before, such as 4096"
-        )
+    assert original is not None, "positions of a config that is not yarn"
     return {
         "scaling_factor": config.rotary_scaling_factor,
         "original_max_position_embeddings": original,

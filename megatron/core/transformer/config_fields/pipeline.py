@@ -185,7 +185,10 @@ class PipelineFields(ArchitectureFields):
     def _written_layout_fits(self, layout: str, stages: int, chunks: int) -> Iterator[str]:
         parts = layout_stages(layout)
         problem = layout_problem(parts)
-        if problem is not None and "m" not in layout:  # layers of multi-token prediction are planned
+        if "m" in layout:
+            yield from self.layers_to_come()
+            return
+        if problem is not None:
             yield f"{self.say('pipeline_model_parallel_layout')} {problem}"
             return
         if len(parts) % stages:
@@ -200,6 +203,14 @@ class PipelineFields(ArchitectureFields):
         layers = sum(part.count("t") for part in parts)
         if layers != self.num_layers:
             yield f"{self.say('pipeline_model_parallel_layout')} has {layers} layers (t), but {self.say('num_layers')}"
+
+    def layers_to_come(self) -> Iterator[str]:
+        """Layers of a written layout that are planned, rather than wrong."""
+        if "m" in (self.pipeline_model_parallel_layout or ""):
+            yield (
+                f"{self.say('pipeline_model_parallel_layout')} has multi-token prediction (m), which is not available "
+                "yet; leave it out"
+            )
 
     def _layout_says_all(self) -> Iterator[str]:
         others = (
