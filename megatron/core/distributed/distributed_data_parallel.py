@@ -38,7 +38,6 @@ from megatron.core.distributed.param_and_grad_buffer import (
     ParamAndGradBuffer,
     lay_out,
 )
-from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection

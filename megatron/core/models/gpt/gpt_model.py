@@ -242,7 +242,9 @@ def _rotary_embeddings(
 
 def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
     original = config.yarn_original_max_position_embeddings
-    assert original is not None, "positions of a config that is not yarn"
+    problems = list(config.position_problems("yarn"))
+    if problems:  # the model was built with other positions than its config has
+        raise ConfigError(problems)
     return {
         "scaling_factor": config.rotary_scaling_factor,
         "original_max_position_embeddings": original,

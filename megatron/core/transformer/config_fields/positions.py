@@ -55,7 +55,11 @@ class PositionFields(AttentionFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.position_embedding_type == "yarn" and self.yarn_original_max_position_embeddings is None:
+        yield from self.position_problems(self.position_embedding_type)
+
+    def position_problems(self, kind: str) -> Iterator[str]:
+        """What is missing for positions of this kind: the config's, or those that a model is built with."""
+        if kind == "yarn" and self.yarn_original_max_position_embeddings is None:
             yield (
                 "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of "
                 "the training before, such as 4096"
