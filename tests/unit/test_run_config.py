@@ -1,4 +1,5 @@
-"""RunConfig: each setting is declared once, and settings that earlier releases saved still load."""
+"""RunConfig: each setting is declared once and says what it is, Python gets the sentences of the command line, and
+settings that earlier releases saved still load."""
 
 from __future__ import annotations
 
@@ -6,8 +7,21 @@ import dataclasses
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from megatron.training.config.container import RunConfig, group_classes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.config_base import settings_of
+from megatron.core.errors import ConfigError
+from megatron.core.setting import Setting
+from megatron.training.checkpoint.differences import shape_differences, trajectory_differences
+from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.scheduler import SchedulerConfig
+from megatron.training.config.training import TrainingConfig
+from megatron.training.flags.read import examine
+from tests.unit.run_flags import run_config
 
 SAVED = Path(__file__).parent / "data" / "saved_settings.json"
 # Fields of two classes that are two things, and which.
@@ -36,3 +50,136 @@ def test_settings_of_earlier_releases_load() -> None:
     assert model.moe_aux_loss_coeff == [0.1, 0.2]
     assert model.activation_func == "silu" and model.gated_linear_unit and config.optimizer.bf16
     assert RunConfig.from_dict(config.to_dict()) == config
+
+
+def test_every_field_says_what_kind_of_fact_it_is() -> None:
+    fields = [(cls.__name__, setting) for cls in group_classes().values() for setting in settings_of(cls).values()]
+    assert [f"{owner}.{setting.dest}" for owner, setting in fields if setting.kind is None] == []
+
+
+def another(setting: Setting, value: Any) -> Any:
+    """A value of the same type that is not this one."""
+    if setting.is_switch:
+        return not value
+    if setting.choices:
+        return next(choice for choice in setting.choices if choice != value)
+    if setting.annotation == list[str] | None:
+        return ["another"]
+    number = {int: 7, float: 7.5}.get(setting.value_type)
+    return number if number is not None else 3 if setting.parse else "another"
+
+
+SHAPES = [
+    (group, setting)
+    for group, config_class in group_classes().items()
+    for setting in settings_of(config_class).values()
+    if setting.kind == "shape" and setting.name.startswith("--")
+]
+
+
+@pytest.mark.parametrize(("group", "setting"), SHAPES, ids=lambda part: getattr(part, "name", ""))
+def test_a_changed_shape_is_named(group: str, setting: Setting) -> None:
+    """What explains why a checkpoint's tensors do not fit, for every setting that may."""
+    config = run_config()
+    saved = config.to_dict()
+    saved[group][setting.dest] = another(setting, saved[group][setting.dest])
+    assert f"; settings: {setting.name} is " in shape_differences(saved, config)
+    assert shape_differences(config.to_dict(), config) == ""
+
+
+def test_layouts_and_kernels_are_the_same_run() -> None:
+    config = run_config()
+    saved = run_config("--tensor-model-parallel-size 2 --num-workers 0 --log-interval 7", world_size=2).to_dict()
+    assert trajectory_differences(saved, config) == ""
+    assert "--lr is 0.01 in the checkpoint" in trajectory_differences(config.to_dict(), run_config("--lr 0.02"))
+
+
+def test_saved_settings_load_although_a_rule_refuses_them_now() -> None:
+    """Their run's release accepted them; only values of another type are no settings of any release."""
+    saved = run_config().to_dict()
+    saved["training"] |= {"train_samples": 5}
+    saved["scheduler"] |= {"lr_warmup_fraction": 1.5}
+    config = RunConfig.from_dict(saved)
+    assert config.training.train_samples == 5 and config.scheduler.lr_warmup_fraction == 1.5
+    with pytest.raises(ConfigError, match="both say how long to train"):
+        TrainingConfig(train_iters=10, train_samples=5)
+    with pytest.raises(ConfigError, match="out of range"):
+        SchedulerConfig(lr_warmup_fraction=1.5)
+    saved["training"]["train_iters"] = "many"
+    with pytest.raises(ConfigError, match="--train-iters many is not valid"):
+        RunConfig.from_dict(saved)
+
+
+# The same sentence from the command line and from Python -------------------------------------------------------------
+
+BASE: dict[str, Any] = {
+    "micro_batch_size": 1, "global_batch_size": 8, "train_iters": 100, "lr": 0.01, "mock_data": True, "seq_length": 64,
+    "max_position_embeddings": 64, "tokenizer_type": "NullTokenizer", "vocab_size": 64,
+}  # fmt: skip
+DRAWN_GROUPS = ("optimizer", "scheduler", "training", "validation", "data", "checkpoint", "logger", "profiling")
+DRAWN = {
+    name: setting
+    for group in DRAWN_GROUPS
+    for name, setting in settings_of(group_classes()[group]).items()
+    if setting.name.startswith("--") and name not in ("optimizer", "sft", "data_path")
+}
+
+
+def values_of(setting: Setting) -> st.SearchStrategy[Any]:
+    """Sense and nonsense for one setting, as Python values."""
+    if setting.is_switch:
+        # What is on by default can only be switched off on the command line by another name, which says the same.
+        return st.just(not setting.default)
+    if setting.choices:
+        one: st.SearchStrategy[Any] = st.sampled_from([*setting.choices, -3 if setting.value_type is int else "typo"])
+    elif setting.value_type is int:
+        one = st.sampled_from([0, 1, 2, 7, 8, 100, 101, -1, 2**63])
+    elif setting.value_type is float:
+        one = st.sampled_from([0.0, 0.005, 0.5, 1.0, 7.0, -0.5, float("nan"), float("inf")])
+    else:
+        one = st.sampled_from(["x", "0:16", "a://b"])
+    if setting.nargs is None:
+        return one
+    size = setting.nargs if isinstance(setting.nargs, int) else 2
+    return st.lists(one, min_size=size, max_size=size)
+
+
+@st.composite
+def drawn_settings(draw: st.DrawFn) -> dict[str, Any]:
+    names = draw(st.lists(st.sampled_from(sorted(DRAWN)), min_size=1, max_size=6, unique=True))
+    return {name: draw(values_of(DRAWN[name])) for name in names}
+
+
+def words(name: str, value: Any) -> list[str]:
+    setting = settings_of(group_classes()[groups_of_fields()[name]])[name]
+    if setting.is_switch:
+        return [setting.spelling_for(value)]
+    return [setting.name, *map(str, value)] if isinstance(value, list) else [f"{setting.name}={value}"]
+
+
+def made(config_class: type, values: dict[str, Any]) -> tuple[Any, list[str]]:
+    """A config, or None and what is wrong with the values."""
+    try:
+        return config_class(**values), []
+    except ConfigError as error:
+        return None, error.problems
+
+
+@settings(max_examples=300, deadline=None)
+@given(drawn_settings(), st.sampled_from([1, 3, 16]))
+def test_python_says_what_the_command_line_says(drawn: dict[str, Any], world_size: int) -> None:
+    """Nonsense in one setting, between the settings of a group, and between groups."""
+    model = run_config().model
+    shape = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2"]
+    values = BASE | drawn
+    argv = [word for name, value in values.items() for word in words(name, value)]
+    said = {problem.text for problem in examine([*shape, *argv], {"WORLD_SIZE": str(world_size)}).problems}
+    groups: dict[str, Any] = {"model": dataclasses.replace(model)}
+    refused: list[str] = []
+    for group in group_classes().keys() - {"model"}:
+        own = {name: value for name, value in values.items() if groups_of_fields()[name] == group}
+        groups[group], problems = made(group_classes()[group], own)
+        refused += problems
+    assert set(refused) <= said
+    if not refused:
+        assert set(made(RunConfig, groups | {"world_size": world_size})[1]) == said
