@@ -116,12 +116,14 @@ BASE: dict[str, Any] = {
     "micro_batch_size": 1, "global_batch_size": 8, "train_iters": 100, "lr": 0.01, "mock_data": True, "seq_length": 64,
     "max_position_embeddings": 64, "tokenizer_type": "NullTokenizer", "vocab_size": 64,
 }  # fmt: skip
+# --use-checkpoint-args reads a checkpoint; conversations need other flags.
+LEFT_OUT = ("use_checkpoint_args", "sft", "data_path", "optimizer")
 DRAWN_GROUPS = ("optimizer", "scheduler", "training", "validation", "data", "checkpoint", "logger", "profiling")
 DRAWN = {
     name: setting
     for group in DRAWN_GROUPS
     for name, setting in settings_of(group_classes()[group]).items()
-    if setting.name.startswith("--") and name not in ("optimizer", "sft", "data_path")
+    if setting.name.startswith("--") and name not in LEFT_OUT
 }
 
 

@@ -84,5 +84,7 @@ class CheckpointConfig(CheckedConfig):
                 yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
         if self.ckpt_step is not None and self.load is None:
             yield f"{self.say('ckpt_step')} needs --load"
+        if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
+            yield "--use-checkpoint-args needs --load or --pretrained-checkpoint"
         if self.exit_on_missing_checkpoint and self.load is None and self.pretrained_checkpoint is None:
             yield "--exit-on-missing-checkpoint needs --load"
