@@ -1,11 +1,13 @@
-"""The vocabulary of a language model: the tokenizer that the settings name, and how many rows the embedding has."""
+"""The vocabulary of a language model: the tokenizer that the settings name, and how many rows the embedding has.
+
+Tokenizers are imported only where they are used, so that a program answers `--help` at once.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigError
-from megatron.core.tokenizers.build import pad_vocab_size, tokenizer_from
 from megatron.training.config.container import RunConfig
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 def build_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer that the settings name. Raises ConfigError or DataError."""
+    from megatron.core.tokenizers.build import tokenizer_from
+
     return tokenizer_from(config.tokenizer)
 
 
@@ -37,6 +41,8 @@ def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
 
     Raises ConfigError for a --padded-vocab-size that is too small or cannot be divided.
     """
+    from megatron.core.tokenizers.build import pad_vocab_size
+
     settings, ranks = config.tokenizer, config.model.tensor_model_parallel_size
     vocab_size = compute_vocab_size(config, tokenizer)
     if settings.padded_vocab_size is None and settings.pad_vocab_size:
