@@ -117,14 +117,17 @@ def get_pipeline_model_parallel_rank() -> int:
     return _groups().pp.rank()
 
 
-def is_pipeline_first_stage() -> bool:
-    """Whether this process holds the first stage."""
-    return _groups().is_first_stage
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this process holds the first stage; unless ignore_virtual, whether its chunk `vp_stage` does."""
+    return _groups().is_first_stage and (ignore_virtual or vp_stage in (None, 0))
 
 
-def is_pipeline_last_stage() -> bool:
-    """Whether this process holds the last stage."""
-    return _groups().is_last_stage
+def is_pipeline_last_stage(
+    ignore_virtual: bool = True, vp_stage: int | None = None, vp_size: int | None = None
+) -> bool:
+    """Whether this process holds the last stage; unless ignore_virtual, whether chunk `vp_stage` of `vp_size` does."""
+    is_last_chunk = vp_size is None or vp_stage in (None, vp_size - 1)
+    return _groups().is_last_stage and (ignore_virtual or is_last_chunk)
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -195,8 +198,11 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return group_ranks(get_data_parallel_group(with_context_parallel))[0]
 
 
-def get_context_parallel_group() -> Group:
-    """The processes that share each sequence."""
+def get_context_parallel_group(check_initialized: bool = True) -> Group | None:
+    """The processes that share each sequence. check_initialized: raise RuntimeError where there are no groups yet;
+    otherwise return None."""
+    if not check_initialized and not ProcessGroupCollection.has_current():
+        return None
     return _groups().cp
 
 
@@ -218,6 +224,22 @@ def get_context_parallel_global_ranks() -> list[int]:
 def get_hierarchical_context_parallel_groups() -> list[Group]:
     """The processes that share each sequence, by levels of a hierarchical exchange: neighbours first."""
     return list(_groups().hcp)
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> list[Group] | Group:
+    """The groups of 1, 2, 4, ... neighbours that may share a sequence with --hybrid-context-parallel; the one of
+    `group_size` where it is given. Raises RuntimeError where there is none, unless check_initialized is False."""
+    groups = list(_groups().hybrid_cp)
+    if group_size is None:
+        if not groups and check_initialized:
+            raise RuntimeError("there are no groups for --hybrid-context-parallel: the process groups have none")
+        return groups
+    found = next((group for group in groups if group.size() == group_size), None)
+    if found is None:
+        raise RuntimeError(f"no group of {group_size} processes may share a sequence; there are {len(groups)} sizes")
+    return found
 
 
 # ---- experts

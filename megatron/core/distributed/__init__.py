@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 _NAMES = {
@@ -19,6 +21,15 @@ __all__ = list(_NAMES)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"megatron.core.distributed has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"megatron.core.distributed.{_NAMES[name]}"), name)
-    globals()[name] = value  # also where a submodule of the same name was just imported
-    return value
+    return getattr(importlib.import_module(f"megatron.core.distributed.{_NAMES[name]}"), name)
+
+
+class _Package(ModuleType):
+    """Importing the submodule finalize_model_grads would put the module where the function of that name belongs."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_namesake = isinstance(value, ModuleType) and name == "finalize_model_grads"
+        super().__setattr__(name, value.finalize_model_grads if is_namesake else value)
+
+
+sys.modules[__name__].__class__ = _Package

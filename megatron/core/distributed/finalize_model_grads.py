@@ -17,29 +17,31 @@ from megatron.core.timers import Timers
 
 
 def finalize_model_grads(
-    model_chunks: Sequence[ModelChunk],
+    model: Sequence[ModelChunk],
     num_tokens: Tensor | int | None = None,
-    *,
     pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+    *,
     timers: Timers | None = None,
 ) -> None:
     """Combine gradients over the data-parallel replicas, sum partial ones over their axes, finish the modules' step.
 
-    num_tokens: with calculate_per_token_loss, the tokens that counted on this process; 0 before the last stage. The
-    gradients, which are sums then, are divided by the tokens of all processes.
+    model: this process's pipeline chunks. num_tokens: with calculate_per_token_loss, the tokens that counted on this
+    process; 0 before the last stage. The gradients, which are sums then, are divided by the tokens of all processes.
+    force_all_reduce: of upstream's signature; everything is reduced always. timers: what to time the parts with.
 
     A gradient is partial where each process saw a part of the tokens (norms under sequence parallelism) or holds a
     copy of the parameter (tied embeddings: first and last stage), or holds whole what others of its axis hold as well
-    (keys and values of few query groups); its Placement says so. timers: what to time the parts with.
+    (keys and values of few query groups); its Placement says so.
 
     Modules that act once per step (`FinishesStep`: a router moves its expert biases) do so at the end.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     timers = timers or Timers(log_level=0)
     with timers("all-grads-sync", 1, barrier=True):
-        for chunk in model_chunks:
+        for chunk in model:
             chunk.finish_grad_sync()
-    for axis, grads in _partial_grads(model_chunks).items():
+    for axis, grads in _partial_grads(model).items():
         group = getattr(groups, axis)
         if group is None or isinstance(group, SingleRankGroup):
             continue
@@ -48,10 +50,10 @@ def finalize_model_grads(
             all_reduce(flat, group)
             for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
-    sum_replicated_grads(_placed_grads(model_chunks), groups)
+    sum_replicated_grads(_placed_grads(model), groups)
     if num_tokens is not None:
-        _divide_by_tokens(model_chunks, num_tokens, groups)
-    for chunk in model_chunks:
+        _divide_by_tokens(model, num_tokens, groups)
+    for chunk in model:
         for module in chunk.module.modules():
             # Asked of the class: a miss on the instance goes through nn.Module.__getattr__, which is slow.
             if hasattr(type(module), "finish_step"):

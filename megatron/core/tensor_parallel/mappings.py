@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 _Step = Callable[[Tensor, Group], Tensor]
 
@@ -86,7 +86,9 @@ class _Mapping(torch.autograd.Function):
         return ctx.transpose(grad, ctx.group), None, None, None
 
 
-def _apply(x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
+def _apply(x: Tensor, group: Group | None, forward: _Step, backward: _Step) -> Tensor:
+    if group is None:  # user code that hands over none
+        group = ProcessGroupCollection.current().tp
     # Not even a node in the graph: one process runs the same layers as many, without paying for it.
     if group.size() == 1:
         return x
@@ -94,40 +96,42 @@ def _apply(x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
     return result
 
 
-def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """The same tensor on every rank; gradients are summed."""
-    return _apply(x, group, _identity, _all_reduce)
+    return _apply(input_, group, _identity, _all_reduce)
 
 
-def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Sum of every rank's part."""
-    return _apply(x, group, _all_reduce, _identity)
+    return _apply(input_, group, _all_reduce, _identity)
 
 
-def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """[..., n] -> [..., n / tp]."""
-    return _apply(x, group, _slice_last, _gather_last)
+    return _apply(input_, group, _slice_last, _gather_last)
 
 
-def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """[..., n / tp] -> [..., n]."""
-    return _apply(x, group, _gather_last, _slice_last)
+    return _apply(input_, group, _gather_last, _slice_last)
 
 
-def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """[s, ...] -> [s / tp, ...]."""
-    return _apply(x, group, _slice_first, _gather_first)
+    return _apply(input_, group, _slice_first, _gather_first)
 
 
-def gather_from_sequence_parallel_region(x: Tensor, group: Group, tensor_parallel_output_grad: bool = True) -> Tensor:
+def gather_from_sequence_parallel_region(
+    input_: Tensor, group: Group | None = None, tensor_parallel_output_grad: bool = True
+) -> Tensor:
     """[s / tp, ...] -> [s, ...].
 
     tensor_parallel_output_grad: each rank goes on with its own part of the work, so gradients are summed while they are
     scattered; False where every rank does the same with the result.
     """
-    return _apply(x, group, _gather_first, _reduce_scatter_first if tensor_parallel_output_grad else _slice_first)
+    return _apply(input_, group, _gather_first, _reduce_scatter_first if tensor_parallel_output_grad else _slice_first)
 
 
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Partial sums [s, ...] -> summed [s / tp, ...]."""
-    return _apply(x, group, _reduce_scatter_first, _gather_first)
+    return _apply(input_, group, _reduce_scatter_first, _gather_first)

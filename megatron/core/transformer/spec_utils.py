@@ -22,8 +22,9 @@ class ModuleSpec:
     """Specs of the module's parts, handed over as `submodules`."""
 
 
-def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def build_module(spec_or_module: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a module from a spec, or from a bare class."""
+    spec = spec_or_module
     if not isinstance(spec, ModuleSpec):
         return spec(*args, **kwargs)
     if spec.submodules is not None:

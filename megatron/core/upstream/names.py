@@ -52,6 +52,9 @@ class UpstreamNames:
         if fullname not in self._mentioned and fullname not in self._packages:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None and fullname in self._packages:
+            # Upstream has a package where a file stands here: with a search path, if an empty one, it has submodules.
+            spec.submodule_search_locations = spec.submodule_search_locations or []
         if spec is None or spec.loader is None:
             loader: Any = _TableLoader(self)
             is_package = fullname in self._packages

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+
+from megatron.core.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -9,6 +12,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
@@ -25,8 +29,23 @@ def get_moe_module_spec() -> ModuleSpec:
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=shared_experts))
 
 
-def get_gpt_layer_local_spec() -> ModuleSpec:
-    """A GPT layer on plain torch; which norm, activation and attention kernel it gets is up to its config."""
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+) -> ModuleSpec:
+    """A GPT layer on plain torch; which norm, activation and attention kernel it gets is up to its config.
+
+    num_experts, moe_grouped_gemm, qk_layernorm, normalization, qk_l2_norm: part of upstream's signature; a layer takes
+    them from its config (num_moe_experts, ...), so that one spec serves all layers. Raises ConfigError for what does
+    not exist yet: multi_latent_attention, fp8, moe_use_legacy_grouped_gemm.
+    """
+    _refuse_unsupported(multi_latent_attention, fp8, moe_use_legacy_grouped_gemm)
     self_attention = ModuleSpec(
         module=SelfAttention,
         submodules=SelfAttentionSubmodules(
@@ -49,3 +68,76 @@ def get_gpt_layer_local_spec() -> ModuleSpec:
             moe=get_moe_module_spec(),
         ),
     )
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+    qk_l2_norm: bool | None = False,
+    use_te_op_fuser: bool | None = False,
+) -> ModuleSpec:
+    """The local spec, and a note that says so: layers are not built from Transformer Engine's modules. Arguments as
+    there; use_te_op_fuser: TransformerConfig(compile=True) fuses operations."""
+    warnings.warn("layers are those of the local spec: Transformer Engine's are not used", stacklevel=2)
+    return get_gpt_layer_local_spec(
+        num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm, None,
+        qk_l2_norm,
+    )  # fmt: skip
+
+
+def get_gpt_layer_with_inference_spec(
+    qk_layernorm: bool | None = False, multi_latent_attention: bool | None = False, qk_l2_norm: bool | None = False
+) -> ModuleSpec:
+    """The local spec: the layers that train also generate."""
+    return get_gpt_layer_local_spec(None, False, qk_layernorm, multi_latent_attention, qk_l2_norm=qk_l2_norm)
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> list[ModuleSpec]:
+    """A spec for each layer of the whole decoder; dense layers and those with experts have one and the same."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
+    assert config.num_layers is not None
+    return [spec] * config.num_layers
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> ModuleSpec:
+    """What GPTModel takes as transformer_layer_spec, for dense models and for those with experts in some layers.
+
+    normalization, qk_l2_norm: of the config, which they must not contradict (ConfigError). vp_stage, pp_rank: part of
+    upstream's signature; the block finds its layers itself.
+    """
+    if normalization not in (None, config.normalization):
+        raise ConfigError(
+            f"normalization {normalization} contradicts the config's {config.normalization}; leave it out"
+        )
+    if qk_l2_norm and not config.qk_l2_norm:
+        raise ConfigError("qk_l2_norm is the config's to say: TransformerConfig(qk_l2_norm=True)")
+    if use_transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_local_spec()
+
+
+def _refuse_unsupported(multi_latent_attention: bool | None, fp8: str | None, legacy_gemm: bool | None) -> None:
+    if multi_latent_attention:
+        raise ConfigError("multi_latent_attention waits for multi-head latent attention; leave it out")
+    if fp8:
+        raise ConfigError("fp8 waits for the FP8 recipes; leave it out")
+    if legacy_gemm:
+        raise ConfigError("moe_use_legacy_grouped_gemm has no meaning: experts have one grouped product; leave it out")

@@ -60,5 +60,5 @@ def _ramp(first: float, last: float, count: int, like: Tensor) -> Tensor:
     return ((torch.arange(count, dtype=like.dtype, device=like.device) - first) / width).clamp(0, 1)
 
 
-def _magnitude(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _magnitude(scale: float = 1.0, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
