@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megatron.training.upstream.table import TRAINING_NAMES
+
 _NAMES = {
     "pretrain": "training",
     "get_args": "global_vars",
@@ -18,5 +20,9 @@ __all__ = list(_NAMES)  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
-        raise AttributeError(f"megatron.training has no attribute {name!r}")
+        return _upstream(name)
     return getattr(importlib.import_module(f"megatron.training.{_NAMES[name]}"), name)
+
+
+_upstream = TRAINING_NAMES.lookup(__name__)
+TRAINING_NAMES.install()

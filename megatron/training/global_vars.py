@@ -38,9 +38,9 @@ def get_timers() -> Timers:
     return _present(CurrentRun.timers, "get_timers")
 
 
-def print_rank_0(message: object) -> None:
-    """Print on the first rank only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def print_rank_0(message: object, rank: int | None = None) -> None:
+    """Print on the first rank only. rank: this process's, where torch.distributed cannot be asked yet."""
+    if rank == 0 or (rank is None and (not dist.is_initialized() or dist.get_rank() == 0)):
         print(message, flush=True)
 
 

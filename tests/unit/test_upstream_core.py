@@ -110,6 +110,17 @@ def test_arithmetic_and_versions() -> None:
     assert [part.tolist() for part in parts] == [[1, 1], [0, 0, 0]]
 
 
+def test_gradients_and_divided_tensors() -> None:
+    where, whole, divide = use(
+        "distributed.finalize_model_grads", "_get_main_grad_attr", "_unshard_if_dtensor", "_reshard_if_dtensor"
+    )
+    param: Any = nn.Parameter(torch.ones(2))
+    assert where(param) == "grad"
+    param.main_grad = torch.zeros(2)
+    assert where(param) == "main_grad"
+    assert whole(param) is param and divide(tensor_to_shard=param, reference_tensor=param) is param
+
+
 # ---- modules
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.transformer.module import MegatronModule
@@ -126,3 +127,20 @@ def import_module(module_path: Iterable[str]) -> Any:
 def get_submodules(spec: ModuleSpec | type) -> Any:
     """The specs of a module's parts; None for a class without any."""
     return spec.submodules if isinstance(spec, ModuleSpec) else None
+
+
+def _get_main_grad_attr(param: Tensor) -> str:
+    """Where a parameter's gradient is: in the flat buffers of DistributedDataParallel, or where autograd leaves it."""
+    return "main_grad" if hasattr(param, "main_grad") else "grad"
+
+
+def _unshard_if_dtensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that PyTorch has divided; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _reshard_if_dtensor(tensor_to_shard: Tensor, reference_tensor: Tensor) -> Tensor:
+    """The tensor divided as the reference is; as it is where the reference is not divided."""
+    if not isinstance(reference_tensor, DTensor):
+        return tensor_to_shard
+    return distribute_tensor(tensor_to_shard, reference_tensor.device_mesh, reference_tensor.placements)

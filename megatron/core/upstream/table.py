@@ -33,7 +33,7 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.dist_checkpointing.strategies.torch": _in(_CHECKPOINTS, "TorchDistLoadShardedStrategy"),
     "megatron.core.dist_checkpointing.validation": _in(_CHECKPOINTS, "verify_checkpoint"),
     "megatron.core.distributed.finalize_model_grads": {
-        "get_attr_wrapped_model": _MODULES,
+        **_in(_MODULES, "_get_main_grad_attr", "_reshard_if_dtensor", "_unshard_if_dtensor", "get_attr_wrapped_model"),
         "_flatten_dense_tensors": "torch._utils",
         "_unflatten_dense_tensors": "torch._utils",
     },
@@ -109,9 +109,6 @@ ABSENT: dict[str, str] = {
     "megatron.core.dist_checkpointing.strategies.filesystem_async": (
         "checkpoints are saved before training goes on; use dist_checkpointing.save"
     ),
-    "megatron.core.distributed.finalize_model_grads._get_main_grad_attr": "gradients are always param.main_grad",
-    "megatron.core.distributed.finalize_model_grads._reshard_if_dtensor": _DTENSOR,
-    "megatron.core.distributed.finalize_model_grads._unshard_if_dtensor": _DTENSOR,
     "megatron.core.distributed.fsdp": _DTENSOR,
     "megatron.core.extensions": _TE,
     "megatron.core.extensions.transformer_engine": _TE,

@@ -1,0 +1,7 @@
+"""Upstream's names of the training program, for users' own loops. Nothing inside megatron/ imports this room.
+
+table           which names stand where; see megatron.core.upstream.names
+settings        arguments and globals: set_args, initialize_megatron, validate_args, ...
+steps           get_model, setup_model_and_optimizer, train_step, evaluation, logging
+checkpoints     save_checkpoint, load_checkpoint, names of files
+"""

@@ -1,0 +1,181 @@
+"""Arguments and globals as upstream's scripts know them. What is global is kept by CurrentRun, as for get_args()."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream import batches
+from megatron.planner.memory import Workload, describe_memory, estimate_memory
+from megatron.training.arguments import as_namespace, core_transformer_config_from_args
+from megatron.training.config.container import RunConfig
+from megatron.training.current_run import CurrentRun
+from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
+from megatron.training.global_vars import get_args
+from megatron.training.launch.initialize import initialize, read_command_line
+from megatron.training.recipes.gpt_data import read_blends
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
+
+
+def parse_and_validate_args(
+    extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Mapping[str, Any] | None = None
+) -> Namespace:
+    """The settings of the command line as get_args() then returns them. args_defaults: setting -> value for what the
+    command line leaves out. Raises ConfigError with every problem; unknown flags are never ignored."""
+    if ignore_unknown_args:
+        raise ValueError("flags are never ignored; declare your own through extra_args_provider")
+    args = as_namespace(read_command_line(extra_args_provider, args_defaults or {}))
+    set_args(args)
+    return args
+
+
+def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
+    """Check arguments that a script has changed since they were parsed; defaults: for those that are None.
+
+    Raises ConfigError with every problem of the model's settings.
+    """
+    for name, value in (defaults or {}).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    core_transformer_config_from_args(args)
+    return args
+
+
+def gpt_config_from_args(
+    args: Namespace, config: TransformerConfig | None = None, model_config_cls: type[TransformerConfig] | None = None
+) -> TransformerConfig:
+    """The layers' configuration; `config` itself where one is given."""
+    return config or core_transformer_config_from_args(args, model_config_cls or TransformerConfig)
+
+
+def pretrain_cfg_container_from_args(args: Namespace, model_cfg: TransformerConfig | None = None) -> RunConfig:
+    """All settings in groups; pretrain(run_config=...) takes them. model_cfg: in place of the parsed model."""
+    config: RunConfig = args.run_config
+    return config if model_cfg is None else config.with_groups(model=model_cfg)
+
+
+def core_transformer_config_from_yaml(args: Namespace, transfomer_key: str = "language_model") -> TransformerConfig:
+    """The layers' configuration from the part of a settings file that is about them; its names are the fields'."""
+    return core_transformer_config_from_args(getattr(args, transfomer_key))
+
+
+def set_args(args: Namespace) -> None:
+    """What get_args() returns from now on."""
+    CurrentRun.show(args=args, config=getattr(args, "run_config", None))
+
+
+def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
+    """Arguments, timers, the number of microbatches, and unless told otherwise the tokenizer."""
+    set_args(args)
+    CurrentRun.show(timers=Timers(log_level=args.timing_log_level))
+    calculator = build_batch_size_calculator(args.run_config)
+    batches.CurrentBatchSize.calculator, batches.CurrentBatchSize.consumed_samples = calculator, 0
+    if build_tokenizer:
+        _build_tokenizer(args)
+
+
+def unset_global_variables() -> None:
+    """Forget them all."""
+    CurrentRun.forget()
+    batches.destroy_num_microbatches_calculator()
+
+
+def _build_tokenizer(args: Namespace) -> Tokenizer:
+    """The run's tokenizer, which get_tokenizer() then returns; args.padded_vocab_size follows from it."""
+    tokenizer = build_tokenizer(args.run_config)
+    args.padded_vocab_size = compute_padded_vocab_size(args.run_config, tokenizer)
+    CurrentRun.show(tokenizer=tokenizer)
+    return tokenizer
+
+
+def initialize_megatron(
+    allow_no_cuda: bool = False,
+    skip_mpu_initialization: bool = False,
+    get_embedding_ranks: None = None,
+    get_position_embedding_ranks: None = None,
+    store: None = None,
+    skip_model_parallel_init: bool = False,
+) -> Callable[[], None] | None:
+    """Join the job, make the process groups and seed, as the arguments of get_args() say.
+
+    allow_no_cuda: a computer without a GPU is always allowed. skip_mpu_initialization, skip_model_parallel_init: do
+    nothing now, and return the function that does it. The others: of upstream's signature, None.
+    """
+    for name, value in (("get_embedding_ranks", get_embedding_ranks), ("store", store)):
+        if value is not None:
+            raise ValueError(f"initialize_megatron() has no use for {name}; leave it out")
+
+    def join() -> None:
+        args = get_args()
+        process = initialize(args.run_config)
+        args.rank, args.local_rank = process.launch.rank, process.launch.local_rank
+
+    if skip_mpu_initialization or skip_model_parallel_init:
+        return join
+    join()
+    return None
+
+
+def print_rank_last(message: object) -> None:
+    """Print on the last rank only."""
+    if is_last_rank():
+        print(message, flush=True)
+
+
+def is_last_rank() -> bool:
+    """Whether this is the last process of the job."""
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
+    """Whether this process holds the first or the last layers; with a chunk, whether that chunk does."""
+    chunks = get_args().virtual_pipeline_model_parallel_size
+    return parallel_state.is_pipeline_first_stage(False, vp_stage) or parallel_state.is_pipeline_last_stage(
+        False, vp_stage, chunks
+    )
+
+
+def is_hybrid_model(args: Namespace) -> bool:
+    """Whether layers other than attention are asked for: never."""
+    return False
+
+
+def get_blend_and_blend_per_split(args: Namespace) -> tuple[Any, Any]:
+    """(datasets and weights that are split, or None; those of each split, or None), from the files that hold them."""
+    return read_blends(args.run_config.data)
+
+
+def get_train_valid_test_num_samples() -> tuple[int, int | None, int]:
+    """Samples of the whole run; None: all there are."""
+    return count_needed_samples(get_args().run_config)
+
+
+def update_train_iters(args: Namespace) -> None:
+    """Set args.train_iters where the run's length was given in samples."""
+    if not args.train_iters:
+        args.train_iters = count_iterations(args.run_config, build_batch_size_calculator(args.run_config))
+
+
+def report_theoretical_memory(args: Namespace, num_microbatches: int | None = None, verbose: bool = False) -> None:
+    """Print what a process of this layout holds, by formula. verbose: all lines are printed anyway."""
+    config: RunConfig = args.run_config
+    workload = Workload(
+        padded_vocab_size=args.padded_vocab_size or args.vocab_size,
+        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        num_microbatches=num_microbatches or 1,
+        data_parallel_size=config.data_parallel_size,
+    )
+    print(describe_memory(estimate_memory(config.model, config.ddp, workload), config.model))
+
+
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Nothing is left to do: a checkpoint is complete when save_checkpoint() returns."""

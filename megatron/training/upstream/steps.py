@@ -1,0 +1,234 @@
+"""A training loop of one's own from upstream's pieces: model, optimizer, step, evaluation, a line of log."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device as device_module
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer.clip_grads import is_counted
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
+from megatron.core.placement import placement_of
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.core.upstream.batches import get_num_microbatches
+from megatron.training.config.container import RunConfig
+from megatron.training.global_vars import get_args
+from megatron.training.setup import build_scheduler, tie_chunks
+from megatron.training.upstream.checkpoints import load_checkpoint
+
+
+def get_model(
+    model_provider_func: Callable[..., nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[Any]:
+    """This process's pipeline chunks on its device, in DistributedDataParallel unless told otherwise.
+
+    model_provider_func: (pre_process, post_process) and, where it accepts it, vp_stage -> one chunk. config: of the
+    model; that of get_args() when None.
+    """
+    run_config: RunConfig = get_args().run_config
+    config = config or run_config.model
+    groups = pg_collection or ProcessGroupCollection.current()
+    shape = virtual_stages(config)
+    layout = pipeline_layout(config, shape)
+    accepts_stage = "vp_stage" in inspect.signature(model_provider_func).parameters
+    chunks: list[nn.Module] = []
+    for index in range(shape.chunks):
+        content = layout[shape.index(groups.pp.rank(), index)]
+        offered = {"vp_stage": index if shape.chunks > 1 else None} if accepts_stage else {}
+        with torch.device(device_module.current_device()):
+            chunk = model_provider_func(pre_process=content.has_embedding, post_process=content.has_loss, **offered)
+        chunks.append(chunk.to(device_module.current_device()))
+    tie_chunks(chunks)
+    if not wrap_with_ddp:
+        return chunks
+    return [DistributedDataParallel(config, run_config.ddp, chunk, pg_collection=groups) for chunk in chunks]
+
+
+def setup_model_and_optimizer(
+    model_type: ModelType,
+    model_provider_func: Callable[..., nn.Module],
+    checkpointing_context: Any = None,
+    cfg_container: RunConfig | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> tuple[list[Any], MegatronOptimizer, OptimizerParamScheduler]:
+    """Model, optimizer and learning-rate schedule of the settings, with what --load holds; get_args().iteration is then
+    how far that was. checkpointing_context: of upstream's signature. cfg_container: those of get_args() when None."""
+    args = get_args()
+    config = cfg_container or args.run_config
+    model = get_model(model_provider_func, model_type, pg_collection=pg_collection)
+    optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=pg_collection)
+    scheduler = build_scheduler(config, optimizer)
+    args.iteration, args.num_floating_point_operations_so_far = 0, 0
+    if config.checkpoint.load is not None:
+        args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(model, optimizer, scheduler)
+    return model, optimizer, scheduler
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    config: Any,
+    forward_backward_func: Callable[..., list[Any]] | None = None,
+    iteration: int | None = None,
+) -> tuple[dict[str, Tensor], int, bool, bool, int, Tensor | None, int | None, float | None]:
+    """Forward, backward and update on one global batch of get_num_microbatches() microbatches.
+
+    Returns (mean losses on the last stage, 1 if the update was skipped, whether to save now, whether to stop, exit
+    code, gradient norm, zeros among the gradients, largest attention score): the 3rd to 5th and the last two are for
+    loops of upstream's, and always False, False, 0, None, None here.
+    """
+    args = get_args()
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    config.grad_scale_func = optimizer.grad_scale_func
+    losses = (forward_backward_func or get_forward_backward_func())(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=list(model),
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    if getattr(config, "finalize_model_grads_func", None) is None:
+        finalize_model_grads(list(model))
+    update = optimizer.step()
+    if not update.skipped:
+        opt_param_scheduler.step(get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
+    return mean_losses(losses), int(update.skipped), False, False, 0, update.grad_norm, None, None
+
+
+def mean_losses(losses: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Mean over microbatches and replicas of what loss functions returned: a scalar, or (sum, number of tokens)."""
+    group = ProcessGroupCollection.current().dp_cp
+    means = {}
+    for name in losses[0] if losses else ():
+        values = [torch.as_tensor(entry[name]) for entry in losses]
+        pairs = [value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)]) for value in values]
+        total = torch.stack(pairs).float().sum(dim=0)
+        all_reduce(total, group)
+        means[name] = total[0] / total[1].clamp(min=1)
+    return means
+
+
+def evaluate_and_print_results(
+    prefix: str,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[Any],
+    iteration: int,
+    process_non_loss_data_func: None = None,
+    config: Any = None,
+    verbose: bool = False,
+) -> dict[str, float]:
+    """Mean losses of args.eval_iters global batches, printed behind the prefix; returns them.
+
+    process_non_loss_data_func, config, verbose: of upstream's signature; pretrain() has the first.
+    """
+    args = get_args()
+    totals: dict[str, float] = {}
+    was_training = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    for _ in range(args.eval_iters):
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=list(model),
+            num_microbatches=get_num_microbatches(),
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+        )
+        for name, value in mean_losses(losses).items():
+            totals[name] = totals.get(name, 0.0) + float(value) / args.eval_iters
+    for chunk, mode in zip(model, was_training, strict=True):
+        chunk.train(mode)
+    texts = [f"{name} value: {value:.6E}" for name, value in totals.items()]
+    print(f"validation loss at {prefix} (iteration {iteration}) | {' | '.join(texts)}", flush=True)
+    return totals
+
+
+def training_log(
+    loss_dict: Mapping[str, Tensor],
+    total_loss_dict: dict[str, Any],
+    learning_rate: float,
+    iteration: int,
+    loss_scale: float,
+    report_memory_flag: bool,
+    skipped_iter: int,
+    grad_norm: Tensor | float | None,
+    params_norm: float | None = None,
+    num_zeros_in_grad: int | None = None,
+) -> bool:
+    """Add a step's losses to total_loss_dict; every args.log_interval steps print their means and begin anew.
+
+    Returns report_memory_flag as it is: memory is told by --log-memory-interval.
+    """
+    for name, loss in loss_dict.items():
+        if not skipped_iter:
+            total_loss_dict[name] = total_loss_dict.get(name, 0.0) + float(loss)
+    counted, skipped = "advanced iterations", "skipped iterations"
+    total_loss_dict[counted] = total_loss_dict.get(counted, 0) + (not skipped_iter)
+    total_loss_dict[skipped] = total_loss_dict.get(skipped, 0) + bool(skipped_iter)
+    if iteration % get_args().log_interval:
+        return report_memory_flag
+    steps = max(1, total_loss_dict[counted])
+    names = [name for name in total_loss_dict if name not in (counted, skipped)]
+    fields = [f"iteration {iteration:8d}", f"learning rate: {learning_rate:.6E}"]
+    fields += [f"{name}: {total_loss_dict[name] / steps:.6E}" for name in names]
+    fields += [f"loss scale: {loss_scale:.1f}"]
+    fields += [] if grad_norm is None else [f"grad norm: {float(grad_norm):.3f}"]
+    fields += [] if params_norm is None else [f"params norm: {params_norm:.3f}"]
+    fields += [] if num_zeros_in_grad is None else [f"num zeros: {num_zeros_in_grad}"]
+    fields += [f"number of skipped iterations: {total_loss_dict[skipped]}"]
+    print(" | ".join(fields), flush=True)
+    total_loss_dict.clear()
+    return report_memory_flag
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor], group: Group | None = None) -> Tensor:
+    """Mean of each loss over the replicas, one after another in a tensor."""
+    group = group if group is not None else ProcessGroupCollection.current().dp
+    averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    all_reduce(averaged, group)
+    return averaged / group.size()
+
+
+def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
+    """L2 norm of all parameters of the model. force_create_fp32_copy: it is computed in float64 anyway."""
+    groups = ProcessGroupCollection.current()
+    sums = {of_experts: torch.zeros((), dtype=torch.float64) for of_experts in (False, True)}
+    for chunk in model if isinstance(model, list | tuple) else [model]:
+        for name, param in chunk.named_parameters():
+            placement = placement_of(param, name)
+            if is_counted(placement, groups):
+                owned = [param.detach()[_slices(block.local_box)] for block in placement.pieces() if block.owned]
+                sums[placement.is_expert] += sum(part.double().square().sum().cpu() for part in owned)
+    for of_experts, total in sums.items():
+        on_device = total.to(device_module.current_device())
+        all_reduce(on_device, groups.copy_of_model(of_experts))
+        sums[of_experts] = on_device.cpu()
+    return float(sum(sums.values())) ** 0.5
+
+
+def _slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in box)
