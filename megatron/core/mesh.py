@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from megatron.core.config_base import divisors_near
 from megatron.core.errors import TopologyError
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -160,16 +161,7 @@ class RankGrid:
             problems.append(f"order {self.order!r} must name each axis of {DEFAULT_ORDER!r} once")
         if problems:
             return problems
-        for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
-            product = prod(sizes[axis] for axis in axes)
-            if self.world_size < 1 or self.world_size % product:
-                terms = " x ".join(f"{_FLAGS[axis]} {sizes[axis]}" for axis in axes)
-                below = self.world_size // product * product
-                nearest = f"{below} or {below + product}" if below else f"{product}"
-                problems.append(
-                    f"world size {self.world_size} is not a multiple of {terms} = {product}; "
-                    f"use {nearest} processes or smaller parallel sizes"
-                )
+        problems += size_problems(self.world_size, sizes)
         if self.cp_levels and prod(self.cp_levels) != self.cp:
             levels = " ".join(map(str, self.cp_levels))
             problems.append(
@@ -199,6 +191,21 @@ class RankGrid:
 
 DEFERS_WEIGHT_GRADIENTS = ("zb-h1", "zb-v")
 """Pipeline schedules that compute weight gradients apart from input gradients."""
+
+
+def schedule_problem(schedule: str, chunks: int) -> str | None:
+    """What stands against a pipeline schedule with so many chunks of layers on each stage."""
+    written = f"--pipeline-schedule {schedule}"
+    if schedule == "interleaved" and chunks == 1:
+        return f"{written} needs several chunks per stage; add --num-virtual-stages-per-pipeline-rank"
+    if schedule == "zb-v" and chunks != 2:
+        return f"{written} lays 2 chunks on each stage, not {chunks}; leave the number out"
+    if schedule not in ("interleaved", "zb-v") and chunks > 1:
+        return (
+            f"{written} has one chunk per stage, but the settings ask for {chunks}; "
+            "use --pipeline-schedule interleaved, or leave the chunks out"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -234,6 +241,31 @@ class VirtualStages:
 
     def _turned(self, place: int, chunk: int) -> int:
         return self.stages - 1 - place if self.folded and chunk % 2 else place
+
+
+def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
+    """What stands against so many processes with these sizes of tp, cp, pp, ep and etp.
+
+    Experts are carved out of tensor x context x data parallelism; they do not multiply the world size.
+    """
+
+    def written(*axes: str) -> str:
+        return " x ".join(f"{_FLAGS[axis]} {sizes[axis]}" for axis in axes)
+
+    problems = []
+    per_copy = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if world_size < 1 or world_size % per_copy:
+        problems.append(
+            f"{written('tp', 'pp', 'cp')} = {per_copy} processes per model copy does not divide the {world_size} "
+            f"processes of the job (WORLD_SIZE); use sizes whose product is {divisors_near(world_size, per_copy)}"
+        )
+    available, per_expert = world_size // sizes["pp"], sizes["etp"] * sizes["ep"]
+    if available % per_expert and (not problems or per_expert != sizes["tp"]):
+        problems.append(
+            f"{written('etp', 'ep')} = {per_expert} does not divide the {available} processes of a pipeline stage "
+            f"({world_size} / {written('pp')}); use sizes whose product is {divisors_near(available, per_expert)}"
+        )
+    return problems
 
 
 def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:

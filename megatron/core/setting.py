@@ -188,7 +188,7 @@ def _number(bound: float) -> str:
 
 
 def _is_in_range(setting: Setting, value: float) -> bool:
-    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+    if setting.value_type is int and abs(value) > LARGEST_INTEGER:
         return False
     above_minimum = setting.minimum is None or value >= setting.minimum
     above_bound = setting.above is None or value > setting.above

@@ -308,7 +308,7 @@ def test_what_cannot_be_is_refused_before_any_process_group(flags: str) -> None:
 
 def construct_with_two_heads() -> str:
     """The sentence for users who build the model themselves."""
-    config = model_config({"cp": 4, "comm": "a2a"}, num_attention_heads=2)
+    config = model_config({"comm": "a2a"}, num_attention_heads=2)
     with pytest.raises(ConfigError) as error:
         DotProductAttention(config, 1, pg_collection=build_groups({"cp": 4}))
     return str(error.value)
@@ -316,7 +316,7 @@ def construct_with_two_heads() -> str:
 
 def test_heads_that_cannot_be_shared_are_refused_by_the_layer() -> None:
     for sentence in run_distributed(construct_with_two_heads, 4):
-        assert "4 ranks cannot share 2 query heads" in sentence
+        assert "--context-parallel-size 4 needs a multiple of 4 query heads on each tensor-parallel rank" in sentence
 
 
 def outputs_with_dropout() -> list[Tensor]:

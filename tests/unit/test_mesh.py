@@ -102,10 +102,11 @@ def test_coordinates_tell_the_ranks_apart_on_either_grid(grid: RankGrid) -> None
     [
         (
             {"world_size": 6, "tp": 2, "pp": 2},
-            "world size 6 is not a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 1 x "
-            "--pipeline-model-parallel-size 2 = 4; use 4 or 8 processes",
+            "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 x --context-parallel-size 1 = 4 "
+            "processes per model copy does not divide the 6 processes of the job (WORLD_SIZE); use sizes whose product "
+            "is 3 or 6",
         ),
-        ({"world_size": 1, "tp": 2}, "= 2; use 2 processes"),
+        ({"world_size": 1, "tp": 2}, "= 2 processes per model copy does not divide the 1 processes"),
         ({"world_size": 8, "ep": 3}, "--expert-tensor-parallel-size 1 x --expert-model-parallel-size 3"),
         ({"world_size": 8, "tp": 0}, "--tensor-model-parallel-size 0 is not a positive number"),
         ({"world_size": 8, "order": "tp-dp"}, "must name each axis"),

@@ -129,9 +129,9 @@ def test_microbatches_that_leave_a_short_group_are_refused_with_the_next_numbers
 
 
 def test_a_schedule_with_the_wrong_number_of_chunks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zb-v has 2 chunks per stage; found 1"):
+    with pytest.raises(ConfigError, match="zb-v lays 2 chunks on each stage, not 1"):
         tables("zb-v", VirtualStages(2), 4)
-    with pytest.raises(ConfigError, match="1f1b has 1 chunks per stage; found 2"):
+    with pytest.raises(ConfigError, match="1f1b has one chunk per stage"):
         tables("1f1b", VirtualStages(2, 2), 4)
 
 

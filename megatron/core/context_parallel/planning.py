@@ -24,7 +24,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron.core.config_base import multiples_near
 from megatron.core.errors import ConfigError
+
+
+def cutting_problem(sequence: str, length: int, size: int) -> str | None:
+    """What stands against sharing a sequence, named so in the sentence, among `size` ranks; None where nothing does."""
+    if size == 1 or length % (2 * size) == 0:
+        return None
+    return (
+        f"{sequence} is not divisible by 2 x --context-parallel-size {size} (each rank holds two pieces, one from "
+        f"either end); use {multiples_near(length, 2 * size)} tokens"
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.core.config_base import multiples_near
+from megatron.core.context_parallel.planning import cutting_problem
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
 
@@ -90,9 +90,7 @@ def _rank_order(size: int) -> list[int]:
 
 def _pieces(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
     length = x.shape[dim]
-    if length % (2 * size):
-        raise ConfigError(
-            f"a sequence of {length} tokens cannot be cut into 2 x --context-parallel-size {size} equal pieces; "
-            f"use {multiples_near(length, 2 * size)} tokens"
-        )
+    problem = cutting_problem(f"a sequence of {length} tokens", length, size)
+    if problem is not None:
+        raise ConfigError(problem)
     return x.split(length // (2 * size), dim)

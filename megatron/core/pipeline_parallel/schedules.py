@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from megatron.core.errors import ConfigError
-from megatron.core.mesh import VirtualStages
+from megatron.core.mesh import VirtualStages, schedule_problem
 
 
 class Action(NamedTuple):
@@ -48,11 +48,12 @@ def tables(
     """
     stages, chunks = shape.stages, shape.chunks
     ranks = range(stages)
+    problem = schedule_problem(name, chunks)
+    if problem is not None:
+        raise ConfigError(problem)
     if name == "interleaved":
         return [interleaved(rank, stages, microbatches, chunks, group_size) for rank in ranks]
-    wanted = 2 if name == "zb-v" else 1
-    if chunks != wanted or shape.folded != (name == "zb-v"):
-        raise ConfigError(f"--pipeline-schedule {name} has {wanted} chunks per stage; found {chunks}")
+    assert shape.folded == (name == "zb-v"), f"{shape} is no shape of {name}"
     schedule = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb-h1": zero_bubble_h1, "zb-v": zero_bubble_v}[name]
     return [schedule(rank, stages, microbatches) for rank in ranks]
 

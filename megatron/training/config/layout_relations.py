@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.config_base import divisors_near, multiples_near
-from megatron.core.context_parallel.planning import ranks_of_sample
+from megatron.core.context_parallel.planning import cutting_problem, ranks_of_sample
+from megatron.core.mesh import size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.pipeline_parallel.schedules import interleaved_problem
 
@@ -20,31 +21,17 @@ if TYPE_CHECKING:
 _FORMATS = ("megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
 
 
-def world_is_divisible(run: RunConfig) -> Iterator[str]:
-    """Every process belongs to one copy of the model."""
-    if not run.is_divisible:
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        yield (
-            f"{' x '.join(map(run.say, sizes))} = {run.processes_per_copy} processes per model copy does not divide "
-            f"the {run.world_size} processes of the job (WORLD_SIZE); use sizes whose product is "
-            f"{divisors_near(run.world_size, run.processes_per_copy)}"
-        )
-
-
-def experts_fit_the_processes(run: RunConfig) -> Iterator[str]:
-    """Experts are carved out of tensor x context x data parallelism; they do not multiply the world size."""
+def sizes_fit_the_processes(run: RunConfig) -> Iterator[str]:
+    """Every process belongs to one copy of the model, and the experts to the processes of a stage."""
     model = run.model
-    if not run.is_divisible or (model.expert_model_parallel_size == 1 and model.num_moe_experts is None):
-        return
-    available = run.world_size // model.pipeline_model_parallel_size
-    wanted = (model.expert_tensor_parallel_size or 1) * model.expert_model_parallel_size
-    if available % wanted:
-        yield (
-            f"{run.say('expert_tensor_parallel_size')} x {run.say('expert_model_parallel_size')} = {wanted} does not "
-            f"divide the {available} processes of a pipeline stage ({run.world_size} / "
-            f"{run.say('pipeline_model_parallel_size')}); use sizes whose product is "
-            f"{divisors_near(available, wanted)}"
-        )
+    sizes = {
+        "tp": model.tensor_model_parallel_size,
+        "cp": model.context_parallel_size,
+        "pp": model.pipeline_model_parallel_size,
+        "ep": model.expert_model_parallel_size,
+        "etp": model.expert_tensor_parallel_size or model.tensor_model_parallel_size,
+    }
+    yield from size_problems(run.world_size, sizes)
 
 
 def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
@@ -74,11 +61,9 @@ def sequences_are_divisible(run: RunConfig) -> Iterator[str]:
     cp, tp = model.context_parallel_size, model.tensor_model_parallel_size
     if not length:
         return
-    if cp > 1 and length % (2 * cp):
-        yield (
-            f"{run.say('seq_length')} is not divisible by 2 x {run.say('context_parallel_size')} (each rank holds two "
-            f"pieces, one from either end); use {multiples_near(length, 2 * cp)} tokens"
-        )
+    problem = cutting_problem(run.say("seq_length"), length, cp)
+    if problem is not None:
+        yield problem
     if model.sequence_parallel and length % (tp * cp):
         yield (
             f"{run.say('seq_length')} is not divisible by {run.say('tensor_model_parallel_size')} x "
@@ -256,7 +241,7 @@ def _replicas(run: RunConfig) -> int | None:
 
 
 LAYOUT_RELATIONS = (
-    world_is_divisible, experts_fit_the_processes, microbatches_fill_the_pipeline, sequences_are_divisible,
+    sizes_fit_the_processes, microbatches_fill_the_pipeline, sequences_are_divisible,
     documents_are_bounded_in_one_way, conversations_can_be_planned, planned_sequences_fit_the_ranks,
     copies_of_the_optimizer_state_divide_the_replicas, divided_parameters_stand_alone,
     registered_memory_is_not_counted, formats_of_divided_parameters_fit,

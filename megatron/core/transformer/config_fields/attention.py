@@ -15,6 +15,12 @@ _QK_CLIP = Needs("--qk-clip", lambda run: run.qk_clip)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
+def comm_type_problem(kind: str) -> str | None:
+    """What is wrong with a word of --cp-comm-type; None where nothing is."""
+    known = ("p2p", "all_gather", "a2a", "a2a+p2p")
+    return None if kind in known else f"--cp-comm-type {kind} is unknown; use p2p, all_gather, a2a or a2a+p2p"
+
+
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
 class AttentionFields(ArchitectureFields):
     """Heads, windows, softmax, and which attention kernel."""
@@ -142,9 +148,7 @@ class AttentionFields(ArchitectureFields):
 
     def _context_exchange_is_known(self) -> Iterator[str]:
         kinds, cp = self.cp_comm_type or [], self.context_parallel_size
-        for kind in kinds:
-            if kind not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
-                yield f"--cp-comm-type {kind} is unknown; use p2p, all_gather, a2a or a2a+p2p"
+        yield from filter(None, map(comm_type_problem, kinds))
         if len(kinds) > 1 and self.num_layers and len(kinds) != self.num_layers:
             yield (
                 f"{self.say('cp_comm_type')} names {len(kinds)} kinds for {self.say('num_layers')}; give one, or one "
@@ -163,21 +167,29 @@ class AttentionFields(ArchitectureFields):
         yield from self._heads_can_be_exchanged()
 
     def _heads_can_be_exchanged(self) -> Iterator[str]:
-        """Ranks that exchange tokens for heads need a share of every tensor-parallel rank's query heads."""
-        heads, tp, cp = self.num_attention_heads, self.tensor_model_parallel_size, self.context_parallel_size
-        levels, kinds = self.hierarchical_context_parallel_sizes, self.cp_comm_type or []
-        if cp == 1 or not heads or heads % tp:
+        tp, cp, levels = (
+            self.tensor_model_parallel_size, self.context_parallel_size, self.hierarchical_context_parallel_sizes
+        )  # fmt: skip
+        if cp == 1 or not self.num_attention_heads or self.num_attention_heads % tp:
             return
-        exchanging = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
-        for kind, ranks in exchanging.items():
-            if kind in kinds and heads // tp % ranks:
-                written = self.say("context_parallel_size" if kind == "a2a" else "hierarchical_context_parallel_sizes")
-                yield (
-                    f"--cp-comm-type {kind} with {written} needs a multiple of {ranks} query heads on each "
-                    f"tensor-parallel rank, and {self.say('num_attention_heads')} / "
-                    f"{self.say('tensor_model_parallel_size')} is {heads // tp}; "
-                    f"use {multiples_near(heads, tp * ranks)} heads, or --cp-comm-type p2p"
-                )
+        for kind, ranks in (("a2a", cp), ("a2a+p2p", levels[0] if levels else 1)):
+            if kind in (self.cp_comm_type or []):
+                yield from self.exchange_problems(kind, tp, ranks)
+
+    def exchange_problems(self, kind: str, tp: int, ranks: int) -> Iterator[str]:
+        """Ranks that exchange tokens for heads need a share of every tensor-parallel rank's query heads.
+
+        kind: a2a or a2a+p2p. tp, ranks: of the config, or of real groups.
+        """
+        heads = self.num_attention_heads
+        if heads // tp % ranks:
+            sizes = f"--context-parallel-size {ranks}"
+            written = sizes if kind == "a2a" else self.say("hierarchical_context_parallel_sizes")
+            yield (
+                f"--cp-comm-type {kind} with {written} needs a multiple of {ranks} query heads on each tensor-parallel "
+                f"rank, and {self.say('num_attention_heads')} / --tensor-model-parallel-size {tp} is {heads // tp}; "
+                f"use {multiples_near(heads, tp * ranks)} heads, or --cp-comm-type p2p"
+            )
 
     def score_measuring_problems(self, asked: str) -> Iterator[str]:
         """Where the largest attention scores cannot be measured. asked: the flag that asks for it."""

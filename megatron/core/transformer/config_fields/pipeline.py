@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import divisors_near, flag, multiples_near
-from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS
+from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, schedule_problem
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.pipeline_layout import layout_problem, layout_stages
@@ -249,23 +249,14 @@ class PipelineFields(ArchitectureFields):
             yield f"{spelled} contradicts uneven first or last stages; use --num-virtual-stages-per-pipeline-rank"
 
     def _schedule_fits_the_stages(self) -> Iterator[str]:
-        schedule, chunks = self.pipeline_schedule, self.virtual_pipeline_model_parallel_size
-        if schedule is None:
+        if self.pipeline_schedule is None:
             return
         if self.pipeline_model_parallel_size == 1:
             yield f"{self.say('pipeline_schedule')} needs --pipeline-model-parallel-size of at least 2, not 1"
-        elif schedule == "interleaved" and chunks is None:
-            yield (
-                f"{self.say('pipeline_schedule')} needs several chunks per stage; "
-                "add --num-virtual-stages-per-pipeline-rank"
-            )
-        elif schedule == "zb-v" and chunks != 2:
-            yield f"{self.say('pipeline_schedule')} lays 2 chunks on each stage, not {chunks}; leave the number out"
-        elif schedule not in ("interleaved", "zb-v") and chunks is not None:
-            yield (
-                f"{self.say('pipeline_schedule')} has one chunk per stage, but the settings ask for {chunks}; "
-                "use --pipeline-schedule interleaved, or leave the chunks out"
-            )
+            return
+        problem = schedule_problem(self.pipeline_schedule, self.virtual_pipeline_model_parallel_size or 1)
+        if problem is not None:
+            yield problem
 
     def _weight_gradients_can_wait(self) -> Iterator[str]:
         if not self.gradient_accumulation_fusion:

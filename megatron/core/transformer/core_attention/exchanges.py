@@ -33,7 +33,6 @@ from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_to_all_single
 from megatron.core.context_parallel.sharding import pieces_of_rank, to_rank_order, to_sequence_order
-from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.core_attention.interface import AttentionInputs, CoreAttention
@@ -138,13 +137,3 @@ def _exchange(x: Tensor, group: Group) -> Tensor:
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     all_to_all_single(output, x.contiguous(), group)
     return output
-
-
-def check_heads(heads: int, size: int, flag: str) -> None:
-    """Raise ConfigError where `heads` query heads, those of one tensor-parallel rank, cannot be shared by `size`."""
-    if heads % size:
-        raise ConfigError(
-            f"{flag}: {size} ranks cannot share {heads} query heads (--num-attention-heads / "
-            f"--tensor-model-parallel-size) evenly; use a multiple of {size} heads on each tensor-parallel rank, or "
-            "--cp-comm-type p2p"
-        )

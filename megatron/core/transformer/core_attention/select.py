@@ -17,11 +17,11 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.transformer.config_fields.attention import comm_type_problem
 from megatron.core.transformer.core_attention.block_kernels import BlockKernel, CPUFlashKernel, PlainKernel
 from megatron.core.transformer.core_attention.exchanges import (
     GatheredKeysAttention,
     HeadExchangeAttention,
-    check_heads,
 )
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionOptions, CoreAttention
 from megatron.core.transformer.core_attention.local import LocalAttention
@@ -31,8 +31,6 @@ from megatron.core.transformer.core_attention.ring import RingAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.layer_patterns import has_windows
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def attention_problems(config: TransformerConfig, device: torch.device) -> list[str]:
@@ -88,12 +86,6 @@ def build_attention_backend(
 def comm_type_of(config: TransformerConfig, layer_number: int) -> str:
     """How layer `layer_number`, counted from 1, exchanges: one type for all layers, or one for each."""
     types = config.cp_comm_type
-    if isinstance(types, str):
-        types = [types]
-    if len(types) not in (1, config.num_layers):
-        raise ConfigError(
-            f"--cp-comm-type names {len(types)} types for --num-layers {config.num_layers}; give one, or one per layer"
-        )
     return types[0] if len(types) == 1 else types[layer_number - 1]
 
 
@@ -114,16 +106,16 @@ def build_core_attention(
     if groups.cp.size() == 1:
         return MaxLogits(backend, options) if config.measures_attention_logits else backend
     kind = comm_type_of(config, options.layer_number) if comm_type is None else comm_type
-    if kind not in COMM_TYPES:
-        raise ConfigError(f"--cp-comm-type {kind} is unknown; use {', '.join(COMM_TYPES[:-1])} or {COMM_TYPES[-1]}")
+    problem = comm_type_problem(kind)
+    if problem is not None:  # a layer's own word
+        raise ConfigError(problem)
     if kind == "all_gather":
         return GatheredKeysAttention(backend, groups.cp)
     if kind == "p2p":
         return _build_ring(config, options, groups.cp, device)
     # Before anything is sent: heads that cannot be shared would end in an exchange of unequal parts.
-    heads = config.num_attention_heads // groups.tp.size()
     if kind == "a2a":
-        check_heads(heads, groups.cp.size(), "--cp-comm-type a2a")
+        _check_exchange(config, kind, groups.tp, groups.cp)
         return HeadExchangeAttention(backend, groups.cp)
     if len(groups.hcp) != 2:
         raise ConfigError(
@@ -134,8 +126,14 @@ def build_core_attention(
     inner: CoreAttention = backend if beyond.size() == 1 else _build_ring(config, options, beyond, device)
     if neighbours.size() == 1:
         return inner
-    check_heads(heads, neighbours.size(), "--cp-comm-type a2a+p2p")
+    _check_exchange(config, kind, groups.tp, neighbours)
     return HeadExchangeAttention(inner, neighbours)
+
+
+def _check_exchange(config: TransformerConfig, kind: str, tp: Group, ranks: Group) -> None:
+    problems = list(config.exchange_problems(kind, tp.size(), ranks.size()))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _build_ring(
