@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.mesh import RankGrid
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -252,6 +253,8 @@ def test_model_state_by_global_names() -> None:
     state = model.sharded_state_dict(prefix="model.")
     assert set(state) == {f"model.{name}" for name, _ in model.named_parameters()}
     assert state["model.decoder.layers.1.mlp.linear_fc1.weight"].global_shape == (32, 8)
+    wrapped = DistributedDataParallel(config=model.config, ddp_config=DistributedDataParallelConfig(), module=model)
+    assert set(wrapped.sharded_state_dict(prefix="")) == {name for name, _ in model.named_parameters()}
 
 
 # ---- batches

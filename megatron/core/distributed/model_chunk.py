@@ -116,6 +116,13 @@ class ModelChunk(nn.Module, ABC):
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's parameters for dist_checkpointing.save() and load(), without a prefix of ours."""
+        self.finish_param_sync()
+        module: Any = self.module
+        state: dict[str, Any] = module.sharded_state_dict(*args, **kwargs)
+        return state
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module; the values land in the flat memory."""
         self.finish_param_sync()
