@@ -67,6 +67,7 @@ def reduce_scatter_tensor(
     if isinstance(group, SingleRankGroup):
         _copy(output, input)
         return None
+    # The whole tensor is what traffic.py calls B, not the slice that is left.
     counted = _counted(group, "reduce_scatter", input)
     reduce_op, divide = _reduce_op(counted, op)
     work = _reduce_scatter_single(output, input, op=reduce_op, group=counted, async_op=async_op)
@@ -185,9 +186,11 @@ def pass_on(sent: torch.Tensor, received: torch.Tensor, group: Group, tag: int =
     """Begin to send to the next member and to receive from the previous one, in a ring."""
     assert not isinstance(group, SingleRankGroup), "a ring of one passes nothing on"
     ranks, rank, size = group_ranks(group), group.rank(), group.size()
+    # What arrives is counted where it is sent.
     counted = _counted(group, "send", sent)
     outgoing = dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], counted, tag)
     incoming = dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], counted, tag)
+    # In one batch: NCCL would hang where every member sends before it receives.
     return list(dist.batch_isend_irecv([outgoing, incoming]))
 
 
@@ -226,6 +229,7 @@ def _counted(
 
 def _reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:
     """torch's operation, and whether the result must still be divided by the group's size."""
+    # NCCL has an average of its own.
     divide = op == "avg" and dist.get_backend(group) == "gloo"
     return _OPS["sum" if divide else op], divide
 
@@ -233,6 +237,7 @@ def _reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:
 def _finish(work: Handle | None, result: torch.Tensor, divisor: int) -> Handle | None:
     if divisor == 1:
         return work
+    # The sum is not there yet, so that its division has to wait.
     if work is not None:
         return _Average(work, result, divisor)
     result.div_(divisor)
@@ -240,5 +245,6 @@ def _finish(work: Handle | None, result: torch.Tensor, divisor: int) -> Handle |
 
 
 def _copy(output: torch.Tensor, input: torch.Tensor) -> None:
+    # A caller that works in place hands over the same memory twice.
     if output.data_ptr() != input.data_ptr():
         output.copy_(input)

@@ -113,10 +113,12 @@ def settings_of(config_class: Any) -> dict[str, Setting]:
     return _settings_of(config_class)
 
 
+# Evaluating annotations is slow, and every check and every flag asks.
 @functools.cache
 def _settings_of(config_class: type) -> dict[str, Setting]:
     hints = _annotations(config_class)
     kinds: dict[str, FieldKind | None] = {}
+    # Bases first, so that the class that declares a field again decides.
     for owner in reversed(config_class.__mro__):
         kinds |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(owner).get("usual_kind"))
     settings = {f.name: _setting(f, flag_spec(f), hints.get(f.name, Any)) for f in dataclasses.fields(config_class)}
@@ -155,6 +157,7 @@ def _spellings(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Every switch that is on by default can be switched off, and can also be spelled positively."""
     written = field_name.replace("_", "-")
+    # Sentences about a field that no flag sets name the field.
     if spec.hidden and not spec.names:
         return (field_name,), ()
     names = spec.names or (f"--{written}",)
@@ -174,6 +177,7 @@ def _value_type(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:
         return type(inner[0]), None, inner
     if origin is list:
         return inner[0], "+", None
+    # One word on the command line, which `parse` takes apart.
     if origin is tuple:
         return str, None, None
     return (hint if origin is None and isinstance(hint, type) else object), None, None
@@ -237,8 +241,10 @@ def check(config: CheckedConfig, reported: Collection[str] = ()) -> list[str]:
     config.normalize()
     broken = _broken_fields(config)
     for name in broken:
+        # Configs may be frozen dataclasses.
         object.__setattr__(config, name, settings[name].default)
     config.derive()
+    # One sentence for one mistake: a relation that names a broken field would judge its default.
     spellings = {spelling for name in {*broken, *reported} for spelling in settings[name].spellings}
     relations = [text for text in config.problems() if not names_any(text, spellings)]
     return [*(problem for name, problem in broken.items() if name not in reported), *relations]
@@ -285,6 +291,7 @@ def _restored_problem(setting: Setting, value: Any) -> str | None:
 
 def unchecked(config_class: type[AnyConfigT], values: Mapping[str, Any]) -> AnyConfigT:
     """A config with these values and the defaults of the other fields, neither derived nor checked."""
+    # Past __init__, which would derive and check.
     config = object.__new__(config_class)
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         if field.name in values:
@@ -303,6 +310,7 @@ def multiples_near(value: int, unit: int) -> str:
 
 def divisors_near(number: int, value: int) -> str:
     """The divisors of `number` around a value that is none, for a sentence: `4 or 8`. Looks 4096 steps either way."""
+    # Bounded, because the number may be a count of tokens in the billions.
     below = next((n for n in range(value - 1, max(0, value - 4096), -1) if number % n == 0), 1)
     above = next((n for n in range(value + 1, min(number, value + 4096) + 1) if number % n == 0), None)
     return str(below) if above is None else f"{below} or {above}"

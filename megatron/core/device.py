@@ -57,6 +57,7 @@ def current_device() -> torch.device:
     if not cuda_is_usable():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # Modulo, for launchers that show each process one GPU only and still number them.
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
@@ -123,6 +124,7 @@ def dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float | Non
         if not is_cuda(device):
             return None
         name = torch.cuda.get_device_name(device)
+    # In the order of the table: "H100 PCIe" has to come before "H100", which is in its name.
     for product, peaks in DENSE_PEAKS.items():
         if re.search(rf"\b{product}\b", name):
             teraflops = _peak_of(peaks, dtype)
@@ -142,6 +144,7 @@ def _peak_of(peaks: Peaks, dtype: torch.dtype) -> float | None:
 def use_deterministic_algorithms() -> None:
     """From now on torch takes only algorithms that give the same result each time, and refuses what has none."""
     torch.use_deterministic_algorithms(True)
+    # The filling is a further pass over every new tensor, and nothing of ours reads before it writes.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
@@ -166,6 +169,7 @@ def seconds_between(earlier: Mark, later: Mark) -> float:
     if isinstance(earlier, float) or isinstance(later, float):
         assert isinstance(earlier, float) and isinstance(later, float), "one mark on the CPU, one on the device"
         return later - earlier
+    # torch counts milliseconds.
     return float(earlier.elapsed_time(later)) / 1000
 
 
@@ -260,6 +264,7 @@ def device_memory_used() -> int:
     """Bytes of the device's memory, or of the machine's, that all processes together use."""
     device = current_device()
     if is_cuda(device):
+        # The driver's figures, not the allocator's: other processes and CUDA's own context take memory, too.
         free, total = torch.cuda.mem_get_info(device)
         return int(total - free)
     return os.sysconf("SC_PAGE_SIZE") * (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES"))
@@ -268,12 +273,14 @@ def device_memory_used() -> int:
 def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
+        # In pages: the size of the program, then what of it is resident.
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return _peak_resident_bytes()
 
 
 def _peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # ru_maxrss is bytes on macOS and KiB on Linux.
     return peak if sys.platform == "darwin" else peak * 1024
 
 
@@ -291,6 +298,7 @@ def get_rng_state() -> dict[str, torch.Tensor]:
 
 def set_rng_state(states: dict[str, torch.Tensor]) -> None:
     """Restore what get_rng_state returned; a state for a device that is not there is left out."""
+    # A loader may have put the states on the GPU; generators take them from the host only.
     torch.set_rng_state(states["cpu"].cpu())
     device = current_device()
     if is_cuda(device) and "cuda" in states:

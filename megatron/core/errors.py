@@ -69,6 +69,7 @@ def report_error(error: MegatronError) -> None:
     """Print `error: …`, one line for each problem, on standard error."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
+        # One line for each, whatever is in it, because programs read these line by line.
         print(f"error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
 
 
@@ -84,14 +85,17 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
         try:
             return main() or 0
         except MegatronError as error:
+            # Not from parsed arguments: they may be what is wrong.
             if "--traceback" in sys.argv or os.environ.get("MEGATRON_TRACEBACK") == "1":
                 raise
             report_error(error)
             return error.exit_code
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
+            # 128 + SIGINT, which is what a shell reports.
             return 130
         except BrokenPipeError:
+            # Python flushes stdout when it exits and would complain about the closed pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 

@@ -28,6 +28,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """
     if start >= stop:
         return []
+    # A scalar is one element, in a box without dimensions.
     if not shape:
         return [()]
     row = math.prod(shape[1:])
@@ -76,6 +77,7 @@ def common(first: Iterable[Range], second: Sequence[Range]) -> list[Range]:
     for start, stop in first:
         while position < len(second) and second[position][1] <= start:
             position += 1
+        # Both lists ascend: what ends before this range starts is never looked at again.
         for other_start, other_stop in itertools.islice(second, position, None):
             if other_start >= stop:
                 break

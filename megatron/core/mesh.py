@@ -87,6 +87,7 @@ class RankGrid:
     def dense_sizes(self) -> dict[str, int]:
         """Axis -> size of the dense grid, the fastest axis first."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        # Expert parallelism has no ranks of its own here: it uses those of the other axes.
         return {axis: sizes[axis] for axis in self.order.split("-") if axis != "ep"}
 
     @cached_property
@@ -101,6 +102,7 @@ class RankGrid:
         """The rank's index on every axis of both grids: tp, cp, dp, pp, etp, ep, edp."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not in a world of {self.world_size} processes")
+        # pp is in both with the same index; sizes for which it would not be are refused below.
         return _coordinates(rank, self.dense_sizes) | _coordinates(rank, self.expert_sizes)
 
     def groups(self, axes: str) -> list[list[int]]:
@@ -111,6 +113,7 @@ class RankGrid:
         """
         if axes == "world":
             return [list(range(self.world_size))]
+        # No axes: some ranks are in none of these groups.
         if axes == "embd":
             return [_ends(stages) for stages in self.groups("pp")]
         if axes == "pos_embd":
@@ -124,6 +127,7 @@ class RankGrid:
 
     def cp_level_groups(self, level: int) -> list[list[int]]:
         """The groups of one level of a hierarchical context-parallel exchange; at level 0 they are neighbours."""
+        # A rank's place on the levels is its index written in digits, one for each level, the lowest first.
         stride, size = prod(self.cp_levels[:level]), self.cp_levels[level]
         return [
             ranks[first : first + stride * size : stride]
@@ -148,6 +152,7 @@ class RankGrid:
         replicas = self.dp * self.cp
         size = replicas // self.optimizer_instances
         wholes = self.groups("dp-cp")
+        # Neighbours divide a copy, so that the gathers of every step stay inside a node.
         shards = [ranks[first : first + size] for ranks in wholes for first in range(0, replicas, size)]
         copies = [ranks[first::size] for ranks in wholes for first in range(size)]
         return shards, copies
@@ -180,6 +185,7 @@ class RankGrid:
                 f"--num-distributed-optimizer-instances {self.optimizer_instances} does not divide the {replicas} "
                 "replicas of the model"
             )
+        # A layer's attention and its experts have to lie on the same stage.
         if not problems and _groups(self.dense_sizes, {"pp"}) != _groups(self.expert_sizes, {"pp"}):
             problems.append(
                 f"order {self.order!r} puts pp before dp, which needs {_FLAGS['etp']} x {_FLAGS['ep']} "
@@ -280,6 +286,7 @@ def _groups(sizes: dict[str, int], wanted: set[str]) -> list[list[int]]:
     strides = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1, func=int.__mul__), strict=False))
 
     def offsets(axes: list[str]) -> list[int]:
+        # itertools.product lets its last factor run fastest.
         slowest_first = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in reversed(axes)]
         return [sum(steps) for steps in itertools.product(*slowest_first)]
 

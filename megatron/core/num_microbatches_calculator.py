@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from megatron.core.errors import ConfigError
 
+# ASCII, because \d alone matches the digits of all scripts.
 _STEP = re.compile(r"(?P<count>\d+(\.\d+)?)(?P<suffix>[KMBT]?):(?P<size>\d+)", re.ASCII)
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -51,6 +52,7 @@ class NumMicrobatchesCalculator:
         unit = self.samples_per_microbatch
         sizes = {step.global_batch_size for step in self.steps}
         if self.decrease_batch_size_if_needed:
+            # Rounded down, such a size would be 0.
             refused = sorted(size for size in sizes if size < unit)
         else:
             refused = sorted(size for size in sizes if size % unit or size < unit)
@@ -73,6 +75,7 @@ class NumMicrobatchesCalculator:
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples per optimizer step asked for, when `consumed_samples` have been trained on."""
+        # A step counts from its first sample on, hence the right side.
         at = bisect_right(self.steps, consumed_samples, key=lambda step: step.first_sample) - 1
         return self.steps[at].global_batch_size
 
@@ -128,6 +131,7 @@ def rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tu
             f"{text} never meets --global-batch-size {global_batch_size}: "
             f"{global_batch_size} - {start} must be a multiple of {increment} and not negative"
         )
+    # 0 where the ramp starts at its end: then there are no further steps, and nothing is divided below.
     increments = growth // increment
     # Step i starts with the first whole sample at or after i/increments of the ramp.
     starts = [-(-i * samples // increments) for i in range(1, increments + 1)]
@@ -145,6 +149,7 @@ def parse_step_schedule(text: str, tokens_per_sample: int = 1) -> tuple[BatchSiz
         match = _STEP.fullmatch(word)
         if match is None:
             raise ConfigError(f"--step-batch-size-schedule: {word!r} is not THRESHOLD:SIZE, such as 0:16 or 2.4B:320")
+        # Exact: as a float 2.4B might begin a sample too late.
         tokens = Fraction(match["count"]) * _SUFFIXES[match["suffix"]]
         steps.append(BatchSizeStep(-(-tokens // tokens_per_sample), int(match["size"])))
     firsts = [step.first_sample for step in steps]

@@ -85,6 +85,7 @@ def scheduler_steps(
     else:
         raise ConfigError("the length of the run is missing; give --train-iters or --train-samples")
     if lr_warmup_fraction is not None:
+        # Not rounded to whole samples, as upstream's is not.
         warmup = lr_warmup_fraction * decay
     return SchedulerSteps(warmup, decay, total, wsd_decay)
 
@@ -130,6 +131,7 @@ class OptimizerParamScheduler:
         problems = self._contradictions()
         if problems:
             raise ConfigError(problems)
+        # The first update comes before the first step of the schedule and needs a rate.
         self.step(0)
 
     def _contradictions(self) -> list[str]:
@@ -169,15 +171,18 @@ class OptimizerParamScheduler:
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """Learning rate of a parameter group at the current step."""
+        # Decoupled and muP rates are a group's own; the start of the warm-up is the same for all.
         max_lr: float = param_group.get("max_lr", self.max_lr)
         min_lr: float = param_group.get("min_lr", self.min_lr)
         if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:
             return self.init_lr + (max_lr - self.init_lr) * float(self.num_steps) / float(self.lr_warmup_steps)
         if self.lr_decay_style == "constant":
             return max_lr
+        # A run may be longer than its decay.
         if self.num_steps > self.lr_decay_steps:
             return min_lr
         if self.lr_decay_style == "inverse-square-root":
+            # At least 1, for a run without warm-up and for its first step.
             warmup_steps, num_steps = max(self.lr_warmup_steps, 1), max(self.num_steps, 1)
             return max(min_lr, max_lr * math.sqrt(warmup_steps) / math.sqrt(num_steps))
         return min_lr + self._decay_coefficient() * (max_lr - min_lr)
@@ -194,6 +199,7 @@ class OptimizerParamScheduler:
     def _wsd_coefficient(self) -> float:
         """Flat, then down over the last `wsd_decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
         assert self.wsd_decay_steps is not None, "checked on construction"
+        # Counted back from the end of the decay, so that a longer run stays flat for longer.
         annealing_steps = self.num_steps - (self.lr_decay_steps - self.wsd_decay_steps)
         if annealing_steps <= 0:
             return 1.0
@@ -249,4 +255,5 @@ class OptimizerParamScheduler:
             for key, value in saved.items():
                 setattr(self, key, value)
         self.num_steps = 0
+        # Sets the rates as well; checkpoints of the optimizer do not have them.
         self.step(state_dict["num_steps"])

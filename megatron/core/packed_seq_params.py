@@ -62,6 +62,7 @@ class PackedSeqParams:
                 f"cu_seqlens must rise from 0 to at most the {length} tokens of the sequence; found {bounds[:8]}"
                 + (f" ... {bounds[-1]}" if len(bounds) > 8 else "")
             )
+        # A set, so that empty documents go; `length` ends the tokens behind the last document.
         return Documents(tuple(sorted({*bounds, length})))
 
 
@@ -118,6 +119,7 @@ def pack_batch(
     if "max_seqlen" in batch:
         description |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), batch["max_seqlen"].max())
     if "local_cp_size" in batch:
+        # int() reads the host's memory: the loader leaves this one there.
         description["cp_group"] = _group_of_size(int(batch["local_cp_size"]), hybrid_cp)
     left_out = ("cu_seqlens", "cu_seqlens_argmin", "max_seqlen", "attention_mask", "local_cp_size")
     packed = {name: x.reshape(1, samples * length, *x.shape[2:]) for name, x in batch.items() if name not in left_out}

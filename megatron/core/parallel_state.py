@@ -147,6 +147,7 @@ def get_pipeline_model_parallel_next_rank() -> int:
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage, the last before the first."""
+    # Index -1 on the first stage is the last stage.
     return group_ranks(_groups().pp)[_groups().pp.rank() - 1]
 
 

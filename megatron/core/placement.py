@@ -101,6 +101,7 @@ class Split:
         runs: list[Run] = []
         for _, run in self._part_runs(size):
             last = runs[-1] if runs else None
+            # So that a plain split is one slice, however many parts it has.
             if last and last.owned == run.owned and last.start + last.length == run.start:
                 runs[-1] = last._replace(length=last.length + run.length)
             else:
@@ -120,6 +121,7 @@ class Split:
 
         The same list on all shards but for the starts. Each holder's gradient of such a part is a partial sum.
         """
+        # By the start in the full tensor, which is the same on all shards.
         held = {run.start: run.local_start for part, run in self._part_runs(size) if part.replicated}
         parts = self.parts_of(size)
         starts = itertools.accumulate((part.size for part in parts), initial=0)
@@ -160,6 +162,7 @@ class Split:
             if first <= self.index < last:
                 length = part.size if part.replicated else part.size // (last - first)
                 offset = 0 if part.replicated else (self.index - first) * length
+                # Of several holders the first is the owner, so that the part is saved and counted once.
                 owned = not part.replicated or self.index == first
                 yield part, Run(start + offset, local_start, length, owned)
                 local_start += length
@@ -189,6 +192,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.kind is None:
+            # Past the freezing: this is still construction.
             object.__setattr__(self, "kind", suggested_kind(self.name, self.full_shape))
         dims = [split.dim for split in self.splits]
         if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.full_shape) for dim in dims):
@@ -253,6 +257,7 @@ class Placement:
         """Every rectangular block this process holds: in the full tensor, in the shard, and whether it is the owner."""
         by_dim = {split.dim: split.runs(self.full_shape[split.dim]) for split in self.splits}
         whole = [[Run(0, 0, size, True)] for size in self.full_shape]
+        # Cuts of several dimensions are independent: every combination of their runs is a block.
         runs = [by_dim.get(dim, whole[dim]) for dim in range(len(self.full_shape))]
         return [
             Piece(
@@ -291,6 +296,7 @@ class Placement:
         """
         full = self._with_our_padding(full)
         pieces = self.pieces()
+        # The usual case needs no memory: a view will do.
         if len(pieces) == 1:
             return full[_slices(pieces[0].box)]
         shard = full.new_empty(self.local_shape)
@@ -326,6 +332,7 @@ class Placement:
             return full
         if self.valid_rows is None or shape[1:] != self.full_shape[1:] or shape[0] < self.valid_rows:
             raise ValueError(f"{self.name}: the full tensor has shape {shape}; expected {self.full_shape}")
+        # The number of padding rows depends on the layout, which may have been another when `full` was made.
         padded = full.new_zeros(self.full_shape)
         padded[: self.valid_rows] = full[: self.valid_rows]
         return padded
@@ -360,6 +367,7 @@ class Placement:
 
     def _block_split(self, split: Split, block: int) -> Split:
         size = self.full_shape[split.dim]
+        # For all shards, not only ours, so that all processes refuse, or none.
         for index in range(split.num_shards):
             for start, length in dataclasses.replace(split, index=index).boxes(size):
                 if start % block or ((start + length) % block and start + length != size):
@@ -369,6 +377,7 @@ class Placement:
                     )
         if split.parts is None:
             return split
+        # The ends are rounded, not the sizes, so that the parts add up to the blocks of the whole.
         ends = list(itertools.accumulate(part.size for part in split.parts))
         blocks = [math.ceil(end / block) for end in ends]
         sizes = [end - start for start, end in zip([0, *blocks], blocks, strict=False)]
@@ -391,6 +400,7 @@ def grouped_parts(num_groups: int, blocks: Sequence[Part], num_shards: int) -> t
     groups_per_shard = max(1, num_groups // num_shards)
     parts = []
     for group in range(num_groups):
+        # One of the two factors is 1.
         first = group // groups_per_shard * shards_per_group
         for block in blocks:
             shards = (first, first + shards_per_group)
@@ -402,6 +412,7 @@ def place(param: Tensor, placement: Placement) -> None:
     """Attach the placement to the parameter. Raises ValueError when the parameter has another shape."""
     if tuple(param.shape) != placement.local_shape:
         raise ValueError(f"{placement.name}: shape {tuple(param.shape)}; its placement says {placement.local_shape}")
+    # An attribute of the parameter, so that whoever meets the parameter can ask it; no table has to be kept in step.
     param.placement = placement  # type: ignore[attr-defined]
 
 
@@ -432,6 +443,7 @@ def suggested_kind(name: str, shape: Sequence[int]) -> Kind:
         return "qk_norm"
     if len(shape) < 2 or name.endswith(".bias"):
         return "vector"
+    # So that a name ends alike with a prefix and without one.
     path = f".{name}"
     if path.endswith(".output_layer.weight"):
         return "head"

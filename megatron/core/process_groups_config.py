@@ -95,6 +95,7 @@ def _listed(lists: Callable[[RankGrid], list[list[list[int]]]], traffic: str, de
     return dataclasses.field(default=default, metadata={_ROW: row})
 
 
+# Where a field's metadata keep its row.
 _ROW = "row"
 
 
@@ -192,6 +193,7 @@ class ProcessGroupCollection:
         if not dist.is_initialized() or dist.get_world_size() != grid.world_size:
             found = dist.get_world_size() if dist.is_initialized() else "none"
             raise RuntimeError(f"the grid has {grid.world_size} processes; torch.distributed has {found}")
+        # A communicator takes memory and time to set up, and in most layouts several axes have the same members.
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         urgent = {tuple(sorted(ranks)) for field in high_priority for ranks in grid.groups(GROUP_AXES[field])}
 
@@ -252,6 +254,7 @@ class ProcessGroupCollection:
         def meter(group: Any, axis: str) -> Any:
             if isinstance(group, tuple):
                 return tuple(meter(member, axis) for member in group)
+            # Only plain groups: one that is metered already would be counted twice, and the others send nothing.
             return MeteredGroup(group, axis, traffic) if isinstance(group, dist.ProcessGroup) else group
 
         return dataclasses.replace(
@@ -263,8 +266,10 @@ class ProcessGroupCollection:
         members: list[Any] = []
         for field, row in _ROWS.items():
             members += getattr(self, field) if row.is_tuple else [getattr(self, field)]
+        # A set, because several fields may hold one group.
         groups = {torch_group(group) for group in members if isinstance(group, dist.ProcessGroup | MeteredGroup)}
         for group in groups:
+            # torch has no public function for groups that exist already.
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
     # ---- questions that many ask
@@ -290,6 +295,7 @@ class ProcessGroupCollection:
     @property
     def last_stage(self) -> int:
         """Rank in `pp` of the process that holds the last layers, and with them the loss."""
+        # A folded pipeline ends where it began.
         return 0 if self.grid.folded else self.pp.size() - 1
 
 
@@ -332,6 +338,7 @@ def _create(
     if len(key) == 1:
         return None
     if key not in made:
+        # The group of all exists already, but it cannot get options any more.
         everyone = len(key) == world_size and options is None
         group = (
             dist.group.WORLD

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+# What an int64 tensor, and thus a checkpoint, can hold.
 LARGEST_INTEGER = 2**63 - 1
 
 FieldKind = Literal["shape", "layout", "numerics", "kernel", "report"]
@@ -114,10 +115,12 @@ def value_problem(setting: Setting, value: Any, text: str | None = None) -> str 
     text: how the user wrote it, where not as `str(value)`.
     """
     shown = _shown(str(value) if text is None else text)
+    # Types are compared, too: in Python 1 == True == 1.0.
     if setting.choices is not None and not any(isinstance(value, type(c)) and value == c for c in setting.choices):
         return f"{setting.name} {shown} is not one of its values; give {expected(setting)}"
     if isinstance(value, int | float) and not _is_in_range(setting, value):
         return f"{setting.name} {shown} is out of range; give {expected(setting)}"
+    # Neither a path nor the argument of another program can hold one.
     if isinstance(value, str) and "\0" in value:
         return f"{setting.name} holds a NUL character; give {expected(setting)}"
     return None
@@ -165,6 +168,7 @@ def expected(setting: Setting) -> str:
         return "one of " + ", ".join(map(str, setting.offered_choices or setting.choices))
     words = _TYPE_NAMES.get(setting.value_type, "a value")
     if setting.parse is not None and setting.value_type is str:
+        # The docstring of a parser says what its text must be: one place for help and errors.
         words = (setting.parse.__doc__ or "a value").splitlines()[0].rstrip(".")
         words = words[0].lower() + words[1:]
     if setting.above is not None:
@@ -205,6 +209,7 @@ def has_type(value: Any, hint: Any) -> bool:
     """Whether a value is of an annotated type. A whole number is also a number, a tuple also a list; a bool is no
     number, and neither are nan and infinity."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    # An annotation that was not evaluated, or that allows anything, leaves nothing to check.
     if hint is Any or hint is object or isinstance(hint, str | TypeVar):
         return True
     if hint is None or hint is type(None):
@@ -212,8 +217,10 @@ def has_type(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(has_type(value, part) for part in inner)
     if origin is Literal:
+        # The type only: a wrong choice gets another sentence than a wrong type.
         return any(type(value) is type(choice) for choice in inner)
     if origin is tuple and Ellipsis not in inner:
+        # JSON and YAML know lists only, so that a saved tuple comes back as one.
         fits = isinstance(value, list | tuple) and len(value) == len(inner)
         return fits and all(map(has_type, value, inner))
     if origin in (list, tuple, Sequence):
@@ -248,6 +255,7 @@ def field_problem(setting: Setting, value: Any) -> str | None:
 def _type_problem_of(setting: Setting, value: Any) -> str | None:
     if has_type(value, setting.annotation):
         return None
+    # In a list the sentence is about the element that is wrong.
     elements = value if isinstance(value, list | tuple) and setting.nargs else []
     wrong = next((item for item in elements if not has_type(item, setting.value_type)), value)
     is_choice = setting.choices is not None and not isinstance(wrong, list | tuple)

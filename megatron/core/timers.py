@@ -43,6 +43,7 @@ class Timer:
             barrier(group)
         if self.synchronizes:
             synchronize()
+        # Last, so that neither the barrier nor the wait for the device is measured.
         self._started_at = time.perf_counter()
 
     def stop(self) -> None:
@@ -67,6 +68,7 @@ class Timer:
         total = self._total_seconds + (now - self._started_at if self._started_at is not None else 0.0)
         if reset:
             self._total_seconds, self.count = 0.0, 0
+            # A stretch under way goes on into the next interval.
             self._started_at = now if running else None
         return total
 
@@ -114,6 +116,7 @@ class Timers:
         barrier: it is started by every process of barrier_group at the same place.
         """
         if name not in self._timers:
+            # The level of the first call decides, because a name has one level.
             kind = Timer if log_level <= self.log_level else _SilentTimer
             self._timers[name] = kind(name, self.synchronizes, self.barrier_group if barrier else None)
         return self._timers[name]
@@ -145,6 +148,7 @@ class Timers:
     ) -> str:
         """The times in milliseconds as text, divided by `per` (iterations): the largest across the group's processes,
         the smallest and the largest, or all."""
+        # The wording is upstream's, so that programs that read its logs can read these.
         if option == "all":
             times = all_gather_object({name: self(name).elapsed(reset) for name in names}, group or SingleRankGroup())
             lines = ["times across ranks (ms):"]

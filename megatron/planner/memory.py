@@ -114,6 +114,7 @@ def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied
     moe_layers = sum(has_experts(model, index + 1) for index in range(layers))
     experts = model.num_moe_experts or 0
     shared = moe_layers * (model.moe_shared_expert_intermediate_size or 0)
+    # LayerNorm has a bias beside the weight, RMSNorm has none.
     norm = (2 if model.normalization == "LayerNorm" else 1) * hidden
     embedding = padded_vocab_size * hidden
     return ParameterCounts(
@@ -138,8 +139,11 @@ def estimate_memory(
     dense = (counts.layer_matrices / ranks + counts.replicated) / stages
     expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
     experts = counts.expert_matrices / expert_ranks / stages
+    # The first stage has the embedding, the last one the output layer; the first is the fuller of the two, because more
+    # microbatches wait there.
     ends = (counts.embedding + (counts.output_layer if stages == 1 else 0)) / ranks
     num_replicas = workload.data_parallel_size * model.context_parallel_size
+    # Experts take their ranks from data, context and tensor parallelism together, which leaves fewer replicas.
     num_expert_replicas = num_replicas * ranks / expert_ranks
     tokens = workload.seq_length // model.context_parallel_size * workload.micro_batch_size
     divides = replicas.use_distributed_optimizer
@@ -158,6 +162,7 @@ def estimate_memory(
 
 def _parameter_bytes(replicas: float, distributed_optimizer: bool) -> float:
     """Of one parameter with its gradient and optimizer state."""
+    # Weight (2) and gradient (4) are whole everywhere; main weight (4) and moments (8) are divided.
     return 6 + 12 / replicas if distributed_optimizer else 18
 
 
@@ -174,7 +179,9 @@ def _layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
     """Microbatches of the first stage's layers that are kept at once, in units of all layers of the model."""
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
     if chunks:
+        # The longer warm-up of the interleaved schedule keeps more than one microbatch for each stage.
         return 1 + (stages - 1) / (stages * chunks)
+    # 1F1B: the first stage is as many microbatches ahead as there are stages, or has all there are.
     return min(1.0, num_microbatches / stages)
 
 
@@ -182,11 +189,14 @@ def _activations(model: TransformerConfig, layer: float, tokens: int, workload: 
     """Bytes of the first stage, or of everything where it is the only one."""
     hidden, stages, ranks = model.hidden_size, model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     divided = ranks if model.sequence_parallel else 1
+    # Times the stages, because 1.0 layers in flight stands for that many microbatches.
     embedding = stages * tokens * (_TOKEN_NUMBER_BYTES + hidden) / divided
     kept = layer * model.num_layers + embedding
     kept *= _layers_in_flight(model, workload.num_microbatches)
     if stages == 1:
         if model.sequence_parallel:
+            # 4 bytes an element here and 2 in the other form, as the reference system counts: its figures are what we
+            # give.
             kept += 4 * tokens * (hidden + workload.padded_vocab_size) / ranks
         else:
             kept += 2 * tokens * (hidden + workload.padded_vocab_size / ranks)

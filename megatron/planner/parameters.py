@@ -44,6 +44,7 @@ class PlacedCounts:
 
 def count_whole(placements: Iterable[Placement]) -> PlacedCounts:
     """Elements of the whole model of which these are the placements, on whatever ranks: each name once, no copies."""
+    # Shards and replicas of one parameter carry the same name.
     by_name = {placement.name: placement for placement in placements if not placement.is_copy}
     return _count((placement, math.prod(placement.full_shape)) for placement in by_name.values())
 

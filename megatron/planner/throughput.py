@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Backward has two products for each of forward: one for the gradient of the input, one for that of the weight.
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 _PRODUCTS_PER_SIZE = 4
@@ -57,6 +58,7 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: fl
     started_at = time.perf_counter()
     fastest = 0.0
     for size in (128, 256, 512, 1024):
+        # Not random: the run's generators must be left as they are.
         a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         out = torch.mm(a, b)
         device_module.synchronize()
@@ -65,6 +67,7 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: fl
             began_at = time.perf_counter()
             torch.mm(a, b, out=out)
             device_module.synchronize()
+            # The shortest, not the mean: whatever interrupts a product can only make it longer.
             shortest = min(shortest, time.perf_counter() - began_at)
         fastest = max(fastest, _MULTIPLY_AND_ADD * size**3 / shortest)
         remaining = seconds - (time.perf_counter() - started_at)
@@ -98,6 +101,7 @@ class Yardstick:
         """
         if achieved is None:
             return None
+        # So many times at most: where steps are faster for good, every log line would measure again.
         while self._measure is not None and self._attempts_left and achieved > (self.flops or 0.0):
             self._try()
         return achieved / self.flops if self.flops else None

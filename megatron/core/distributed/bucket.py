@@ -137,6 +137,7 @@ class Bucket:
             reduce_scatter = reduce_scatter_wide if is_wide else reduce_scatter_in_place
             self._waiting.append(lambda: reduce_scatter(self.grads, reduction.shards, reduction.op, async_op=True))
         if not isinstance(reduction.copies, SingleRankGroup):
+            # Only our slice: the reduce-scatter leaves the others undefined.
             own = reduction.own(self.grads)
             self._waiting.append(lambda: all_reduce(own, reduction.copies, reduction.op, async_op=True))
         self._begin()

@@ -67,11 +67,14 @@ class DistributedDataParallel(ModelChunk):
         reduction = choose_reduction(config, ddp_config, self.groups)
         of_experts = choose_expert_reduction(reduction, ddp_config, self.groups)
         self.flat_buffers: list[ParamAndGradBuffer] = list(_make_buffers(module, ddp_config, reduction, of_experts))
+        # Fixed once and alike on all replicas, because collectives of a group must start in the same order everywhere.
         backward_order = _buckets_by_use(module, self.flat_buffers)[::-1]
         self.grad_sync = GradSync(backward_order)
         self.param_gather = ParamGather(module, backward_order[::-1], overlap=ddp_config.overlap_param_gather)
         is_needed = any(buffer.reduction.is_needed for buffer in self.flat_buffers)
         self.overlaps_grad_reduce = ddp_config.overlap_grad_reduce and is_needed
+        # Without overlap nobody waits for single gradients, and the report would be a call for each parameter and
+        # microbatch.
         add = _add_and_tell(self.grad_sync) if self.overlaps_grad_reduce else _add_to_main_grad
         for buffer in self.flat_buffers:
             for param in buffer.params:
@@ -137,6 +140,7 @@ def _make_buffers(
     for name, param in module.named_parameters():
         if param.requires_grad:
             placement = placement_of(param, name)
+            # Experts apart: their gradients are summed over other processes than those of dense layers.
             by_kind[placement.is_expert, param.dtype, param.device].append((placement.name, param))
     for (is_expert, dtype, _), named_params in by_kind.items():
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype
@@ -173,6 +177,8 @@ def _bucket_size(
         return math.ceil(sum(param.numel() for _, param in named_params) / ddp_config.num_buckets)
     if ddp_config.bucket_size is not None:
         return ddp_config.bucket_size
+    # Upstream's default. The more processes share a bucket, the smaller is each one's slice, and the larger it must be
+    # for latency not to count.
     return max(40_000_000, 1_000_000 * reduction.shards.size() * reduction.copies.size())
 
 

@@ -12,6 +12,7 @@ from megatron.core.setting import Needs
 NumberFormat = Literal["fp32", "bf16", "fp16", "auto"]
 
 _SWITCHES = "--use-torch-fsdp2 or --use-megatron-fsdp"
+# By what was given, not by the values: --use-megatron-fsdp may have become another switch by then.
 _FULLY_SHARDED = Needs(_SWITCHES, lambda run: not run.given.isdisjoint(("use_torch_fsdp2", "use_megatron_fsdp")))
 _DIVIDED_PARAMETERS = Needs(_SWITCHES, lambda run: run.use_torch_fsdp2)
 _MEGATRON_FSDP = Needs("--use-megatron-fsdp", lambda run: run.use_megatron_fsdp)
@@ -32,6 +33,7 @@ _DIVIDED_STATE = Needs("--use-distributed-optimizer", lambda run: run.use_distri
 class FullyShardedConfig(CheckedConfig):
     """Parameters, gradients and optimizer state divided over data-parallel processes, under upstream's names."""
 
+    # All of these are layout: the weights and what a checkpoint means stay the same.
     use_torch_fsdp2: bool = flag(False, kind="layout")
     """Divide parameters, gradients and optimizer state over the data-parallel processes, through PyTorch's fully_shard
     (ZeRO-3); a layer's parameters are gathered while it computes."""
@@ -72,6 +74,7 @@ class FullyShardedConfig(CheckedConfig):
     nccl_ub: bool = flag(False, names=("--use-nccl-ub",), kind="layout")
     """With --use-torch-fsdp2 or --use-megatron-fsdp, gather and sum in memory that NCCL has registered, so that it
     need not copy; other backends use ordinary memory."""
+    # From here on details of upstream's own implementation: accepted so that its scripts run, decided by PyTorch.
     disable_symmetric_registration: bool = flag(False, kind="layout")
     """With --use-nccl-ub, register memory without symmetric windows, which is how PyTorch does it."""
     fsdp_manual_registration: bool = flag(False, kind="layout")
@@ -104,6 +107,7 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     """Accumulate and sum gradients in float32. Always so with bf16, unless --grad-reduce-in-bf16 is given."""
     grad_reduce_in_bf16: bool = flag(False, kind="numerics", needs=_BF16)
     """Accumulate and sum gradients of bfloat16 parameters in bfloat16: half the memory and traffic, fewer digits."""
+    # Off by default, like upstream; the overlaps pay where the network is slow in relation to the device.
     overlap_grad_reduce: bool = flag(False, kind="layout")
     """Sum each bucket of gradients while backward still runs."""
     align_grad_reduce: bool = flag(True, kind="layout")
@@ -130,6 +134,7 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     another bucket of their own."""
     pad_buckets_for_high_nccl_busbw: bool = flag(False, names=("--ddp-pad-buckets-for-high-nccl-busbw",), kind="layout")
     """Pad every bucket to a multiple of 65536 elements, over which NCCL's algorithms run fastest."""
+    # A kernel, not numerics: whether the division comes before or after the sum is a matter of rounding.
     average_in_collective: bool = flag(False, names=("--ddp-average-in-collective",), kind="kernel")
     """Let the collective compute the mean, instead of dividing each process's gradients before they are summed."""
     reduce_scatter_with_fp32_accumulation: bool = flag(

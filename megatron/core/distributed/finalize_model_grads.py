@@ -46,6 +46,8 @@ def finalize_model_grads(
         if group is None or isinstance(group, SingleRankGroup):
             continue
         with timers("embedding-grads-all-reduce" if "embd" in axis else "layernorm-grads-all-reduce", 1):
+            # One message for all of them: norms and biases are so small that an all-reduce of each would be nothing but
+            # latency.
             flat = torch.cat([grad.flatten() for grad in grads])
             all_reduce(flat, group)
             for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -64,10 +66,13 @@ def _divide_by_tokens(
     model_chunks: Sequence[ModelChunk], num_tokens: Tensor | int, groups: ProcessGroupCollection
 ) -> None:
     device = model_chunks[0].flat_buffers[0].grad_data.device
+    # float64 counts exactly, where float32 rounds from 2^24 tokens on. A copy, because the collectives overwrite it.
     total = torch.as_tensor(num_tokens).to(device, torch.float64, copy=True)
+    # Only the last stage computes the loss and knows which tokens counted.
     broadcast(total, groups.pp, groups.last_stage)
     all_reduce(total, groups.dp_cp)
     for chunk in model_chunks:
+        # Where every token of the step is masked the gradients stay 0 instead of becoming nan.
         chunk.scale_gradients(1.0 / total.clamp(min=1))
 
 

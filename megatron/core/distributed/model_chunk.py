@@ -113,6 +113,7 @@ class ModelChunk(nn.Module, ABC):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped module's state, without a prefix of ours."""
         self.finish_param_sync()
+        # The gathers of the last update may still have been under way, hence the wait above.
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
@@ -126,4 +127,5 @@ class ModelChunk(nn.Module, ABC):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module; the values land in the flat memory."""
         self.finish_param_sync()
+        # Nor may a gather that ends later overwrite what is loaded.
         return self.module.load_state_dict(*args, **kwargs)

@@ -92,6 +92,7 @@ def lay_out(
             for index in bucket:
                 slots[index] = Slot(end, sizes[index])
                 end = slots[index].padded_end
+            # So that the slices of all processes are equally long, which reduce-scatter and all-gather require.
             end = start + _padded(end - start, padding)
             buckets.append(BucketRange(start, end, tuple(bucket)))
     return BufferLayout([slots[index] for index in range(len(sizes))], vectors_start, buckets, end)
@@ -112,8 +113,10 @@ def _divide(
         if filled is None or index in alone:
             buckets.append([])
             filled = 0
+        # The walk is backwards; inside a bucket the module's order stays.
         buckets[-1].insert(0, index)
         filled += sizes[index]
+        # A parameter is never cut here: the last one may make a bucket longer than its size.
         if index in alone or (bucket_size is not None and filled >= bucket_size):
             filled = None
     return reversed(buckets)
@@ -154,6 +157,7 @@ class ParamAndGradBuffer:
         self.is_updated_as_it_is = False
         self.starts = [0] * len(self.params)
         """First element of each parameter that lies here, counted in its own flat memory."""
+        # Zeros, not empty memory: the gaps take part in norms and updates and must not bring in nan.
         self.param_data = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype, device=first.device)
         for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -175,6 +179,7 @@ class ParamAndGradBuffer:
         for start, stop, _ in self.layout.buckets:
             share = (stop - start) // shards.size()
             slices.append((start + shards.rank() * share, start + (shards.rank() + 1) * share))
+        # Undivided, the buckets touch and are one range for one kernel; slices of several buckets never touch.
         return merged(slices) if shards.size() == 1 else slices
 
     def values(self, start: int, stop: int) -> Tensor:

@@ -43,6 +43,7 @@ class ShardedParamBuffer:
         self.params = [param for _, param in named_params]
         self.reduction = reduction
         self.is_expert = False
+        # fully_shard keeps the shards in the format of the main parameters and casts what it gathers.
         self.is_updated_as_it_is = True
         self.model_dtype = model_dtype
         locals_ = [local_shard(param) for param in self.params]
@@ -80,6 +81,7 @@ class ShardedParamBuffer:
             param.main_grad = shard  # type: ignore[attr-defined]
             if self.adds_itself:
                 continue
+            # Unchecked: the check would be a collective for each parameter.
             param.grad = DTensor.from_local(
                 shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
             )
@@ -89,6 +91,7 @@ class ShardedParamBuffer:
         for param in () if self.adds_itself else self.params:
             assert isinstance(param.grad, DTensor)
             found = param.grad.to_local()
+            # torch may give a parameter a new gradient instead of adding to the one that is attached.
             if found.data_ptr() != param.main_grad.data_ptr():  # type: ignore[attr-defined]
                 param.main_grad.copy_(found)  # type: ignore[attr-defined]
                 self.attach_grads()
@@ -96,6 +99,7 @@ class ShardedParamBuffer:
     def whole_views(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, all rows of a tensor of which each process has its shard, flat or not); every process calls this."""
         for name, param, start, shard in zip(self.names, self.params, self.starts, shards, strict=True):
+            # A sum in which everyone else has zeros gathers shards of unequal lengths, too.
             whole = torch.zeros(param.numel(), dtype=shard.dtype, device=shard.device)
             whole[start : start + shard.numel()] = shard.reshape(-1)
             all_reduce(whole, self.reduction.shards)
@@ -122,5 +126,6 @@ def local_shard(param: nn.Parameter) -> Tensor:
 def first_element(param: nn.Parameter, shards: Group) -> int:
     """Where this process's rows begin in the parameter's flat memory."""
     rows = param.shape[0]
+    # As fully_shard cuts, like torch.chunk: the last processes may have fewer rows, or none.
     rows_per_process = -(-rows // shards.size())
     return min(rows, shards.rank() * rows_per_process) * (param.numel() // max(rows, 1))

@@ -66,10 +66,12 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self.config = config
         self.ddp_config = ddp_config
         self.groups = pg_collection or ProcessGroupCollection.current()
+        # fully_shard overlaps on its own, so there is no moment at which stages could begin together.
         self.overlaps_grad_reduce = False
         self.reduction = choose_reduction(config, _dividing(ddp_config), self.groups)
         self.formats = Formats.of(ddp_config, next(module.parameters()).dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
+        # Read now: fully_shard replaces the parameters by new ones without our attributes.
         placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
         if any(placement.is_expert for placement, _ in placements):
             raise ConfigError(
@@ -82,6 +84,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
     def _shard(self, module: nn.Module) -> nn.Module:
         """Main parameters, cut over the replicas, one unit for each layer or as large as asked for."""
         ddp_config = self.ddp_config
+        # The network itself decides about the number format of what goes into a layer.
         policy = MixedPrecisionPolicy(
             param_dtype=next(module.parameters()).dtype, reduce_dtype=self.formats.sent, cast_forward_inputs=False
         )
@@ -116,6 +119,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self._model_dtypes = {placement.name: model_dtype for placement, model_dtype in placements}
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for param, (placement, model_dtype) in zip(self.module.parameters(), placements, strict=True):
+            # A DTensor shows the whole shape, so that the placement fits it unchanged.
             place(param, placement)
             if param.requires_grad:
                 by_dtype[model_dtype].append((placement.name, param))
@@ -158,6 +162,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
     def finish_param_sync(self) -> None:
         """Drop what was gathered, so that the module's parameters are the sharded ones."""
         for part in _fsdp_modules(self.module):
+            # While a part is gathered its parameters are whole tensors; the optimizer and checkpoints must find shards.
             part.reshard()
 
     def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
@@ -205,6 +210,7 @@ def _mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
     assert not isinstance(shards, SingleRankGroup), "one process has nothing to divide"
     if isinstance(copies, SingleRankGroup):
         return DeviceMesh.from_group(torch_group(shards), device)
+    # Those who divide a copy are neighbours in dp_cp, hence rows of this matrix.
     ranks = torch.tensor(group_ranks(groups.dp_cp)).view(copies.size(), shards.size())
     return DeviceMesh.from_group(
         [torch_group(copies), torch_group(shards)], device, mesh=ranks, mesh_dim_names=("copies", "shards")
@@ -225,7 +231,9 @@ def sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterator[li
     if config.megatron_fsdp_enable_fine_grained_param_gather:
         for layer in layers:
             yield from ([part] for part in layer.children() if len(list(part.children())) > 0 and _numel(part) > 0)
+    # After their parts: fully_shard takes the inner modules before those around them.
     yield from _together(layers, config.suggested_communication_unit_size or 0)
+    # A tied weight in two units would have two owners that gather and free it.
     if not getattr(module, "share_embeddings_and_output_weights", False):
         for child in module.children():
             if next(_layers(child), None) is None and _numel(child) > 0:
@@ -273,6 +281,7 @@ class Formats(NamedTuple):
         params = _DTYPES.get(config.megatron_fsdp_main_params_dtype, model)
         grads = _DTYPES.get(config.megatron_fsdp_main_grads_dtype)
         sent = _DTYPES.get(config.megatron_fsdp_grad_comm_dtype, grads)
+        # What plain data parallelism would send.
         if sent is None:
             sent = torch.float32 if config.grad_reduce_in_fp32 else model
         if grads not in (None, params, model):
@@ -326,4 +335,5 @@ class _CountedCopies:
         self.group = group
 
     def __call__(self, summed: Tensor) -> None:
+        # torch calls this after its all-reduce: there is nothing left to do but to count.
         self.group.traffic.add(self.group.axis, "all_reduce", summed.nbytes, self.group.size())

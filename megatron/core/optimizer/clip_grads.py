@@ -57,6 +57,8 @@ class ModelSum:
     def __call__(self, own: Mapping[bool, Tensor]) -> Tensor:
         """The sum over all processes. own: this one's part, for every key of `shards`; overwritten."""
         for of_experts, shards in self.shards.items():
+            # First over the shards of one copy of the model, then over the replicas that divide the state. Replicas
+            # that do not divide it hold equal gradients, and adding them would count every element several times.
             all_reduce(own[of_experts], self.groups.copy_of_model(of_experts))
             all_reduce(own[of_experts], shards)
         total = own[False]
@@ -74,6 +76,7 @@ def counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> list[R
         if not is_counted(placement, groups):
             continue
         blocks = placement.pieces()
+        # Up to the padded end: the gap holds zeros, and so neighbours merge into one long range for one kernel.
         if all(block.owned for block in blocks):
             found.append((slot.start, slot.padded_end))
         else:
@@ -97,6 +100,7 @@ def global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: ModelSum, dev
 
     tensors: what this process counts, each with whether it is of experts.
     """
+    # float64, because a float32 sum of so many rows would lose the small ones.
     totals = {of_experts: torch.zeros((), dtype=torch.float64, device=device) for of_experts in model_sum.shards}
     for of_experts, tensor in tensors:
         totals[of_experts] += sum_of_squares(tensor)
@@ -109,6 +113,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
 
     Same formula as torch.nn.utils.clip_grad_norm_, upside down; a scalar on the device, so that asking does not wait.
     """
+    # torch adds the 1e-6 as well; without it the numbers would differ from those of a run that clips with its function.
     return None if max_norm == 0 else ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 

@@ -85,15 +85,19 @@ class DynamicGradScaler:
         """Lower or raise the scale; False where it would have to fall below the minimum."""
         if not overflowed:
             self.good_steps += 1
+            # Overflows a whole window apart are single bad steps, not a scale that is too large; so the count begins
+            # anew.
             if self.good_steps == self.window:
                 self.good_steps = 0
                 self.patience = self.hysteresis
                 self._set(self.value * GROWTH)
             return True
         self.good_steps = 0
+        # It stays 0 until the scale grows: a scale far too high, such as 2^32 at the start, then falls in every step.
         self.patience = max(0, self.patience - 1)
         if self.patience > 0:
             return True
+        # Asked before the scale falls: the step that brings it down to the minimum leaves that minimum to be tried.
         was_lowest = self.value <= self.min_scale
         self._set(max(self.value * BACKOFF, self.min_scale))
         return not was_lowest
@@ -109,6 +113,7 @@ class DynamicGradScaler:
             self._set(state["scale"])
 
     def _set(self, value: float) -> None:
+        # Half of the largest float32, so that no later growth makes it infinite.
         self.value = min(value, torch.finfo(torch.float32).max / 2)
         self.scale.fill_(self.value)
 

@@ -31,6 +31,7 @@ def count_zeros(buffers: Sequence[FlatBuffer], model_sum: ModelSum) -> Tensor:
     for buffer in buffers:
         for _, ranges in _counted(buffer, model_sum.groups):
             for start, stop in ranges:
+                # The ranges leave out the padding, whose zeros are not the model's.
                 zeros[buffer.is_expert] += (stop - start) - torch.count_nonzero(buffer.grad_data[start:stop])
     return model_sum(zeros)
 
@@ -44,9 +45,11 @@ def layer_norms(
     for buffer in buffers:
         for name, ranges in _counted(buffer, groups):
             values = (buffer.values(*r) if of == "parameters" else buffer.grad_data[slice(*r)] for r in ranges)
+            # float() waits for the device once for each range. Whoever logs norms by layer has asked for that.
             own[buffer.is_expert][_layer_of(name)] += sum(float(sum_of_squares(part)) for part in values)
     for of_experts, shards in model_sum.shards.items():
         for group in (groups.copy_of_model(of_experts), shards):
+            # Sent by name: stages hold other layers, so there is no tensor of one shape to reduce.
             own[of_experts] = _added(all_gather_object(dict(own[of_experts]), group))
     squares = _added(own.values())
     return {layer: square**0.5 for layer, square in sorted(squares.items(), key=lambda entry: _place(entry[0]))}

@@ -76,10 +76,12 @@ class GroupState:
         self.members = list(members)
         self.owned = common(ranges, buffer.owned)
         lengths = [stop - start for start, stop in self.owned]
+        # State tensors hold the owned ranges one after another, without the gaps of the buffer; here each range begins.
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
         self.tensors = {
             kind: torch.zeros(sum(lengths), dtype=dtype, device=buffer.device) for kind, dtype in kinds.items()
         }
+        # A sharded buffer holds main parameters itself; a copy in the same format would be the same values twice.
         has_main_params = buffer.dtype not in (torch.float32, main_dtype) and not buffer.is_updated_as_it_is
         self.main = self._take(main_dtype) if has_main_params else None
         kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
@@ -114,6 +116,7 @@ class GroupState:
                 continue
             kept = [self.values(piece, place), self.buffer.grad_data[slice(*piece)]]
             kept += [tensor[place] for tensor in self.tensors.values()]
+            # In pieces, because float32 copies of everything at once would cost the memory that 16-bit state saves.
             limit = longest or CHUNK
             for parts in zip(*(tensor.split(limit) for tensor in kept), strict=True):
                 wide = [part.float() for part in parts]  # the same tensor where it is float32
@@ -139,6 +142,7 @@ class GroupState:
         flats = self.tensors if self.main is None else self.tensors | {"main_param": self.main}
         for name, param, slot, first in self.members:
             for (start, stop), place in self.pieces([(slot.start, slot.start + slot.numel)]):
+                # A whole parameter's state keeps its shape, so that a checkpoint shows tensors like the model's.
                 is_whole = stop - start == param.numel()
                 shape = param.shape if is_whole else (stop - start,)
                 tensors = {kind: flat[place].view(shape) for kind, flat in flats.items()}

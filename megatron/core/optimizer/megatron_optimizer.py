@@ -84,14 +84,21 @@ class MegatronOptimizer:
         finite. From such a step on nothing is updated any more, so that it makes no difference when that is; and the
         host need not wait for the device. It waits all the same where the loss scale or the learning rate of the next
         step depends on the answer (float16, check_for_nan_in_grad off), or a rule that cannot keep still."""
+        # One rule that cannot keep still makes all wait: the groups share the step count, and either all are updated or
+        # none.
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
+        # Once for all steps: who counts what is fixed, and the views stay valid because buffers are only written in
+        # place.
         self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
         self._counted_grads = [
             (buffer.is_expert, view) for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)
         ]
+        # A stage without experts must take part in the experts' sum all the same, or the other stages would wait for
+        # it.
         has_experts = any(all_gather_object(any(buffer.is_expert for buffer in buffers), groups.pp))
         self.model_sum = ModelSum.of(buffers, groups, has_experts)
         self._device = buffers[0].device
+        # On the device, because whether it advances depends on found_inf, which the host has not read.
         self._step = torch.zeros((), device=self._device)
         self._has_failed = torch.zeros((), device=self._device)
         """1 after a step whose check was deferred and whose gradients were not finite."""
@@ -152,6 +159,7 @@ class MegatronOptimizer:
         """The inverse of `state_dict`, also from a run in another number format."""
         self.check_state(state)
         self.step_count = state["step_count"]
+        # A run that went back to a checkpoint has nothing to do with the failure after it.
         self._has_failed.zero_()
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
@@ -176,6 +184,7 @@ class MegatronOptimizer:
         grad_norm = global_norm(self._counted_grads, self.model_sum, self._device)
         found_inf = (~grad_norm.isfinite()).float()
         if self.grad_scaler is not None:
+            # What is logged, and compared with --clip-grad, is the norm of the gradients without the loss scale.
             grad_norm = grad_norm / self.grad_scaler.scale
         # Clipping and unscaling are one division, which the update rule does on its way: no pass over the gradients.
         divisor = clip_divisor(grad_norm, self.config.clip_grad)
@@ -194,6 +203,7 @@ class MegatronOptimizer:
             if not is_left_out:
                 for group in unit.groups:
                     group.rule.update(group, self._step, divisor, found_inf)
+            # Before the write-back: it changes main parameters, of which the network then gets rounded copies.
             if self.after_update is not None:
                 assert len(self._units) == 1, (
                     f"after_update is for all chunks at once, there are {len(self._units)} units"
@@ -266,6 +276,8 @@ class MegatronOptimizer:
 
     def _describe_non_finite(self, loss_scale: float) -> str:
         """One sentence with the first parameter, in the model's order, whose gradient is not finite."""
+        # All processes come here, because the norm is the same on all of them; the lowest rank that has found one
+        # speaks.
         found = next((text for text in all_gather_object(self._first_non_finite(), self.groups.world) if text), None)
         what = found or "the gradients are finite but their norm is beyond the range of float32"
         if self.grad_scaler is None:
@@ -291,6 +303,7 @@ class MegatronOptimizer:
 
 def _update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[_UpdateUnit]:
     """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
+    # One after the other, the gather of a chunk runs beside the update of the next.
     in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
     for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
         buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]

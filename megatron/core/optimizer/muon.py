@@ -62,11 +62,14 @@ class Muon(UpdateRule):
 
         def direction(shard: FlatShard) -> list[Tensor]:
             """Advance the momentum; u."""
+            # In place: the gradient is not needed after the momentum has taken it in.
             grad = shard.grad if divisor is None else shard.grad.div_(divisor)
             mean = shard.state["momentum_buffer"].lerp_(grad, 1.0 - options["momentum"])
             return [torch.lerp(grad, mean, options["momentum"]) if options["nesterov"] else mean]
 
         for state in group.states:
+            # Every process computes all of each matrix that it holds a piece of, and keeps its piece: nothing has to be
+            # sent back.
             for member, (matrix,) in whole_matrices(state, direction, 1):
                 change = self.orthogonal(matrix, placement_of(member.param, member.name)).reshape(-1)
                 for piece, place in state.pieces([range_of(member)]):
@@ -81,6 +84,7 @@ class Muon(UpdateRule):
         """The scaled orthogonal factor of the whole matrix of which `matrix` is this process's shard: its shard."""
         cut = [split for split in placement.splits if split.num_shards > 1]
         assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
+        # Also where the matrix is whole: then the shard is the matrix.
         if not cut or self.config.muon_tp_mode == "blockwise":
             return self._by_rows(matrix, self._rows_of_shard(placement))
         group: Group = getattr(self.groups, cut[0].axis)
@@ -106,14 +110,18 @@ class Muon(UpdateRule):
 
         def total(part: Tensor) -> Tensor:
             summed = part.float()
+            # The sum is in place, and `part` may still be needed.
             summed = summed.clone() if summed is part else summed
             all_reduce(summed, group)
             return summed.to(part.dtype)
 
         counted = torch.zeros(matrix.shape[split.dim], device=matrix.device)
         for run in split.runs(placement.full_shape[split.dim]):
+            # Keys and values of few query groups lie on several ranks; a Gram matrix must count each of their rows
+            # once.
             if run.owned:
                 counted[run.local_start : run.local_start + run.length] = 1.0
+        # Columns are cut: G = X X^T is a sum over columns, and each rank adds its own.
         if split.dim == 1:
             scale = self._scale(matrix.shape[0], placement.full_shape[1])
             return self.newton_schulz.iterate(matrix, total, counted) * scale
@@ -121,6 +129,7 @@ class Muon(UpdateRule):
         heights = [sum(length for _, length in rows) for rows in self._rows_of_whole(placement)]
         for rows, height in zip(self._rows_of_shard(placement), heights, strict=True):
             block, own = _gather_rows(matrix, rows), _gather_rows(counted, rows)
+            # Rows are cut: the transposed block has its columns cut, which is the case above.
             found = self.newton_schulz.iterate(block.t(), total, own).t()
             _put_rows(result, rows, found * self._scale(height, matrix.shape[1]))
         return result

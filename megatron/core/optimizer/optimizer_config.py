@@ -10,6 +10,7 @@ from megatron.core.optimizer.rule_table import RULES, reads_constants
 from megatron.core.setting import Needs
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
+# name=name binds each name now; a lambda reads a loop variable only when it is called.
 _ADAM, _SGD, _LION, _MUON, _SOAP = (
     Needs(f"--optimizer {name}", lambda run, name=name: reads_constants(run, name))  # type: ignore[misc]
     for name in ("adam", "sgd", "lion", "muon", "soap")
@@ -45,6 +46,7 @@ class OptimizerConfig(CheckedConfig):
     """Weight decay also for the norms of queries and keys (--qk-layernorm)."""
     no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",), kind="numerics")
     """Upstream's older way to say --apply-wd-to-qk-layernorm."""
+    # Accepted because upstream's scripts pass it; it changes nothing that is computed.
     use_layer_wise_param_layout: bool = flag(True, kind="layout")
     """Upstream's layout for dist_muon, by whole matrices. Here buffers are cut anywhere; a matrix that lies on a cut
     is put together for its update."""
@@ -110,12 +112,15 @@ class OptimizerConfig(CheckedConfig):
     """Number format of the second moment."""
     width_multiplier: float = derived(1.0, kind="numerics")
     """With --use-mup how many times as wide as the base model this one is; else 1."""
+    # Copied from the model's config, so that a command line cannot say it twice and differently.
     bf16: bool = derived(False, kind="numerics")
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""
     fp16: bool = derived(False, kind="numerics")
     """Model parameters are float16; the optimizer keeps float32 main parameters and scales the loss."""
     loss_scale: float | None = flag(None, above=0, kind="numerics", needs=_FP16)
     """With --fp16: multiply the loss by this number, always. Without it the scale is dynamic."""
+    # Far too high on purpose: some skipped steps find the largest scale that works, while a low start would lose small
+    # gradients until it has grown.
     initial_loss_scale: float = flag(2**32, above=0, kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: dynamic loss scale at the start; halved until gradients no longer overflow."""
     min_loss_scale: float = flag(1.0, above=0, kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
@@ -136,6 +141,7 @@ class OptimizerConfig(CheckedConfig):
             yield f"{self.say('min_lr')} is above {self.say('lr')}; use {self.lr} or less"
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:
             yield f"{self.say('decoupled_min_lr')} needs --decoupled-lr"
+        # Where --decoupled-min-lr is not given, --min-lr is the end of that schedule as well.
         lowest = "min_lr" if self.decoupled_min_lr is None else "decoupled_min_lr"
         if self.decoupled_lr is not None and getattr(self, lowest) > self.decoupled_lr:
             yield (

@@ -58,6 +58,7 @@ class NewtonSchulz(NamedTuple):
 
     def orthogonalize(self, matrix: Tensor) -> Tensor:
         """[m, n] float32 -> [m, n] float32 with singular values near 1."""
+        # The Gram matrix has the side of the first dimension; transposed, it is the smaller of the two.
         if matrix.shape[0] > matrix.shape[1]:
             return self.iterate(matrix.t()).t()
         return self.iterate(matrix)
@@ -73,6 +74,8 @@ class NewtonSchulz(NamedTuple):
         x = matrix.bfloat16() if self.precision == "low" else matrix
         own = x if counted is None else x * counted.to(x.dtype)
         with _float32_products(self.precision):
+            # The Frobenius norm is at least the largest singular value, and the polynomials converge only from values
+            # up to 1.
             x = x / total(own.float().square().sum()).sqrt().clamp(min=_EPSILON).to(x.dtype)
             for step in range(self.steps):
                 a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]

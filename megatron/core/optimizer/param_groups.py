@@ -47,6 +47,7 @@ class ParamGroup:
         self.options: dict[str, Any] = {
             "params": [member.param for state in self.states for member in state.members],
             "wd_mult": wd_mult,
+            # Upstream's checkpoints have it; rates of a group's own are max_lr and min_lr below.
             "lr_mult": 1.0,
             "is_expert_parallel": all(state.buffer.is_expert for state in self.states),
             "is_decoupled_lr": key.is_decoupled_lr,
@@ -57,12 +58,14 @@ class ParamGroup:
         if key.is_decoupled_lr:
             lowest = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
             self.options |= {"lr": config.decoupled_lr, "max_lr": config.decoupled_lr, "min_lr": lowest}
+        # muP with Adam: the rate of a hidden matrix goes with 1 / width (Yang et al., 2022, Tensor Programs V).
         elif key.is_hidden_matrix:
             highest, lowest = (lr / config.width_multiplier for lr in (config.lr or 0.0, config.min_lr))
             self.options |= {"lr": highest, "max_lr": highest, "min_lr": lowest}
 
     def part(self, buffers: Sequence[FlatBuffer]) -> ParamGroup:
         """The same group, options and all, as far as it lies in some of the buffers."""
+        # Shallow: the options stay one dictionary, in which the scheduler sets the rates of all parts at once.
         part = copy.copy(self)
         part.states = [state for state in self.states if any(state.buffer is buffer for buffer in buffers)]
         return part
@@ -98,6 +101,7 @@ def make_param_groups(
     """One group for each key that occurs, decayed parameters first. rule_of: the rule of a name."""
     divided = [_divide(buffer, config) for buffer in buffers]
     groups = []
+    # Sorted, so that the order does not depend on which parameter a stage happens to hold first.
     for key in sorted({key for parts in divided for key in parts}):
         rule = rule_of(key.rule)
         kinds = {kind: _dtype(config, f"{kind}_dtype") for kind in rule.kinds}
@@ -117,6 +121,7 @@ def _divide(buffer: FlatBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple
     members = [
         Member(*entry) for entry in zip(buffer.names, buffer.params, buffer.layout.slots, buffer.starts, strict=True)
     ]
+    # Vectors lie behind everything else in memory, whatever their place in the module.
     in_place = sorted(members, key=lambda member: member.slot.start)
     ends = [member.slot.start for member in in_place[1:]] + [buffer.layout.numel]
     keys = {member.name: param_key(placement_of(member.param, member.name), config) for member in members}

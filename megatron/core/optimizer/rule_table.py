@@ -34,6 +34,7 @@ RULES: Mapping[str, RuleEntry] = {
     "sgd": RuleEntry("update_rules.SGD", ("sgd",)),
     "lion": RuleEntry("update_rules.Lion", ("lion",)),
     "muon": RuleEntry("muon.Muon", ("muon",), rest=lambda config: config.muon_scalar_optimizer),
+    # SOAP is Adam in another basis, so that it reads Adam's constants, too.
     "soap": RuleEntry("soap.Soap", ("soap", "adam"), rest=lambda config: "adam"),
 }
 
@@ -41,6 +42,7 @@ RULES: Mapping[str, RuleEntry] = {
 def load_rule(name: str) -> type[UpdateRule]:
     """The class of a rule."""
     module, _, class_name = RULES[name].path.rpartition(".")
+    # Imported when a run is built: --help reads the table and must not load torch.
     rule: type[UpdateRule] = getattr(importlib.import_module(f"megatron.core.optimizer.{module}"), class_name)
     return rule
 

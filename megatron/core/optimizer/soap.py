@@ -62,6 +62,7 @@ class Soap(UpdateRule):
         return {name: bases.tensors for name, bases in self._bases.items()}
 
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+        # The host must know whether the basis changes in this step; a rule that does not keep still has waited already.
         number = int(step.item())
         for state in group.states:
             found = whole_matrices(state, lambda shard: (shard.grad, *(shard.state[kind] for kind in self.kinds)), 3)
@@ -72,9 +73,11 @@ class Soap(UpdateRule):
                     grad = grad / divisor
                 bases = self._bases[member.name]
                 change = self._advance(bases, grad, mean, square, number, group)
+                # After the update, in the order of the paper's algorithm 3.
                 bases.learn(grad, group.options["betas"][1])
                 if number % self.interval == 0:
                     bases.turn(is_first=number == self.interval)
+                # Everyone who updates a piece has computed the whole matrix; keeping the own shard spares a broadcast.
                 self._write(state, member, [placement.take(x) for x in (change, mean, square)], group)
 
     def _advance(
@@ -115,6 +118,7 @@ class _Bases:
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.tensors: dict[str, Tensor] = {}
         for side, size in (("left", rows), ("right", columns)):
+            # A basis takes size^2 memory, and to change it size^3 operations.
             if size <= LONGEST:
                 self.tensors[f"soap_{side}_gram"] = torch.zeros(size, size, device=device)
                 self.tensors[f"soap_{side}_basis"] = torch.eye(size, device=device)
@@ -123,6 +127,7 @@ class _Bases:
         """Ql^T matrix Qr, memory of its own."""
         left, right = (self.tensors.get(f"soap_{side}_basis") for side in ("left", "right"))
         turned = matrix if left is None else left.t() @ matrix
+        # Without any basis `turned` is the caller's own matrix, and the caller squares the result in place.
         return turned.clone() if right is None else turned @ right
 
     def back(self, matrix: Tensor) -> Tensor:
@@ -144,4 +149,6 @@ class _Bases:
             gram = self.tensors.get(f"soap_{side}_gram")
             if gram is not None:
                 basis = self.tensors[f"soap_{side}_basis"]
+                # Eigenvectors move slowly: after the first decomposition one step of orthogonal iteration follows them
+                # for a fraction of its cost.
                 basis.copy_(torch.linalg.eigh(gram)[1] if is_first else torch.linalg.qr(gram @ basis)[0])

@@ -64,10 +64,12 @@ class UpdateRule(ABC):
 
 def batches(group: UpdatedGroup) -> Iterator[list[FlatShard]]:
     """Everything that one fused call updates: all shards that lie in memory as float32 together, others one by one."""
+    # One call for all: a launch for each parameter would take longer than its arithmetic.
     together = [shard for state in group.states if state.is_float32 for shard in state.shards()]
     if together:
         yield together
     for state in group.states:
+        # These are temporary float32 copies, written back when the next is asked for, so that only one may be alive.
         if not state.is_float32:
             for shard in state.shards():
                 yield [shard]
@@ -92,6 +94,7 @@ class AdamW(UpdateRule):
                 [shard.grad for shard in shards],
                 [shard.state["exp_avg"] for shard in shards],
                 [shard.state["exp_avg_sq"] for shard in shards],
+                # No maxima of the second moment: they are AMSGrad's.
                 [],
                 [step] * len(shards),
                 lr=options["lr"],
@@ -114,6 +117,7 @@ class SGD(UpdateRule):
 
     def __init__(self, momentum: float) -> None:
         super().__init__(momentum=momentum)
+        # Without momentum there is nothing to keep between steps, nor to save.
         self.kinds = ("momentum_buffer",) if momentum else ()
 
     @classmethod
@@ -155,9 +159,11 @@ class Lion(UpdateRule):
         options = group.options
         beta1, beta2 = options["betas"]
         for state in group.states:
+            # Not a fused kernel: in chunks, so that the temporary tensors below stay small.
             for param, grad, kept in state.shards(longest=CHUNK):
                 if divisor is not None:
                     grad.div_(divisor)
                 param.mul_(1.0 - options["lr"] * options["weight_decay"])
+                # Before the mean moves: the sign mixes in the gradient with beta1, the mean that is kept with beta2.
                 param.add_(torch.lerp(grad, kept["exp_avg"], beta1).sign_(), alpha=-options["lr"])
                 kept["exp_avg"].lerp_(grad, 1.0 - beta2)

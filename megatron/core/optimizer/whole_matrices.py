@@ -24,6 +24,7 @@ def is_cut(buffer: FlatBuffer, member: Member) -> bool:
     shards = buffer.reduction.shards.size()
     for start, stop, _ in buffer.layout.buckets:
         if start <= first < stop:
+            # Each process owns an equal slice of every bucket, wherever parameters begin and end in it.
             share = (stop - start) // shards
             return (first - start) // share != (last - 1 - start) // share
     raise AssertionError(f"{member.name} is in no bucket")
@@ -39,6 +40,7 @@ def whole_matrices(
 ) -> Iterator[tuple[Member, list[Tensor]]]:
     """Every matrix of which this process updates something, with `count` tensors of its shape: what `values` makes of
     the pieces. Every process of the buffer's shards calls this."""
+    # Also those of which this process has nothing: the sum is a collective, which all members must call alike.
     cut = [member for member in state.members if is_cut(state.buffer, member)]
     together = dict(zip((member.name for member in cut), _put_together(state, cut, values, count), strict=True))
     for member in state.members:

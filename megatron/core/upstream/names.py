@@ -41,6 +41,7 @@ class UpstreamNames:
 
     def install(self) -> None:
         """Put it before Python's own finders."""
+        # Behind them it would not be asked about modules that have a file.
         sys.meta_path.insert(0, self)
 
     def find_spec(
@@ -51,6 +52,7 @@ class UpstreamNames:
             raise ModuleNotFoundError(self._sentence(fullname), name=fullname)
         if fullname not in self._mentioned and fullname not in self._packages:
             return None
+        # A file of ours wins: the table only adds to it.
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None and fullname in self._packages:
             # Upstream has a package where a file stands here: with a search path, if an empty one, it has submodules.
@@ -60,6 +62,7 @@ class UpstreamNames:
             is_package = fullname in self._packages
             return importlib.machinery.ModuleSpec(fullname, loader, is_package=is_package)
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            # Python's own loader with one step more, so that byte code, tracebacks and `inspect` work as always.
             spec.loader = _FileLoader(spec.loader.name, spec.loader.path, self)
         return spec
 
@@ -110,6 +113,7 @@ class _FileLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Execute the file, then add the lookup."""
         super().exec_module(module)
+        # Packages that load their names when first used have one already.
         own = module.__dict__.get("__getattr__")
         module.__dict__["__getattr__"] = self.names.lookup(module.__name__, own)
 

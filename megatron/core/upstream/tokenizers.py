@@ -46,6 +46,7 @@ class MegatronTokenizer:
         tokenizer when None. kwargs: vocab_size, vocab_file, merges_file, additional_special_tokens, chat_template,
         num_special_tokens, pattern, trust_remote_code, prompt_format. Raises ConfigError.
         """
+        # A misspelled keyword must not quietly give another tokenizer.
         unknown = sorted(set(kwargs) - set(_OPTIONS))
         if unknown:
             known = ", ".join(_OPTIONS)
@@ -104,6 +105,7 @@ def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bo
 
     logging_enabled: the first rank says what was added.
     """
+    # Every tensor-parallel rank holds the same number of rows.
     padded = pad_vocab_size(orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     if logging_enabled and getattr(args, "rank", 0) == 0:
         added = padded - orig_vocab_size
