@@ -27,6 +27,7 @@ from megatron.training.recipes.gpt_data import build_gpt_datasets as train_valid
 if TYPE_CHECKING:
     from megatron.training.run import Run
 
+# Upstream's names, under which users' scripts import them from this file.
 __all__ = ["forward_step", "loss_func", "model_provider", "train", "train_valid_test_datasets_provider"]
 
 
@@ -44,4 +45,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Not sys.exit: see `leave` for what threads of process groups do while the interpreter cleans up.
     leave(run_job(main, os.environ))

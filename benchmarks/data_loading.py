@@ -68,6 +68,7 @@ def main() -> None:
     print(f"command: {' '.join([Path(sys.executable).name, *sys.argv])}")
     print(f"machine: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {platform.platform()}")
     print(f"versions: Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}")
+    # One loader process does its own work only; threads of torch would be counted as its CPU time.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         prefixes = [f"{name}/data{i}" for i in range(arguments.datasets)]

@@ -58,9 +58,11 @@ class StraightLine:
         self.sizes, self.weights = sizes, {name: nn.Parameter(value.clone()) for name, value in weights.items()}
         decayed = [param for param in self.weights.values() if param.dim() > 1]
         others = [param for param in self.weights.values() if param.dim() == 1]
+        # Two flat tensors, because weight decay is one number per call of the fused update; norms are not decayed.
         self.flats = [self._flatten(params) for params in (decayed, others)]
         self.others = others
         self.steps = torch.zeros(())
+        # Rotary positions turn pairs of channels: half as many angles as a head is wide.
         half = sizes.hidden // sizes.heads // 2
         angles = torch.outer(torch.arange(float(sizes.sequence)), 10000.0 ** -(torch.arange(half) / half))
         self.rotation = Rotation(angles.cos(), angles.sin(), interleaved=False)
@@ -73,6 +75,7 @@ class StraightLine:
         grads = torch.zeros_like(flat)
         sizes = [param.numel() for param in params]
         for param, value, grad in zip(params, flat.split(sizes), grads.split(sizes), strict=True):
+            # Parameters become views, so that one kernel updates all of them.
             param.data = value.view(param.shape)
             param.main_grad = grad.view(param.shape)  # type: ignore[attr-defined]
         return flat, grads, torch.zeros_like(flat), torch.zeros_like(flat)
@@ -111,6 +114,7 @@ class StraightLine:
             param.grad = None
         with torch.no_grad():
             norm = torch.stack([torch.linalg.vector_norm(grads) for _, grads, _, _ in self.flats]).square().sum().sqrt()
+            # Clipping to norm 1 as a division inside of the update: gradients are read once.
             divisor = (norm + 1e-6).clamp(min=1.0)
             self.steps += 1
             for (flat, grads, first, second), decay in zip(self.flats, (WEIGHT_DECAY, 0.0), strict=True):
@@ -167,6 +171,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    # As the trainer does on a CPU; both variants profit alike.
     keep_freed_host_memory()
     sizes = Sizes(layers=arguments.layers, sequence=arguments.sequence)
     print_conditions()
@@ -175,6 +180,7 @@ def main() -> None:
     straight = StraightLine(sizes, general.weights)
     tokens = torch.randint(0, sizes.vocab, (sizes.batch, sizes.sequence + 1))
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    # Two steps, so that a difference in the update shows in the second loss.
     losses = [(straight.step(ids, labels), general.step(ids, labels)) for _ in range(2)]
     print("losses, straight and ours:", *(f"{a:.6f} {b:.6f};" for a, b in losses))
     variants: dict[str, Step] = {

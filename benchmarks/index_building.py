@@ -47,6 +47,7 @@ from megatron.core.datasets.index_builders import (
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path
 
+# The same for both variants: results must agree to the bit before their times are compared.
 SEED = 1
 
 LOOPS = r"""
@@ -155,6 +156,7 @@ def main() -> None:
         for n in (2, 10, 100):
             compare_blend(f"{n} datasets", np.random.RandomState(n).dirichlet(np.ones(n)), arguments, loops)
         compare_blend("100, uneven", np.random.RandomState(100).dirichlet(np.full(100, 0.1)), arguments, loops)
+        # Very uneven weights: the rarest dataset is drawn once in 2^40 samples, the first every other time.
         halves = 2.0 ** -np.arange(1, 41)
         compare_blend("40, each half as much", halves / halves.sum(), arguments, loops)
 
@@ -171,6 +173,7 @@ class Dataset:
 
     def with_numpy(self) -> dict[str, Any]:
         """As GPTDataset does it."""
+        # One generator for documents and samples, in this order, as GPTDataset draws.
         random = np.random.RandomState(SEED)
         plan = plan_epochs(int(self.lengths.sum(dtype=np.int64)), None, self.length, 1)
         order = build_document_index(np.arange(self.documents, dtype=np.int32), plan, random)
@@ -184,6 +187,7 @@ class Dataset:
         samples = (self.loops.tokens(lengths, self.documents) - 1) // self.length
         order, shuffled = np.empty(self.documents, np.int32), np.empty(samples, np.uint32)
         rows = np.empty((samples + 1, 2), np.int32)
+        # Memory is allocated by numpy, outside of what the loops do.
         results = [pointer(array) for array in (order, rows, shuffled)]
         self.loops.indices(lengths, self.documents, ctypes.c_int64(samples), self.length, SEED, *results)
         return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
@@ -194,6 +198,7 @@ class Dataset:
 
     def end_to_end(self, dataset_class: type[GPTDataset]) -> None:
         """A dataset on an empty cache."""
+        # A new one each time: a second pass over the same cache would only read.
         cache = tempfile.mkdtemp(dir=self.folder)
         config = GPTDatasetConfig(
             random_seed=SEED,
@@ -223,6 +228,7 @@ def compare_indices(arguments: argparse.Namespace, loops: ctypes.CDLL | None, fo
         if loops is not None:
             pairs = zip(dataset.with_numpy().values(), dataset.with_loops().values(), strict=True)
             assert all((a == b).all() for a, b in pairs), "the two disagree"
+        # In a pass of its own: tracing slows allocation down, and would spoil the times.
         tracemalloc.start()
         dataset.end_to_end(GPTDataset)
         peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -243,6 +249,7 @@ def write_lengths(prefix: str, documents: int) -> int:
         for values in (lengths, (ends - lengths) * 2, np.arange(documents + 1, dtype=np.int64)):
             file.write(values.data)
     with open(get_bin_path(prefix), "wb") as file:
+        # 2 bytes a token; a sparse file takes no room on the disk.
         file.truncate(2 * int(ends[-1]))
     return int(ends[-1])
 
@@ -269,6 +276,7 @@ def rounds(variants: dict[str, Callable[[], Any]], count: int) -> dict[str, floa
     """The best CPU seconds of each variant."""
     best = dict.fromkeys(variants, float("inf"))
     for _ in range(count):
+        # In turn within a round, so that a machine that slows down slows all variants down.
         for name, run in variants.items():
             started_at = time.process_time()
             run()

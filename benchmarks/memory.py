@@ -71,6 +71,7 @@ class Bytes(NamedTuple):
     activations: float | None
 
 
+# Peak counters of an allocator would also count temporaries; here only what autograd keeps is asked for.
 class KeptForBackward:
     """Counts the memory that autograd keeps, by hooks for saved tensors.
 
@@ -88,6 +89,7 @@ class KeptForBackward:
 
         def install_counting(hooks: Any, pack: Any, unpack: Any) -> None:
             def pack_counted(tensor: Tensor) -> Any:
+                # Weights are there anyway, whether or not autograd refers to them.
                 if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
                     return pack(tensor)
                 while_packing = _Kept(self, tensor)  # recomputation ends with the last tensor that it packs
@@ -108,6 +110,7 @@ class KeptForBackward:
         return _Kept(self, packed) if isinstance(packed, Tensor) else packed
 
     def add(self, storage: torch.UntypedStorage, by: int) -> None:
+        # By memory, not by tensor: several views of one piece are counted once.
         place = storage.data_ptr()
         before = self.holders.get(place, 0)
         self.holders[place] = before + by
@@ -162,6 +165,7 @@ def _static_bytes(run: Run) -> tuple[int, int, int]:
     held = [param.detach() for chunk in run.model for param in chunk.module.parameters()]
     params = [param.to_local() if isinstance(param, DTensor) else param for param in held]
     grads = [buffer.grad_data for chunk in run.model for buffer in chunk.flat_buffers]
+    # The distributed optimizer holds its own slices only, which is the point.
     state = [tensor for kinds in run.optimizer.named_state().values() for tensor in kinds.values()]
     return _bytes_of(params), _bytes_of(grads), _bytes_of(state)
 
@@ -178,12 +182,14 @@ def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
     terms = layout.text.split(",")
     stage = rank // (layout.world_size // pp)
     h, layers = HIDDEN, LAYERS // pp
+    # The formula at the head of this file: divided weights and biases, then the row layers' biases and the norms.
     elements = layers * ((12 * h * h + 7 * h) / tp + 2 * h + 4 * h)
     elements += (VOCABULARY * h / tp + SEQUENCE * h) * (stage == 0) + (VOCABULARY * h / tp + 2 * h) * (stage == pp - 1)
     shards = dp if "fsdp2" in terms else 1
     state_shards = dp if {"fsdp2", "dist-opt"} & set(terms) else 1
     activations = None
     if tp == 1 or "sp" in terms:
+        # 1F1B: the first stage holds as many microbatches as there are stages, the last one a single one.
         under_way = min(pp - stage, MICROBATCHES)
         model = read_run_config(flags_of(layout, LAYERS), {"WORLD_SIZE": str(layout.world_size)}).model
         last = ends if stage == pp - 1 else 0.0
@@ -209,11 +215,13 @@ def planned_activations(model: TransformerConfig, layers: int, under_way: int, p
         whole = len(unit.layers) * per_layer
         peak = max(peak, kept + whole)  # the units before it still wait
         kept += x if unit.is_recomputed else whole
+    # Either the end of forward, with the loss, or the recomputation of one unit is the peak.
     return (under_way - 1) * kept + max(kept + ends, peak)
 
 
 def report(layouts: list[str]) -> None:
     """One line for each layout, and for each stage of a pipeline."""
+    # Two depths give two equations for the two unknowns, a layer's share and that of the ends.
     (small,), (large,) = run_locally(measure, 1, ("1", LAYERS)), run_locally(measure, 1, ("1", 2 * LAYERS))
     assert small.activations is not None and large.activations is not None
     per_layer = (large.activations - small.activations) / LAYERS

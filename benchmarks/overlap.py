@@ -56,6 +56,7 @@ class Link:
     free_at: float = 0.0
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    # Clock and sleep can be replaced, so that a test of this file need not wait.
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], object] = time.sleep
 
@@ -64,6 +65,7 @@ class Link:
         self.bytes[kind] += size
         rate = self.rate[kind]
         if rate is not None:
+            # A collective begins when the link is free, and not before it is asked for.
             self.free_at = max(self.free_at, self.clock()) + size / rate
         return Travel(self, kind, work, self.free_at)
 
@@ -90,6 +92,7 @@ class Travel:
     def wait(self) -> None:
         """The real collective is not counted: on one machine it competes with computation for the processors."""
         self.work.wait()
+        # Only what is left when somebody waits is exposed; the rest went by beside computation.
         remaining = self.arrives_at - self.link.clock()
         if remaining > 0:
             self.link.sleep(remaining)
@@ -150,6 +153,8 @@ def run(rank: int, rounds: int, link_share: float) -> dict[str, Any]:
     torch.manual_seed(0)
     link = Link()
     for name in ("reduce_scatter_in_place", "all_reduce"):
+        # The collectives are replaced where the buckets call them, so the code that is measured is the code that
+        # trains.
         setattr(bucket_module, name, link.delayed("gradients", getattr(bucket_module, name)))
     bucket_module.all_gather_in_place = link.delayed("parameters", bucket_module.all_gather_in_place)
     groups = ProcessGroupCollection.build(RankGrid(PROCESSES), rank)
@@ -160,6 +165,7 @@ def run(rank: int, rounds: int, link_share: float) -> dict[str, Any]:
         times = [replicas[mode].step() for _ in range(2)]
     sizes = {kind: count / 2 for kind, count in link.bytes.items()}
     seconds = torch.tensor([min(column) for column in zip(*times, strict=True)])
+    # Both processes must use one rate, or their links would differ.
     torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MIN)
     forward, backward = (float(value) for value in seconds)
     link.rate = {
@@ -176,6 +182,7 @@ def run(rank: int, rounds: int, link_share: float) -> dict[str, Any]:
             replicas[mode].step()
             replicas[mode].forward()  # a step's parameters are gathered during the next forward
             elapsed = time.perf_counter() - started
+            # The first round warms up.
             if round_number > 0:
                 found[mode].append({"round": elapsed} | {kind: link.exposed[kind] / 2 for kind in KINDS})
     found["losses"] = [replicas[mode].loss for mode in MODES]

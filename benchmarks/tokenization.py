@@ -30,6 +30,7 @@ KNOWN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# One alternative more than any published tokenizer has, so that the table of known patterns cannot have it.
 UNKNOWN_PATTERN = "[一-龥぀-ゟ゠-ヿ]+|" + KNOWN_PATTERN
 
 
@@ -43,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, of which the fastest counts (default: 1)")
     arguments = parser.parse_args()
+    # The loops are one process with one thread, as a worker is.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     with tempfile.TemporaryDirectory() as name:
@@ -52,6 +54,7 @@ def main() -> None:
         corpus = folder / "corpus.jsonl"
         corpus.write_text(lines)
         long_corpus = folder / "long.jsonl"
+        # Long enough that starting the workers is a small part of the time.
         long_corpus.write_text(lines * arguments.times)
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         model = (
@@ -64,6 +67,7 @@ def main() -> None:
 
         def measure(name: str, run: Callable[[], float], times: int = 1) -> float:
             """Print and return the rate of the fastest of the repeats."""
+            # The fastest: everything that disturbs a run makes it slower.
             seconds = min(run() for _ in range(arguments.repeats))
             rate = megabytes * times / seconds
             print(f"{name:<60} {rate:6.2f} MB/s  {seconds:6.2f} s", flush=True)
@@ -103,6 +107,7 @@ def standard_library(megabytes: float) -> list[str]:
     size = 0
     while size < megabytes * 1e6:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+            # What is installed differs between machines; the library itself does not.
             if "site-packages" in path.parts:
                 continue
             try:
@@ -110,6 +115,7 @@ def standard_library(megabytes: float) -> list[str]:
             except UnicodeDecodeError:
                 continue
             texts.append(text)
+            # Bytes of UTF-8, as rates are given in.
             size += len(text.encode())
             if size >= megabytes * 1e6:
                 break
@@ -178,6 +184,7 @@ def encoder_alone(model: Path, texts: list[str]) -> float:
     from megatron.core.tokenizers.huggingface import huggingface_tokenizer
 
     encoder = choose_encoder(huggingface_tokenizer(str(model)), texts[:4])
+    # One text per call, as in the loops it is compared with.
     return seconds_of(lambda: [len(ids) for text in texts for ids in encoder.encode_batch([text])])
 
 
@@ -196,6 +203,7 @@ def command(corpus: Path, model: Path, folder: Path, workers: int) -> list[str]:
         str(Path(__file__).resolve().parent.parent / "tools" / "preprocess_data.py"),
         *flags.split(),
         "--append-eod",
+        # Every run writes the same files.
         "--overwrite",
         "--workers",
         str(workers),
@@ -211,6 +219,7 @@ def first_output_seconds(corpus: Path, model: Path, folder: Path) -> float:
     started_at = time.perf_counter()
     process = subprocess.Popen(command(corpus, model, folder, 1), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert process.stderr is not None
+    # Progress goes to standard error; the first line says that tokens are flowing.
     process.stderr.readline()
     elapsed_seconds = time.perf_counter() - started_at
     process.communicate()

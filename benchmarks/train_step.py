@@ -57,6 +57,7 @@ class Sizes:
 # ---- the variants
 
 
+# The least that any implementation has to compute, without memory traffic of its own.
 def floor_step(sizes: Sizes) -> Step:
     """The matrix products alone."""
     h, f, t = sizes.hidden, sizes.ffn, sizes.tokens
@@ -93,6 +94,7 @@ def attention_products(heads: int, sequence: int, width: int) -> Step:
     square, tall = torch.empty_like(scores), torch.empty_like(q)
 
     def products() -> None:
+        # Forward has two products, backward four, all of the same size.
         for _ in range(2):
             torch.bmm(q, q.transpose(1, 2), out=square)
             torch.bmm(scores, q, out=tall)
@@ -176,6 +178,7 @@ def hugging_face_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step | No
     inputs = tokens[:, :-1].contiguous()
 
     def step() -> None:
+        # The faster of torch's two ways: the comparison is with Hugging Face at its best.
         optimizer.zero_grad(set_to_none=True)
         forward(input_ids=inputs, labels=inputs).loss.backward()  # shifts the labels itself
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -189,6 +192,7 @@ def hugging_face_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step | No
 
 def seconds(step: Step) -> float:
     """One run: CPU time of the process with one thread, wall time with several."""
+    # CPU time does not count other processes of the machine; with several threads it would add them up.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     step()

@@ -41,6 +41,7 @@ class Sums:
         """tokens, labels, position_ids int64 [s]; loss_mask float32 [s], 1 where the label counts."""
         import torch
 
+        # Drawn from the index alone: a resumed run, and any number of loader processes, see the same samples.
         random = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         a, b = torch.randint(0, self.largest + 1, (2,), generator=random).tolist()
         text = f"{a}+{b}={a + b}"
@@ -66,6 +67,7 @@ class Batches:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         group = ProcessGroupCollection.current().dp
+        # Replicas take microbatches in turn, as the trainer's own samplers do, so that consumed_samples means the same.
         offset, step = group.rank() * self.micro_batch_size, group.size() * self.micro_batch_size
         for start in range(self.first + offset, len(self.dataset) - self.micro_batch_size + 1, step):
             samples = [self.dataset[i] for i in range(start, start + self.micro_batch_size)]
@@ -76,10 +78,12 @@ def datasets_provider(config: RunConfig, num_samples: Sequence[int | None]) -> l
     """Training, validation and test data; None where no samples are wanted. A count of None: all there are."""
     assert config.data.seq_length is not None, "checked by read_run_config"
     sums: list[Any] = []
+    # The split is the seed, so that training never sees a validation sample by the same draw.
     for seed, samples in enumerate(num_samples):
         wanted = 1000 if samples is None else samples
         sums.append(Sums(wanted, config.data.seq_length, config.extra["largest"], seed) if wanted else None)
     if config.data.dataloader_type == "external":
+        # None, for a split without samples, stays None.
         sums = [data and Batches(data, config.training.micro_batch_size or 1) for data in sums]
     return sums
 

@@ -60,6 +60,7 @@ def loss_func(loss_mask: Tensor, output: Tensor, non_loss_data: bool = False) ->
     from megatron.training import get_args
 
     losses, mask = output.flatten(), loss_mask.flatten()
+    # The usual loss of a token is -log p.
     probability = torch.exp(-losses)
     if non_loss_data:
         return float((probability * mask).sum() / mask.sum().clamp(min=1))
@@ -71,8 +72,10 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tens
     """The model on the next microbatch; pretrain_gpt.py says how, this script what the loss is."""
     from megatron.training import get_timers
 
+    # Appears below the progress line with --timing-log-level 2.
     with get_timers()("focal-forward", log_level=2):
         output, usual = pretrain_gpt.forward_step(batches, model)
+    # GPT's forward step returns functools.partial(loss_func, loss_mask); the mask is taken from there.
     (loss_mask,) = usual.args  # type: ignore[attr-defined]
     return output, functools.partial(loss_func, loss_mask)
 

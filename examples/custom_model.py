@@ -30,6 +30,7 @@ def model_provider(config: RunConfig, vocab_size: int, pre_process: bool = True,
 
     width = config.model.hidden_size
 
+    # Inside the function, so that torch is imported only after the flags were read.
     class RecurrentModel(nn.Module):
         """Embedding, gated recurrent units (Cho et al., 2014), output layer."""
 
@@ -39,6 +40,7 @@ def model_provider(config: RunConfig, vocab_size: int, pre_process: bool = True,
             self.layers = nn.ModuleList(nn.GRU(width, width, batch_first=True) for _ in range(config.model.num_layers))
             self.output_layer = nn.Linear(width, vocab_size)
 
+        # GPT's forward step also hands over positions, masks and the loss mask, which this network does not need.
         def forward(self, tokens: Tensor, *_: Any, labels: Tensor, **__: Any) -> Tensor:
             """tokens, labels int64 [b, s] -> loss of each token, float32 [b, s]."""
             hidden = self.embedding(tokens)  # [b, s, h]
@@ -48,6 +50,7 @@ def model_provider(config: RunConfig, vocab_size: int, pre_process: bool = True,
             logits = self.output_layer(hidden).float()  # [b, s, v]
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
+    # The optimizer keeps main parameters in float32 where the model's are bfloat16.
     return RecurrentModel().to(torch.bfloat16 if config.model.bf16 else torch.float32)
 
 

@@ -49,6 +49,7 @@ def initialize_distributed(tensor_model_parallel_size: int = 1, pipeline_model_p
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
+    # Without torchrun there is one process, which needs no process group: collectives over one rank are left out.
     if "WORLD_SIZE" in os.environ:
         backend = "nccl" if use_cuda else "gloo"
         torch.distributed.init_process_group(backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
@@ -74,6 +75,7 @@ def build_model() -> GPTModel:
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=100,
         max_sequence_length=SEQUENCE_LENGTH,
+        # The first stage has the embedding, the last one the output layer and the loss.
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
@@ -81,6 +83,7 @@ def build_model() -> GPTModel:
 
 def build_batches() -> Iterator[dict[str, torch.Tensor]]:
     """Microbatches of random tokens: of every eight samples, those of this replica."""
+    # Upstream compiles C++ here; this call does nothing, and is kept so that loops written for upstream run.
     compile_helpers()
     config = GPTDatasetConfig(
         random_seed=0,
@@ -92,6 +95,7 @@ def build_batches() -> Iterator[dict[str, torch.Tensor]]:
     )
     train, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, None, None], lambda: True, config).build()
     replica = parallel_state.get_data_parallel_rank()
+    # Replicas share the batch, so that every layout trains on the same eight samples in a step.
     share = BATCH_SIZE // parallel_state.get_data_parallel_world_size()
     ours = [range(first, first + share) for first in range(replica * share, len(train) - BATCH_SIZE, BATCH_SIZE)]
     return iter(DataLoader(train, batch_sampler=ours))
@@ -119,6 +123,7 @@ def train(model: DistributedDataParallel, iterations: int) -> None:
     optimizer = Adam(model.parameters(), lr=3e-3)
     forward_backward = get_forward_backward_func()
     for iteration in range(iterations):
+        # Gradients are added up in flat buffers over the microbatches of a step, so these begin at zero.
         model.zero_grad_buffer()
         losses = forward_backward(
             forward_step_func=forward_step_func,
@@ -130,6 +135,7 @@ def train(model: DistributedDataParallel, iterations: int) -> None:
             decoder_seq_length=SEQUENCE_LENGTH,
             forward_only=False,
         )
+        # The mean over the replicas; also the sum of gradients that tensor- and pipeline-parallel ranks hold in part.
         finalize_model_grads([model])
         for parameter in model.parameters():
             # Gradients lie in the flat buffers of the wrapper; an optimizer of torch's looks for them here.
@@ -187,6 +193,7 @@ def main() -> None:
     if flags.save:
         save_distributed_checkpoint(flags.save, model)
     if torch.distributed.is_initialized():
+        # The first process may leave only when nobody needs it to answer any more.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

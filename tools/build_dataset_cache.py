@@ -52,12 +52,14 @@ def main() -> int:
     counts_path = config.data.per_dataset_sequences_path
     data = dataclasses.replace(
         config.data,
+        # These would take the indices for granted, which are only built here.
         dataloader_fast_cache_load=False,
         dataloader_defer_npy_index_mmap=False,
         per_dataset_sequences_path=None,
     )
     config = dataclasses.replace(config, data=data)
     started_at = time.monotonic()
+    # A cache that cannot be written is a warning in training, which goes on in memory; here it is the one thing to do.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         built = build_gpt_datasets(config, build_tokenizer(config), count_needed_samples(config))

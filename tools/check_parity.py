@@ -38,6 +38,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[str], list[Layout], int]:
     while tokens:
         token = tokens.pop(0)
         if token == "--layouts":
+            # A layout never begins with "--" on the command line: flags inside of one follow a comma.
             while tokens and not tokens[0].startswith("--"):
                 layouts.append(parse_layout(tokens.pop(0)))
         elif token == "--iterations":
@@ -54,6 +55,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[str], list[Layout], int]:
 
 def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> Share:
     """One rank's part of the run, in a process of its own."""
+    # Imported here, in the forked process: the parent answers mistakes without loading torch.
     from megatron.training.recipes.gpt import build_gpt_recipe
     from megatron.training.verify.parity import run_share
 

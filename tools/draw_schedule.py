@@ -52,6 +52,7 @@ def measured(directory: Path, iteration: int | None) -> list[Drawing]:
     Raises DataError for a directory without a trace.
     """
     step = read_trace(directory, iteration)
+    # Played with the measured mean times, so that plan and measurement differ only by waiting.
     plan = simulate(tables(step.schedule, step.shape, step.microbatches, step.group_size), step.shape, step.costs)
     longest = max(plan.makespan, step.timeline.makespan)
     drawings = []
@@ -114,6 +115,7 @@ def as_text(drawing: Drawing, ranks: int) -> str:
             if event.rank == rank:
                 start, end = round(event.start / column), round(event.end / column)
                 text = _label(event, drawing.chunks).ljust(end - start - 1, "-") + " "
+                # Rounding may leave an action fewer columns than its label has letters.
                 cells[start:end] = text[: end - start]
         peak = drawing.timeline.peak_in_flight[rank]
         lines.append(f"rank {rank:<2d} {''.join(cells)}  peak {peak:g}")
@@ -157,11 +159,13 @@ def _draw(axis: Any, drawing: Drawing, ranks: int, longest: float, points_per_un
         if action.chunk == 0:
             kinds.setdefault(action.kind, bar)
         text = str(action.microbatch)
+        # Numbers that do not fit into their bar are left out rather than drawn over its neighbours.
         if (end - start) * points_per_unit > 4.0 * len(text):
             size = min(8.0, 1.4 * (end - start) * points_per_unit / len(text))
             axis.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=size, color="black")
     axis.set_title(drawing.title, fontsize=9, loc="left")
     axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    # Rank 0 at the top, as in the terminal.
     axis.set_ylim(ranks - 0.5, -0.5)
     axis.set_xlim(0, longest)
     axis.tick_params(axis="x", labelsize=7)
@@ -204,6 +208,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name} {value} is out of range; give a number from 1 to {largest}")
     for name in ("forward_cost", "backward_cost", "weight_cost", "transfer_cost"):
         value = getattr(arguments, name)
+        # An action of no length has no place in a drawing; a transfer may be free.
         if not (0 < value < 1e6 or name == "transfer_cost" and value == 0):
             raise ConfigError(f"--{name.replace('_', '-')} {value} is out of range; give a number above 0")
     return arguments

@@ -49,6 +49,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     prompts = list(texts)
     if file is not None:
         try:
+            # Blank lines separate prompts in files that people write; an empty prompt is no prompt.
             prompts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompts-file {file} cannot be read: {error}") from error
@@ -59,6 +60,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 def continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
     """Each prompt with what the model adds to it."""
+    # torch takes seconds to import: mistakes in the command line are found before that.
     from megatron.core.inference.generate import generate
     from megatron.core.inference.sampling import Sampling
     from megatron.training.checkpoint.trained_model import load_trained_model
@@ -81,6 +83,7 @@ def continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iter
             max_new_tokens=arguments.max_new_tokens,
             sampling=sampling,
             eod=tokenizer.eod,
+            # Rows of the embedding beyond it are padding, which must never be drawn.
             vocab_size=trained.vocab_size,
             max_sequence_length=trained.max_sequence_length,
             use_cache=not arguments.no_kv_cache,

@@ -90,10 +90,12 @@ def _planned() -> Iterator[str]:
     for flag in with_status("works"):
         if flag.planned_choices:
             yield f"- `{flag.name}` ({', '.join(map(str, flag.planned_choices))}) comes with {flag.explanation}"
+    # groupby only joins neighbours, hence sorted first.
     flags = sorted(with_status("planned"), key=lambda flag: flag.explanation)
     for capability, members in groupby(flags, key=lambda flag: flag.explanation):
         yield f"\n### With {capability}\n\n| flag | accepted now | until then |\n|---|---|---|"
         for flag in members:
+            # Values that change nothing pass already, so that scripts which write defaults out still run.
             accepted = "not given" if flag.default is None else f"`{shown_value(flag, flag.default)}`"
             accepted += "".join(f", `{shown_value(flag, value)}`" for value in flag.neutral)
             yield f"| {_spelled(flag.spellings)} | {accepted} | {_cell(flag.alternative)} |"
@@ -116,6 +118,7 @@ def _spelled(spellings: Iterable[str]) -> str:
 
 
 def _cell(text: str) -> str:
+    # A bare bar would end the cell of a Markdown table.
     return text.replace("|", "\\|")
 
 
@@ -129,6 +132,7 @@ def list_status(status: Status) -> None:
         print(" ".join(flag.spellings), flag.explanation, sep="\t" if flag.explanation else "")
     if status == "works":
         for former in noted():
+            # Spellings that only older releases knew are left out of the count of upstream's flags.
             if former.is_upstream:
                 print(former.name, f"{former.text} (a note)", sep="\t")
 

@@ -51,6 +51,7 @@ def main() -> int:
     surprise = order_surprise(prefixes) if is_directory else None
     if surprise is not None:
         print(f"note: {surprise}", file=sys.stderr)
+    # Two processes that write the same prefix would mix their bytes.
     with output_lock(arguments.output_prefix):
         merged = merge(
             prefixes, arguments.output_prefix, multimodal=arguments.multimodal, overwrite=arguments.overwrite

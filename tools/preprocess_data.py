@@ -33,6 +33,7 @@ from megatron.training.config.data import TokenizerConfig  # noqa: E402
 from megatron.training.flags.parser import TokenizerFlags  # noqa: E402
 
 SEARCH_DOCUMENTS = 100_000
+# Accepted, so that the flags of a training run can be handed over as they are.
 WITHOUT_EFFECT = (
     "--padded-vocab-size",
     "--make-vocab-size-divisible-by",
@@ -55,6 +56,7 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments:
             name = argument.partition("=")[0]
             if name.startswith("--"):
+                # Flags written with underscores are the commonest mistake.
                 near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
                 problems.append(f"{name} is not a flag of this tool" + (f"; did you mean {near[0]}?" if near else ""))
         return ConfigError(problems or f"{arguments[0]!r} does not belong to any flag")
@@ -134,6 +136,7 @@ def make_parser() -> Parser:
     )
     run.add_argument("--max-documents", type=int, metavar="N", help="with the search for workers (default: 100000)")
     run.add_argument("--traceback", action="store_true", help="show where an error came from")
+    # Upstream's tool knows it; here it belongs to the model, and a note says that it has no effect.
     run.add_argument("--make-vocab-size-divisible-by", help=argparse.SUPPRESS)
     return parser
 
@@ -194,6 +197,7 @@ def report(summary: Summary) -> None:
 
 def end_on_sigterm(number: int, frame: FrameType | None) -> None:
     """Leave through the cleanup that removes unfinished files."""
+    # The exit code that a shell gives a process ended by this signal.
     raise SystemExit(128 + number)
 
 
@@ -213,6 +217,7 @@ def main() -> int:
         fastest = find_fastest(options, tokenizer_from(tokenizer), arguments.workers_to_check, documents)
         print(f"fastest: --workers {fastest}")
         return 0
+    # --max-documents is for the search for workers only; a dataset is always whole.
     report(preprocess(dataclasses.replace(options, max_documents=None), tokenizer_from(tokenizer)))
     return 0
 

@@ -30,6 +30,7 @@ def estimate(config: RunConfig) -> MemoryEstimate:
     batch, replicas = config.training, config.data_parallel_size
     assert batch.global_batch_size is not None and batch.micro_batch_size is not None, "derived by read_run_config"
     assert config.data.seq_length is not None, "checked by read_run_config"
+    # The global batch size of the end of the run: with a growing batch the pipeline then holds most microbatches.
     workload = Workload(
         padded_vocab_size=compute_padded_vocab_size(config, build_tokenizer(config)),
         has_output_layer=config.gpt.untie_embeddings_and_output_weights,

@@ -100,6 +100,7 @@ def compare_former(prefix: str) -> bool:
 
 def verify(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     """Check one dataset and report. Raises MegatronError for what is wrong with it."""
+    # Checksums first: where they disagree, anything found afterwards is a consequence.
     has_sums = compare_former(prefix) if arguments.write_sum else verify_checksums(prefix)
     dataset = IndexedDataset(prefix, multimodal=arguments.multimodal)
     facts = inspect(dataset, None if tokenizer is None else tokenizer.eod)
@@ -120,6 +121,7 @@ def main() -> int:
     parser = make_parser()
     tokenizer_flags = TokenizerFlags(parser)
     arguments = parser.parse_args(tokenizer_flags.translated(sys.argv[1:]))
+    # No flag of a tokenizer given: token ids are then only described, not judged.
     settings = tokenizer_flags.config()
     tokenizer = None if settings == TokenizerConfig() else tokenizer_from(settings)
     worst = 0
@@ -127,6 +129,7 @@ def main() -> int:
         try:
             verify(prefix, arguments, tokenizer)
         except MegatronError as error:
+            # With several datasets one that is damaged must not keep the others from being checked.
             if arguments.traceback or len(arguments.input) == 1:
                 raise
             report_error(error)

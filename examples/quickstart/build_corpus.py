@@ -22,6 +22,7 @@ def source_files(root: Path) -> list[Path]:
     """Every .py file of the standard library but its tests and installed packages, sorted."""
     found = []
     for folder, subfolders, names in os.walk(root):
+        # In place: os.walk then does not enter them.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
@@ -62,6 +63,7 @@ def main() -> int:
             stream.write(json.dumps(document) + "\n")
             count += 1
             size += len(document["text"])
+    # Renamed when complete: an interrupted run leaves no half a corpus behind.
     unfinished.replace(arguments.output)
     print(f"{arguments.output}: {count} documents, {size / 1e6:.1f} MB of text from {root}")
     return 0

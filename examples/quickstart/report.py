@@ -22,6 +22,7 @@ def unigram_entropy(prefix: str) -> float:
     counts = np.zeros(0, dtype=np.int64)
     for index in range(len(dataset)):
         found = np.bincount(np.asarray(dataset[index]), minlength=len(counts))
+        # bincount is as long as the largest id, which may be larger than any before.
         found[: len(counts)] += counts
         counts = found
     shares = counts[counts > 0] / counts.sum()
@@ -35,6 +36,7 @@ def read_metrics(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int,
         row = json.loads(line)
         if "eval" in row:
             validation.append((row["iteration"], row["eval"]["lm loss"]))
+        # A value that is not known or not finite is null in the file; the key is there all the same.
         elif "lm loss" in row:
             training.append((row["iteration"], row["lm loss"]))
     return training, validation
@@ -46,6 +48,7 @@ def draw(
     """Loss over iterations as a PNG."""
     import matplotlib
 
+    # Draws into a file; no display is needed.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

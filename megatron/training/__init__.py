@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.training.upstream.table import TRAINING_NAMES
 
+# Loading when first used keeps `import megatron.training` free of torch, which takes seconds.
 _NAMES = {
     "pretrain": "training",
     "get_args": "global_vars",

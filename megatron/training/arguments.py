@@ -45,6 +45,7 @@ def as_namespace(config: RunConfig) -> Namespace:
     values: dict[str, Any] = {}
     for group in group_classes():
         settings = getattr(config, group)
+        # Groups may share a name (both the model and the optimizer know bf16); the first group, the model, wins.
         values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)} | values
     values |= {name: values[field] for name, field in _UPSTREAM_NAMES.items()}
     return Namespace(

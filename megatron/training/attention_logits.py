@@ -48,6 +48,7 @@ class AttentionLogits:
     ) -> None:
         self.config, self.optimizer, self.groups = config, optimizer, groups
         self.layers = [layer for chunk in model for layer in measured_layers(chunk)]
+        # A stage may hold no attention of ours (an embedding alone): only the whole pipeline can be refused.
         if not any(all_gather_object(len(self.layers), groups.pp)):
             raise ConfigError(
                 "--qk-clip and --log-max-attention-logit know the scores of this system's attention, and the model has "
@@ -63,6 +64,7 @@ class AttentionLogits:
             largest = torch.maximum(largest, of_all_heads.max())
             if self.config.qk_clip:
                 self._clip(layer, of_all_heads, found_inf)
+        # Heads are already gathered over tp, samples over dp and cp; stages hold the other layers.
         all_reduce(largest, self.groups.pp, op="max")
         self.largest = largest
 
@@ -70,6 +72,7 @@ class AttentionLogits:
         """The largest score of each head of the model in this step, [heads]; the next step begins anew."""
         own = layer.logits.largest
         assert own is not None, "the layer has not run in this step"
+        # The layer keeps the maximum over its microbatches, so it must begin anew with each step.
         layer.logits.largest = None
         all_reduce(own, self.groups.dp_cp, op="max")
         of_all_heads = own.new_empty(self.groups.tp.size() * len(own))
@@ -107,6 +110,7 @@ def row_factors(gamma: Tensor, placement: Placement, config: TransformerConfig) 
     placement: of its weight or bias; its parts are each query group's queries, key and value.
     """
     alpha, by_group = config.qk_clip_alpha, gamma.view(config.num_query_groups, -1)
+    # Heads of a group share one key: the smallest gamma brings the worst of them below the threshold.
     of_heads = {"query": by_group**alpha, "key": by_group.amin(1, keepdim=True) ** (1.0 - alpha)}
     rows = {part: iter(heads.repeat_interleave(config.kv_channels, dim=1)) for part, heads in of_heads.items()}
     parts = [(part, length) for part, _, length in placement.named_parts()]

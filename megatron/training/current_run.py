@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class CurrentRun:
     """The run that pretrain() is in. Outside of it there is nothing, and get_args() says so."""
 
+    # Class attributes, hence global: that is what upstream's functions without arguments ask for, and why nothing of
+    # ours uses them.
     config: ClassVar[RunConfig | None] = None
     additions: ClassVar[dict[str, Any]] = {}
     """What upstream adds to the settings while it starts."""

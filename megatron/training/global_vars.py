@@ -22,6 +22,7 @@ def get_args() -> Namespace:
     """Every setting of the run as an attribute with upstream's name, flags of the script's own included. Raises
     RuntimeError outside of pretrain()."""
     if CurrentRun.args is None:
+        # Made when first asked for: most runs never need the namespace.
         args = as_namespace(_present(CurrentRun.config, "get_args"))
         vars(args).update(CurrentRun.additions)
         CurrentRun.show(args=args)
@@ -40,6 +41,7 @@ def get_timers() -> Timers:
 
 def print_rank_0(message: object, rank: int | None = None) -> None:
     """Print on the first rank only. rank: this process's, where torch.distributed cannot be asked yet."""
+    # Before the groups exist, and in a run of one process, there is only one rank to print.
     if rank == 0 or (rank is None and (not dist.is_initialized() or dist.get_rank() == 0)):
         print(message, flush=True)
 

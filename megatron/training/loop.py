@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook."""
+    # One iterator for the whole run: its loader processes read ahead of the step that is computed.
     batches = timed(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
     try:
         run.hooks.on_train_start(run)
@@ -24,6 +25,7 @@ def train(run: Run) -> None:
         while not run.progress.finished and run.stop_reason is None:
             step(run, batches)
         run.hooks.on_train_end(run)
+    # An interrupt (KeyboardInterrupt, SystemExit) is no error of the run, and hooks are not told of it.
     except Exception as error:
         run.hooks.on_error(run, error)
         raise
@@ -49,6 +51,7 @@ def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, f
     """Mean losses over `iterations` global batches of full size, without dropout and without gradients."""
     num_microbatches = run.evaluation_batch_size // run.evaluation_samples_per_microbatch
     actions = run.evaluation_schedule(num_microbatches)
+    # Losses are kept apart as (sum, number of tokens) until the end: microbatches with fewer tokens count less.
     loss_dicts = []
     for chunk in run.model:
         chunk.eval()

@@ -29,6 +29,7 @@ REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "last": lambda values: values[-1],
 }
+# Bounds the memory of a run with a very large --log-interval.
 _MOST_ROWS = 1000
 """Iterations after which values are read in any case: a scalar of its own takes 512 bytes on a GPU."""
 
@@ -99,9 +100,11 @@ class Metrics:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"metric {name!r} has the shape {list(value.shape)}; record one number at a time")
+            # A copy: the step may overwrite the memory of the original before the value is read.
             value = value.detach().reshape(()).clone()
         self._open.append(_Recorded(name, value, reduce))
         if text is not None:
+            # Insertion order is the order in the progress line.
             self.shown[name] = Shown(reduce, text)
 
     def record_losses(self, losses: Mapping[str, Tensor]) -> None:
@@ -127,6 +130,8 @@ class Metrics:
 
     def is_due(self, iteration: int) -> bool:
         """Whether values are to be read after this iteration. The same on all ranks."""
+        # Depends on the iteration alone, because reading waits for the device and may be followed by collectives: all
+        # ranks must read together.
         if iteration % self.interval == 0 or len(self._rows) >= _MOST_ROWS:
             return True
         return bool(self._rows) and bool(self._rows[-1][0].tables)
@@ -135,6 +140,7 @@ class Metrics:
         """The rows of all steps ended since the last call, in order. Waits for the device."""
         rows, self._rows = self._rows, []
         on_device = [entry.value for _, entries, _ in rows for entry in entries if isinstance(entry.value, Tensor)]
+        # By identity: tensors compare element by element, so they cannot be looked up by value.
         numbers = dict(zip(map(id, on_device), _read_together(on_device), strict=True))
         for row, entries, losses in rows:
             of_names: dict[str, tuple[Reduction, list[float | None]]] = {}
@@ -142,6 +148,7 @@ class Metrics:
                 if isinstance(value, Tensor):
                     value = numbers[id(value)]
                 elif callable(value):
+                    # Only now has the device done what the function asks about, such as the time between two marks.
                     value = value()
                 of_names.setdefault(name, (reduce, []))[1].append(value)
             row.values = {name: reduced(values, how) for name, (how, values) in of_names.items()}
@@ -166,6 +173,7 @@ def _read_together(scalars: Sequence[Tensor]) -> list[float]:
     parts: dict[torch.device, list[Tensor]] = {}
     for (device, _), found in by_kind.items():
         places.setdefault(device, []).extend(found)
+        # float64 holds every float32, and whole numbers up to 2^53, so one format serves for all.
         parts.setdefault(device, []).append(torch.stack([scalars[place] for place in found]).double())
     numbers = [0.0] * len(scalars)
     for device, stacked in parts.items():

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.training.metrics import Metrics, Row
 
+# This module stands below all parts that it names: at run time it imports none of them, so that a hook or a script can
+# be written without loading the model code.
 if TYPE_CHECKING:
     import torch
 
@@ -54,6 +56,7 @@ class Progress:
         """Count one iteration over `samples` samples."""
         self.iteration += 1
         self.consumed_train_samples += samples
+        # A skipped update has used up its samples all the same: without this a resumed run would read them once more.
         self.skipped_iterations += skipped
 
     def end_here(self) -> None:
@@ -63,12 +66,14 @@ class Progress:
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps: everything but the target, which is the next run's own."""
         state = dataclasses.asdict(self)
+        # A resumed run may be longer or shorter than the saved one; only its own flags say how long it is.
         del state["target_iterations"]
         return state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The inverse of `state_dict`; counts that an older checkpoint lacks stay as they are."""
         for name, value in state.items():
+            # Checkpoints of later releases may hold counts that this one does not know.
             if name != "target_iterations" and hasattr(self, name):
                 setattr(self, name, value)
 
@@ -88,6 +93,8 @@ class StepResult:
     """After this step, as upstream logs it: the rate that the next step will use."""
     samples: int
     """Size of the global batch."""
+    # Marks are events on the device's stream: taking one does not make the host wait, reading the time between two
+    # does.
     began: Mark
     """The moment on the device at which the step began, and..."""
     ended: Mark
@@ -174,6 +181,8 @@ class Run:
     @property
     def num_microbatches(self) -> int:
         """Microbatches of this rank in the next step."""
+        # A batch size that grows, or a plan, gives other numbers as the run goes on: everything here is a function of
+        # the samples consumed, so that a resumed run gets the same answer.
         consumed = self.progress.consumed_train_samples
         return (
             self.batch_size.num_microbatches(consumed) if self.plans is None else self.plans.num_microbatches(consumed)
@@ -188,6 +197,7 @@ class Run:
     @property
     def evaluation_batch_size(self) -> int:
         """Samples per evaluation iteration: as asked for, or the global batch size that the run ends with."""
+        # The last size, not the present one: evaluations of a run with a growing batch then stay comparable.
         asked = self.config.validation.eval_global_batch_size or self.batch_size.steps[-1].global_batch_size
         unit = self.evaluation_samples_per_microbatch
         return max(1, asked // unit) * unit
@@ -206,6 +216,7 @@ class Run:
 
     def request_stop(self, reason: str) -> None:
         """End training after the current step. All ranks must ask at the same iteration."""
+        # The first reason counts: several hooks may ask in the same iteration.
         self.stop_reason = self.stop_reason or reason
 
 
@@ -223,6 +234,8 @@ class HookContext:
     """What --log-comm-volume has counted."""
 
 
+# The order is what makes two guarantees: a value is written before anything acts on it, and everything has acted before
+# the run is saved.
 class Phase(enum.IntEnum):
     """Whose turn it is. After a step the phases follow each other in this order; before a step and at the end of a run
     in the reverse order, as nested contexts do, so that what measures a step stands next to it."""
@@ -257,6 +270,7 @@ class Hook:
     rely on each other's order.
     """
 
+    # Hooks of a user's own may stop the run or communicate; CONTROL is the phase in which both are allowed.
     phase: Phase = Phase.CONTROL
 
     @classmethod

@@ -53,6 +53,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     hooks: beside those that the settings ask for. Raises MegatronError for whatever the user can mend.
     """
     recipe.check_layout(config.model)
+    # Groups that count must be in place before anything is built: modules keep the groups that they are handed.
     traffic = Traffic()
     if config.logger.log_comm_volume:
         process = meter_groups(process, traffic, recipe)
@@ -60,6 +61,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
     batch_size = build_batch_size_calculator(config)
     progress = Progress(count_iterations(config, batch_size))
+    # Data comes before the model: an unreadable dataset is then reported before minutes are spent on weights.
     datasets = recipe.build_datasets(count_needed_samples(config))
     if process.launch.rank == 0:
         print_summaries(datasets)
@@ -71,6 +73,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
     else:
         optimizer = recipe.build_optimizer(config, model, groups)
+    # After either builder, so that an optimizer of the user's own is timed, too.
     optimizer.use_timers(timers)
     if config.training.dump_param_to_param_group_map is not None:
         write_param_group_map(config.training.dump_param_to_param_group_map, optimizer, groups)
@@ -103,8 +106,10 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
             config.validation.eval_micro_batch_size or batch_size.micro_batch_size,
         ),
     )
+    # Clipping belongs inside the optimizer's step: after each update, before the network gets its parameters.
     if config.model.measures_attention_logits:
         optimizer.call_after_update(AttentionLogits(config.model, model, optimizer, groups))
+    # Last, because it writes into the memory of everything above: weights, optimizer, schedule, progress, hooks.
     load_checkpoint(run)
     if config.validation.skip_train:
         progress.end_here()
@@ -114,6 +119,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
 def print_summaries(datasets: Sequence[Any]) -> None:
     """What the datasets have to say about themselves: a line of each that has a method `summary`."""
     for dataset in [part for entry in datasets for part in (entry if isinstance(entry, list) else [entry])]:
+        # A blend speaks through the datasets it draws from.
         for part in getattr(dataset, "datasets", [dataset]):
             summary = getattr(part, "summary", None)
             if summary is not None:
@@ -128,7 +134,10 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
     modules: list[nn.Module] = []
     for index in range(shape.chunks):
         content = layout[shape.index(groups.pp.rank(), index)]
+        # A script's model_provider may have upstream's older signature, without these two.
         offered = {"vp_stage": index if shape.chunks > 1 else None, "pg_collection": groups}
+        # What a script's own model allocates lands on this process's device; parameters on the meta device
+        # (--init-model-with-meta-device) get their memory from `fill` below.
         with torch.device(process.device):
             module = recipe.build_model(
                 pre_process=content.has_embedding,
@@ -139,11 +148,13 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
         if config.model.compile:
             compile_layers(module)
         modules.append(module)
+    # Before memory is given to the parameters: a tied weight must become one parameter, not two of equal values.
     tie_chunks(modules)
     fill = functools.partial(
         materialise_parameters, seed=config.model.seed, device=process.device,
         draw_on_cpu=config.model.use_cpu_initialization, draw=config.model.perform_initialization,
     )  # fmt: skip
+    # FSDP2 fills its modules itself, slice by slice: filling the whole model first would need the memory that it saves.
     if shards_parameters(config.ddp, groups):
         return [
             TorchFullyShardedDataParallel(config.model, config.ddp, module, pg_collection=groups, fill=fill)
@@ -159,6 +170,7 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
+    # Without it every chunk would be the same piece of the model, and nothing else would notice.
     if offered["vp_stage"] is not None and "vp_stage" not in parameters:
         raise ConfigError(
             "several chunks of layers per pipeline stage need a model_provider with the parameter vp_stage; "
@@ -188,6 +200,8 @@ def build_executor(
         model, process.groups, config.model, activation_shape=shape, grad_scale_func=optimizer.grad_scale_func
     )
     sizes = {step.global_batch_size for step in batch_size.steps}
+    # Every size of a growing batch is tried now: a run should not end after days because the next size does not fill
+    # the pipeline.
     for size in sorted(sizes):
         problem = executor.pipeline.problem(size // batch_size.samples_per_microbatch)
         if problem is not None:
@@ -201,8 +215,10 @@ def write_param_group_map(path: str, optimizer: MegatronOptimizer, groups: Proce
     Every rank calls this. Groups are numbered over the whole model: decayed parameters first, then by learning rate and
     update rule. Raises ConfigError on every rank where the file cannot be written.
     """
+    # Only stages hold different parameters; tensor- and data-parallel ranks know the same names.
     by_stage = all_gather_object(optimizer.param_keys(), groups.pp)
     keys = {name: key for found in by_stage for name, key in found.items()}
+    # Sorted by content, not by arrival: the same run gives the same numbers under every pipeline layout.
     numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
     text = json.dumps({name: numbers[key] for name, key in keys.items()}, indent=2) + "\n"
 
@@ -220,6 +236,7 @@ def write_param_group_map(path: str, optimizer: MegatronOptimizer, groups: Proce
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Learning rate and weight decay over the run."""
     scheduler, training = config.scheduler, config.training
+    # The schedule counts samples, whatever unit the flags use.
     steps = scheduler_steps(
         global_batch_size=training.global_batch_size or 1,
         train_iters=training.train_iters,
@@ -256,12 +273,15 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
 def build_timers(config: RunConfig, process: Process) -> Timers:
     """The stopwatches that --timing-log-level asks for; they wait for the device, and for each other if asked to."""
     logger = config.logger
+    # Without the barrier a rank's timer would also hold the time it waits for slower ranks.
     waits = logger.timing_log_level > 0 and logger.barrier_with_L1_time
     return Timers(logger.timing_log_level, synchronizes=True, barrier_group=process.groups.world if waits else None)
 
 
 def meter_groups(process: Process, traffic: Traffic, recipe: Recipe) -> Process:
     """The process with groups that count. Raises ConfigError for a model that is not handed its groups."""
+    # A model that fetches its groups from elsewhere would communicate uncounted, and the report would be wrong rather
+    # than missing.
     parameters = inspect.signature(recipe.build_model).parameters
     if "pg_collection" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(

@@ -66,6 +66,7 @@ def pretrain(
 
     Raises MegatronError for whatever the user can mend.
     """
+    # Accepted as parameters because upstream's callers pass them by position; refused when they are used.
     if get_embedding_ranks is not None or get_position_embedding_ranks is not None:
         raise ConfigError("pretrain() has no use for get_embedding_ranks: the layout says it; leave them out")
     if model_type is not ModelType.encoder_or_decoder:
@@ -96,16 +97,20 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     process = initialize(config)
     if process.launch.rank == 0:
         print(describe_machine(process), *(f"note: {note}" for note in config.notes), sep="\n", flush=True)
+    # Upstream sets these on its namespace while it starts, and scripts written for it read them there.
     additions = {
         "padded_vocab_size": recipe.padded_vocab_size,
         "rank": process.launch.rank,
         "local_rank": process.launch.local_rank,
     }
+    # Before setup: the functions of a script, which setup calls, may ask for get_args().
     CurrentRun.show(config=config, additions=additions, tokenizer=recipe.tokenizer)
     run = setup(config, process, recipe, hooks)
     CurrentRun.show(timers=run.timers)
     try:
         train(run)
+    # torch reports a lost loader process, a lost peer and an operation that is not deterministic as RuntimeErrors that
+    # differ by their text only.
     except RuntimeError as error:
         if (operation := explain_nondeterminism(error)) is not None:
             raise ConfigError(operation) from error
@@ -116,6 +121,8 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     finally:
         run.hooks.on_close(run)
         run.data.close()
+        # Another run in the same process (a notebook, a test) must not find the settings of this one.
         CurrentRun.forget()
+    # Only after success: with a peer gone, leaving the groups in order would wait for it.
     shut_down()
     return run

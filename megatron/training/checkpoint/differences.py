@@ -30,6 +30,7 @@ def _differences(saved: dict[str, Any], config: RunConfig, kinds: Container[Fiel
         return []  # settings of another release: nothing to compare
     now = config.flag_values()
     settings = [setting for cls in group_classes().values() for setting in settings_of(cls).values()]
+    # Only kinds that change the weights' shapes or the numbers: another --log-interval is no news.
     flags = [setting.name for setting in settings if setting.kind in kinds and setting.name.startswith("--")]
     return [
         f"{flag} is {then[flag]} in the checkpoint, {now[flag]} in this run"

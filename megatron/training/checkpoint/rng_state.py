@@ -24,6 +24,7 @@ _STREAM = "stream."
 
 def torch_states() -> dict[str, torch.Tensor]:
     """This process's states by name: "cpu", "cuda", "stream.<name>"; uint8."""
+    # A prefix, so that a stream called "cpu" would not be taken for the generator of the CPU.
     streams = {_STREAM + name: state for name, state in get_cuda_rng_tracker().get_states().items()}
     return get_rng_state() | streams
 
@@ -36,6 +37,7 @@ def sharded_rng_state(rank: int) -> ShardedStateDict:
 
 def rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any]:
     """What is not a tensor: one entry for each rank, and the sizes of the parallel axes."""
+    # Both generators have states of a few thousand numbers: small enough for JSON, which can be looked at.
     version, internal, gauss_next = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     entry = {
@@ -50,10 +52,12 @@ def why_not_restorable(document: dict[str, Any], group: Group, layout: Mapping[s
     """None when this job can continue the saved states; otherwise the reason, the same on all ranks."""
     if len(document["ranks"]) != group.size():
         return f"it was saved by {len(document['ranks'])} processes, this run has {group.size()}"
+    # Older checkpoints do not say their layout; for them the number of processes has to be enough.
     then = document.get("layout", dict(layout))
     if list(then.items()) != list(layout.items()):
         return f"it was saved with the layout {_layout_text(then)}, this run has {_layout_text(layout)}"
     ours = {name: values.numel() for name, values in torch_states().items()}
+    # Names and lengths differ between a CPU and a GPU; a state of one means nothing to the other.
     fits = ours == document["ranks"][group.rank()]["torch"]
     return None if all(all_gather_object(fits, group)) else "it was saved on another kind of device"
 
@@ -73,6 +77,7 @@ def restore(document: dict[str, Any], tensors: ShardedStateDict, rank: int) -> N
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     prefix = f"{RNG_PREFIX}{rank}."
     states = {key.removeprefix(prefix): tensor.data for key, tensor in tensors.items() if key.startswith(prefix)}
+    # Before the streams, which are stored apart: setting them does not touch the generators set here.
     set_rng_state({name: state for name, state in states.items() if not name.startswith(_STREAM)})
     streams = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}
     get_cuda_rng_tracker().set_states(streams)

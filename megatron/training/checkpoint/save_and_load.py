@@ -60,6 +60,7 @@ def save_checkpoint(run: Run) -> Path:
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
     tensors = sharded_model_state(run)
+    # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
         tensors |= _sharded_optimizer_state(run)
@@ -71,6 +72,7 @@ def save_checkpoint(run: Run) -> Path:
     if not settings.no_save_rng:
         tensors |= rng_state.sharded_rng_state(world.rank())
         documents[RNG] = rng_state.rng_document(world, describe_layout(run.groups.grid))
+    # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     return serialization.save(
         tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world
@@ -121,6 +123,8 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
         raise CheckpointError(f"--load {root} {what}, and --no-initialization leaves the weights undefined without one")
     if settings.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {root} {what}, and --exit-on-missing-checkpoint was given")
+    # The same command may start and continue a run, if --load is --save; anywhere else a missing checkpoint is more
+    # likely a typing error, and training from scratch would waste the job.
     if settings.save is None or Path(settings.save).resolve() != root.resolve():
         raise CheckpointError(
             f"--load {root} {what}; give a directory that holds one, or give the same directory as --save to start anew"
@@ -139,6 +143,7 @@ def _refuse_legacy(root: Path) -> None:
 
 def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     settings, world = run.config.checkpoint, run.groups.world
+    # Damaged checkpoints were passed over for an earlier one.
     if found.skipped:
         _warn(world, f"loading {found.path} instead of the latest checkpoint: {'; '.join(found.skipped)}")
     state = serialization.read_document(found.path, STATE)
@@ -147,7 +152,9 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     if with_optimizer and state["optimizer"] is None:
         raise CheckpointError(f"{found.path} was saved with --no-save-optim; pass --no-load-optim or --finetune")
     if with_optimizer:
+        # Before anything is loaded: a state that this optimizer cannot continue must leave the run as it was.
         run.optimizer.check_state(state["optimizer"])
+    # Asked before anything is loaded: a refusal must leave the run as it was.
     random_numbers = _rng_document(found, run) if with_rng else None
 
     tensors = sharded_model_state(run, main=not with_optimizer)
@@ -155,6 +162,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         tensors |= _sharded_optimizer_state(run)
     if random_numbers is not None:
         tensors |= rng_state.sharded_rng_state(world.rank())
+    # Read for the messages only: settings of a run are those of its own flags, never the checkpoint's.
     saved_config = serialization.read_document(found.path, CONFIG)
     try:
         serialization.load(tensors, found, world)
@@ -166,9 +174,12 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         run.optimizer.after_load()
         run.scheduler.load_state_dict(state["scheduler"])
     else:
+        # The optimizer's main parameters are copies in float32: they must follow the weights that were loaded.
         run.optimizer.reload_model_params()
     if random_numbers is not None:
+        # After everything that may draw: from here on the numbers continue those of the saved run.
         rng_state.restore(random_numbers, tensors, world.rank())
+    # Progress stays at 0, and the hooks have no state: this is a new run with given weights.
     if weights_only:
         _say(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
         return
@@ -199,6 +210,7 @@ def _rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
 def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     """Weights only, from a checkpoint of ours or in upstream's `torch` format."""
     world = run.groups.world
+    # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
     legacy = on_first_rank(world, lambda: find_legacy_file(root, iteration))
     if legacy is None:
         found = serialization.find(root, iteration, world)
@@ -249,6 +261,7 @@ def sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
 def _sharded_optimizer_state(run: Run) -> ShardedStateDict:
     placements = {placement.name: placement for _, _, placement in _placed_parameters(run)}
     slices = run.optimizer.named_slices()
+    # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
     starts = {name: found.start for name, found in slices.items() if not found.is_whole}
     state = optimizer_state(run.optimizer.named_state(), placements, starts)
     return state | whole_optimizer_state(run.optimizer.whole_state())
@@ -263,6 +276,7 @@ def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
 def _placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
     """Parameters, each with its chunk and placement."""
     for chunk in run.model:
+        # With --overlap-param-gather a gather may still be under way, and the parameters old.
         chunk.finish_param_sync()
         for name, parameter in chunk.module.named_parameters():
             yield chunk, parameter, placement_of(parameter, name)

@@ -61,6 +61,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     checkpoint where it has them. Raises CheckpointError when there is no undamaged checkpoint of ours, ConfigError or
     DataError when its tokenizer's files are gone.
     """
+    # Whatever layout the model was trained in: entries of a checkpoint are whole tensors to a loader.
     groups = ProcessGroupCollection.single()
     found = serialization.find(root, iteration, groups.world)
     if found is None:
@@ -71,6 +72,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     device = current_device()
     with torch.device(device):
         model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
+    # Rows beyond the vocabulary are padding, whose number depends on the layout of the saving run.
     declare_vocabulary(model, recipe.vocab_size)
     parameters = ((parameter, placement_of(parameter, name)) for name, parameter in model.named_parameters())
     serialization.load(model_state(parameters), found, groups.world)
@@ -81,6 +83,7 @@ def _read_config(path: Path, bf16: bool) -> RunConfig:
     """The checkpoint's settings, for one process in this number format, with the tokenizer files it carries."""
     content = serialization.read_document(path, CONFIG)
     try:
+        # Settings of another release may lack names, or have values of types that no longer fit.
         config = RunConfig.from_dict(content)
         model = config.model.on_one_process(bf16=bf16, fp16=False, params_dtype=None)
     except (ConfigError, TypeError, AttributeError) as error:

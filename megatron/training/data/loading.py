@@ -30,6 +30,7 @@ Batch: TypeAlias = dict[str, torch.Tensor]
 attention_mask bool [b, 1, s, s], True = masked, only where the loader makes masks. The trainer adds nothing to it, so a
 dataset may hand further tensors to its script's forward_step."""
 
+# Longer than the handler of SIGCHLD takes on a busy machine, and nothing beside the restart that follows.
 _SIGNAL_SECONDS = 0.2
 
 SPLITS = ("train", "validation", "test")
@@ -58,6 +59,7 @@ class LoaderSettings:
 
     def sampler(self, total_samples: int, consumed_samples: int, *, repeats: bool) -> Iterable[list[int]]:
         """Which samples come next on this rank."""
+        # Both samplers are functions of the samples consumed: nothing about the data needs to stand in a checkpoint.
         place = (total_samples, consumed_samples, self.micro_batch_size, self.dp_rank, self.dp_size)
         return CyclicSampler(*place) if self.dataloader_type == "cyclic" else SingleSampler(*place, repeats=repeats)
 
@@ -123,6 +125,7 @@ class TrainingData:
         """
         parts = self.parts(split)
         dataset = parts[part] if parts else None
+        # Evaluation is never planned: its batches are those of the run without plans, so losses stay comparable.
         if self.planned is not None and split == "train":
             return self._opened(self.planned(consumed_samples))
         if self.settings.dataloader_type == "external" and dataset is not None:
@@ -147,6 +150,7 @@ class TrainingData:
             self._open.pop().close()
 
     def _opened(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        # Remembered, so that `close` ends the loader processes also after an error in the middle of a step.
         self._open.append(batches)
         return batches
 
@@ -158,6 +162,7 @@ def read_microbatches(
     if dataset is None:
         raise DataError(f"there is no {split} data; give --data-path with a --split that leaves some, or --mock-data")
     total = len(dataset)  # type: ignore[arg-type]
+    # Ranks take whole microbatches in turn; a split smaller than one round would give some of them nothing.
     step = settings.micro_batch_size * settings.dp_size
     if total < step:
         raise DataError(
@@ -166,6 +171,7 @@ def read_microbatches(
         )
     sampler = settings.sampler(total, consumed_samples, repeats=split != "train")
     yield from load_samples(dataset, split, sampler, settings)
+    # Evaluation repeats its data, so only training gets here.
     raise build_used_up_error(split, total, consumed_samples)
 
 
@@ -184,6 +190,7 @@ def read_external_batches(
 
     A source with a method `start_at(consumed_samples)` is told where to begin; another one decides by itself.
     """
+    # Without it a resumed run sees the source's first batches again; only the script can know whether that is right.
     start_at = getattr(source, "start_at", None)
     if start_at is not None:
         start_at(consumed_samples)
@@ -195,6 +202,7 @@ def read_external_batches(
             tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
             if settings.vocabulary_limit is not None:
                 check_vocabulary(tensors, settings.vocabulary_limit, lambda: f"a batch of the {split} data")
+            # non_blocking: the copy of the next microbatch runs beside the computation of this one.
             yield {name: tensor.to(settings.device, non_blocking=True) for name, tensor in tensors.items()}
     raise DataError(f"the {split} data is used up: the script's own source has no further batch; let it yield more")
 
@@ -208,6 +216,7 @@ def load_samples(
 ) -> Generator[Batch, None, None]:
     """The sampler's microbatches on the device. stack: makes a microbatch of its samples."""
     loader: DataLoader[Any] = DataLoader(
+        # Checked in the loader process, beside the training process: looking at every token costs it nothing.
         CheckedDataset(dataset, split, settings.vocabulary_limit),
         batch_sampler=sampler,  # type: ignore[arg-type]
         collate_fn=functools.partial(collate, stack),
@@ -216,6 +225,7 @@ def load_samples(
         # groups.
         multiprocessing_context="fork" if settings.num_workers else None,
         timeout=settings.worker_timeout_seconds if settings.num_workers else 0,
+        # Only from pinned memory can a GPU copy without making the host wait.
         pin_memory=settings.device.type != "cpu",
         # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
         generator=torch.Generator(),
@@ -239,6 +249,7 @@ class _Behaviour:
     def __call__(self, worker: int) -> None:
         if self.ignored_signal is not None:
             signal.signal(signal.Signals[self.ignored_signal], signal.SIG_IGN)
+        # Only in loader processes: the trainer's own hook stays as it is.
         sys.excepthook = say_unless_cut_off
 
 
@@ -273,6 +284,7 @@ def explain_lost_loader(error: Exception) -> str | None:
 
     A death shows as a closed pipe, or as torch's error from a signal, which can also come up in the middle of a step.
     """
+    # torch has no class for this: the name in the text is all that tells it from other RuntimeErrors.
     if isinstance(error, RuntimeError) and "DataLoader" not in str(error):
         return None
     reason = " ".join(str(error).split())[:200].rstrip(". ")
@@ -290,6 +302,7 @@ class CheckedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         try:
+            # Any sample will do, since nothing of it counts; its shapes are those of the others.
             if index == PADDING:
                 sample = dict(self.dataset[0])
                 return sample | {"loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
@@ -311,6 +324,7 @@ def check_vocabulary(sample: Mapping[str, Any], limit: int, place: Callable[[], 
         ids = torch.as_tensor(sample.get(name, ()))
         wrong = ids.ge(limit) | ids.lt(0)
         if wrong.any():
+            # nonzero makes the host wait on a GPU; these tensors are still on the CPU.
             at = wrong.nonzero()[0].tolist()
             raise DataError(
                 f"{place()} has token id {int(ids[tuple(at)])} at position {at[-1]} of its {name}; the model's padded "
@@ -328,6 +342,7 @@ def describe(dataset: Any, index: int) -> str:
 def collate(stack: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:
     """A batch of samples; an error among them is passed on instead."""
     for sample in samples:
+        # The first error of the batch stands for all; stacking the rest would be in vain.
         if isinstance(sample, MegatronError):
             return sample
     return stack(list(samples))

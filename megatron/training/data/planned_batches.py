@@ -62,6 +62,7 @@ class Layout:
     @classmethod
     def build(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
         """Where this process stands in the context-parallel ranks of a run, and what a conversation costs there."""
+        # The longest conversation and the tokens that a rank may hold decide over how many ranks it is divided.
         most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
         assert most is not None and seq_length is not None, "checked by read_run_config"
         cost = SampleCost(*count_products(config.model, padded_vocab_size=padded_vocab_size))
@@ -88,6 +89,7 @@ class StepPlan:
             [Place(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
             for microbatch in self.context.microbatches(self.layout.rank)
         ]
+        # Every rank runs at least one microbatch: the collectives of the step wait for all of them.
         return own or [[Place(_NOTHING, 0, 1)]]
 
     @property
@@ -104,6 +106,7 @@ class StepPlans:
     ) -> None:
         """dataset: PackedDocuments. Raises ConfigError for another one."""
         parts = getattr(dataset, "datasets", [dataset])
+        # Found before training: in the middle of a run only the ranks that meet such a sample would stop.
         strange = next((part for part in [*parts, dataset] if not isinstance(part, PackedDocuments)), None)
         if strange is not None:
             raise ConfigError(
@@ -111,6 +114,7 @@ class StepPlans:
                 f"{type(strange).__name__} lacks document_lengths, document or locate (see docs/parallelism.md)"
             )
         self.dataset, self.settings, self.batch_size, self.layout = dataset, settings, batch_size, layout
+        # Several askers (the step, the loader, a hook) need the same plan at different times, and the loader is ahead.
         self._plans: dict[int, StepPlan] = {}
         self._coming: Iterator[StepPlan] = iter(())
         self._next = -1
@@ -118,6 +122,7 @@ class StepPlans:
     def at(self, consumed_samples: int) -> StepPlan | None:
         """The plan of the step before which so many samples were consumed; None where the data have no such step."""
         if consumed_samples not in self._plans:
+            # A jump: the beginning of a run, or one that was resumed. Otherwise the samplers go on where they are.
             if consumed_samples != self._next:
                 self._coming = self._steps(consumed_samples)
             plan = next(self._coming, None)
@@ -131,6 +136,7 @@ class StepPlans:
     def num_microbatches(self, consumed_samples: int) -> int:
         """How many this rank has in that step; earlier steps are forgotten. One where the data are used up: whoever
         takes it learns that."""
+        # Memory stays bounded although the loader asks ahead of the step.
         for earlier in [consumed for consumed in self._plans if consumed < consumed_samples]:
             del self._plans[earlier]
         plan = self.at(consumed_samples)
@@ -150,11 +156,14 @@ class StepPlans:
             consumed_samples += plan.num_samples
 
     def _steps(self, consumed_samples: int) -> Generator[StepPlan, None, None]:
+        # Every rank plays the samplers of all ranks: the plan needs all lengths, and reading them is cheaper than
+        # sending.
         ranks = [dataclasses.replace(self.settings, dp_rank=rank) for rank in range(self.settings.dp_size)]
         samplers = [iter(rank.sampler(len(self.dataset), consumed_samples, repeats=False)) for rank in ranks]
         while True:
             count = self.batch_size.num_microbatches(consumed_samples)
             samples = [list(itertools.islice(sampler, count)) for sampler in samplers]
+            # A last step that is not full is left out, as in a run without plans.
             if len(samples[0]) < count:
                 return
             plan = self._plan(samples)
@@ -174,6 +183,7 @@ class StepPlans:
                     own = self.dataset.document_lengths(sample)
                     places += [(sample, document) for document in range(len(own))]
                     lengths += own
+                    # The padding of a packed sample counts as one more document: without a plan it is computed, too.
                     row += [*own, self.layout.seq_length - sum(own)]
                 rows.append(tuple(row))
             sequences.append(tuple(rows))
@@ -206,6 +216,7 @@ class SingleDocuments(Dataset[Any]):
     def __getitem__(self, place: Place) -> dict[str, Any]:
         if place.sample == _NOTHING:
             zero = torch.zeros(1, dtype=torch.int64)
+            # A valid sample in every respect; its loss mask of 0 keeps it out of the loss.
             document = {"tokens": zero, "labels": zero, "position_ids": zero, "loss_mask": torch.zeros(1)}
         else:
             document = self.dataset.document(place.sample, place.document)
@@ -233,6 +244,7 @@ class OneSequence:
         # A rank holds two pieces of a sequence that several share.
         unit = num_ranks * math.lcm(2 if num_ranks > 1 else 1, self.sequence_parallel_ranks)
         padding = -int(lengths.sum()) % unit
+        # Padding goes behind the last document, whose loss mask it does not touch: it is filled with 0.
         batch = {
             name: pad(torch.cat([document[name] for document in documents]), (0, padding)).unsqueeze(0)
             for name in ("tokens", "labels", "position_ids", "loss_mask")

@@ -47,6 +47,7 @@ def count_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) -
     samples = config.training.train_samples or 0
     iterations = consumed = 0
     last_growth = batch_size.steps[-1].first_sample
+    # Step by step only while the batch grows; the rest of the run is one division.
     while consumed < last_growth and consumed + batch_size.running_global_batch_size(consumed) <= samples:
         consumed += batch_size.running_global_batch_size(consumed)
         iterations += 1
@@ -56,6 +57,7 @@ def count_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) -
 def count_needed_samples(config: RunConfig) -> tuple[int, int | None, int]:
     """Training, validation and test samples of the whole run; None: all there are."""
     batch_size = build_batch_size_calculator(config)
+    # An upper bound: a growing batch needs fewer samples, and indices for too many cost little.
     largest = max(step.global_batch_size for step in batch_size.steps)
     return count_samples(config, count_iterations(config, batch_size), largest)
 
@@ -72,6 +74,7 @@ def count_samples(config: RunConfig, target_iterations: int, largest_batch_size:
     train = config.training.train_samples or target_iterations * largest_batch_size
     if validation.eval_interval is None:
         return train, 0, 0
+    # + 1: the evaluation after the last iteration.
     evaluations = target_iterations // validation.eval_interval + 1
     return train, None if validation.full_validation else evaluations * evaluation, evaluation
 
@@ -98,6 +101,7 @@ class SingleSampler:
         offset = self.dp_rank * self.micro_batch_size
         first = self.consumed_samples
         if self.repeats:
+            # A whole number of rounds, so that a rank reads the same samples in every pass.
             first %= self.total_samples // step * step
         while True:
             for start in range(first, self.total_samples - step + 1, step):
@@ -128,7 +132,9 @@ class CyclicSampler:
         bucket = microbatches * self.micro_batch_size
         for epoch in itertools.count(first_epoch):
             generator = torch.Generator()
+            # Seeded with the epoch alone, as upstream: the order does not depend on where a run was interrupted.
             generator.manual_seed(epoch)
+            # All ranks draw the same permutation and apply it to buckets of their own.
             order = torch.randperm(bucket, generator=generator) + self.dp_rank * bucket
             yield from order.view(microbatches, self.micro_batch_size)[done:].tolist()
             done = 0

@@ -57,6 +57,7 @@ class CheckpointHook(Hook):
         run.read_metrics()  # a step that has failed is found out before its weights are saved
         started_at = time.monotonic()
         path = save_checkpoint(run)
+        # The previous checkpoint goes only when this one is complete.
         before, self._saved_iteration = self._saved_iteration, run.progress.iteration
         if run.is_first_rank:
             print(f"checkpoint: saved {path} in {time.monotonic() - started_at:.2f} s", flush=True)
@@ -67,6 +68,7 @@ class CheckpointHook(Hook):
     def _remove(self, run: Run, iteration: int) -> None:
         """With --save-retain-interval, the checkpoint before this one, unless it is to stay."""
         kept = self.settings.save_retain_interval
+        # A checkpoint that was loaded from elsewhere is not ours to remove.
         if kept is None or iteration % kept == 0 or not (self._is_removable and run.is_first_rank):
             return
         assert self.settings.save is not None

@@ -26,6 +26,7 @@ from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 _TIMER_NAMES = {"F": "forward-compute", "B": "backward-compute", "W": "weight-grad-compute"}
+# Names of submodules that every GPT layer has: enough to read a profile, few enough not to slow the forward down.
 _PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "word_embeddings", "output_layer")
 
 
@@ -46,11 +47,14 @@ class TimingHook(Hook):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record at the interval. Every rank takes part."""
         self._iterations += 1
+        # Everything below is collective; all ranks leave here at the same iterations.
         if run.progress.iteration % self.config.log_interval:
             return
         of_all = all_gather_object(run.timers.names(), run.groups.world)
+        # Stages have different timers, and all ranks must ask for the same ones in the same order.
         names = list(dict.fromkeys(name for own in of_all for name in own))
         if self.config.log_timers_to_tensorboard:
+            # reset=False: the report below reads the same sums and clears them.
             slowest = run.timers.min_max(names, run.groups.world, reset=False)
             for name, (_, high) in slowest.items():
                 run.metrics.record(f"{name}-time", high / self._iterations, reduce="last")
@@ -78,6 +82,7 @@ class PipelineClockHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Open the stage's file. Raises ConfigError where it cannot be written."""
         groups = run.groups
+        # The other replicas and tensor-parallel ranks run the same schedule at nearly the same times.
         if self.config.pipeline_trace_dir is None or groups.tp.rank() or groups.dp_cp.rank():
             return
         path = Path(self.config.pipeline_trace_dir) / f"stage-{groups.pp.rank()}.jsonl"
@@ -100,12 +105,14 @@ class PipelineClockHook(Hook):
     def on_step_start(self, run: Run) -> None:
         """Start a clock."""
         if self.times_all or self._is_traced(run.progress.iteration):
+            # A new one for each step: it keeps two marks per action until they are read.
             run.executor.clock = ActionClock()
 
     def on_gradients(self, run: Run) -> None:
         """Read it, after the last action, so that the timers are complete when the step ends."""
         if run.executor.clock is None:
             return
+        # Waits for the device, which is what timing at this level costs.
         times = run.executor.clock.read()
         run.executor.clock = None
         for action, start, end in times:
@@ -133,6 +140,7 @@ class PipelineClockHook(Hook):
     def _write(self, **row: object) -> None:
         assert self._file is not None
         self._file.write(json.dumps(row) + "\n")
+        # A run that is killed inside the window keeps what it has traced.
         self._file.flush()
 
 
@@ -157,6 +165,8 @@ class NamedRangesHook(Hook):
                 if name.rpartition(".")[2] in _PARTS:
                     before, after = _around(_global_name(name, module))
                     self._handles.append(module.register_forward_pre_hook(before))
+                    # always_call: a forward that raises must still close its range, or all later ranges would be nested
+                    # in it.
                     self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def on_step_start(self, run: Run) -> None:
@@ -198,6 +208,7 @@ def _around(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
 
 def _global_name(name: str, module: nn.Module) -> str:
     """The module's name in the whole model, where a layer has the same number on every stage."""
+    # Only parameters know their place in the whole model; one of the module's own is enough.
     for inner, param in module.named_parameters():
         return placement_of(param, f"{name}.{inner}").name.removesuffix(f".{inner}")
     return name

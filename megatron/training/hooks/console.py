@@ -18,6 +18,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.metrics import Row, Shown, reduced
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run, StepResult
 
+# Rewriting the line costs a system call, which a step of a tiny model would feel.
 _REDRAW_SECONDS = 0.1
 _RATE_MEMORY = 0.9
 """Weight of the past in the running mean of the step time."""
@@ -44,6 +45,7 @@ class Interval:
         self.tokens += row["tokens_per_second"] * elapsed_seconds
         self.skipped += bool(row["skipped"])
         self.nan += row.has_nan
+        # As upstream: the loss of such a step says nothing about the weights.
         if not row["skipped"] and not row.has_nan:
             for name, loss in row.losses.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss
@@ -53,6 +55,7 @@ class Interval:
     @property
     def mean_losses(self) -> dict[str, float]:
         """Mean over the steps that count."""
+        # At least 1: in an interval of skipped steps alone the mean is 0, not an error.
         counted = max(1, self.steps - self.skipped - self.nan)
         return {name: total / counted for name, total in self.losses.items()}
 
@@ -82,10 +85,12 @@ class ConsoleHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """What is about to be trained, on what."""
+        # Counting gathers from all stages, so it stands before the other ranks leave.
         parameters, active = parameter_count(run)
         own = sum(p.numel() for chunk in run.model for p in chunk.parameters())
         if not run.is_first_rank:
             return
+        # Escape sequences would be noise in a log file.
         if sys.stdout.isatty():
             self.bar = ProgressBar(run.progress.iteration, run.progress.target_iterations)
         used = "" if active == parameters else f", {active:,} of them active for each token,"
@@ -146,6 +151,7 @@ class ConsoleHook(Hook):
     def _print(self, text: str) -> None:
         if self.bar is not None:
             self.bar.clear()
+        # Flushed, so that a killed run has its last lines in the log.
         print(text, flush=True)
         if self.bar is not None:
             self.bar.redraw()
@@ -154,6 +160,7 @@ class ConsoleHook(Hook):
 def parameter_count(run: Run) -> tuple[int, int]:
     """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
     router chooses. Every rank calls this."""
+    # Placements instead of sizes: a part that several ranks hold must be counted once.
     placements = [placement_of(p, name) for chunk in run.model for name, p in chunk.module.named_parameters()]
     counts = count_whole(itertools.chain.from_iterable(all_gather_object(placements, run.groups.pp)))
     model = run.config.model
@@ -166,6 +173,7 @@ def parameter_count(run: Run) -> tuple[int, int]:
 def progress_line(row: Row, interval: Interval, target_iterations: int, texts: Sequence[str] = ()) -> str:
     """One line in upstream's wording: means over the interval for loss and time, the last step for the rest."""
     seconds = interval.elapsed_seconds / interval.steps
+    # The row's rates are those of its own step; this factor makes them the rates of the interval's mean step.
     speed = row["iteration_time_seconds"] / seconds
     fields = [
         f"iteration {row.iteration:8d}/{target_iterations:8d}",
@@ -242,6 +250,7 @@ class ProgressBar:
         if self.seconds_per_step:
             left = round((self.target - self.iteration) * self.seconds_per_step)
             line += f" {1 / self.seconds_per_step:.2f} it/s, {clock(left)} left{self._loss_text}"
+        # A line as wide as the terminal would wrap, and the carriage return would no longer reach its start.
         return line[: columns - 1]
 
     def redraw(self) -> None:

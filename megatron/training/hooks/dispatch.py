@@ -39,6 +39,7 @@ class Hooks(Hook):
         """What is measured of the step is read, where that is due, before the other phases have their turn."""
         iteration = run.progress.iteration
         self._each(lambda hook: hook.on_step_end(run, result), only=lambda phase: phase is Phase.MEASURE)
+        # Closes the row of this iteration: what later phases record belongs to the next one.
         run.metrics.end_step(iteration)
         if run.metrics.is_due(iteration):
             run.read_metrics()
@@ -78,6 +79,7 @@ class Hooks(Hook):
 
     def _in_order(self, reverse: bool = False) -> list[Hook]:
         """By phase; within a phase as they were given. reverse: the last one first."""
+        # sorted() is stable: hooks of one phase keep the order in which they were given.
         ordered = sorted(self.hooks, key=lambda hook: hook.phase)
         return ordered[::-1] if reverse else ordered
 
@@ -87,6 +89,7 @@ class Hooks(Hook):
         for hook in self._in_order(reverse):
             if not only(hook.phase):
                 continue
+            # A full disk or a lost log service must not end hours of training; errors of all other phases do.
             if hook.phase is Phase.WRITE:
                 self._forgiving(hook, moment)
             else:
@@ -97,6 +100,7 @@ class Hooks(Hook):
         try:
             moment(hook)
         except Exception as error:
+            # A writer that fails usually fails in every step; one line about it is enough.
             if id(hook) not in self._failed:
                 self._failed.add(id(hook))
                 what = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -104,6 +108,8 @@ class Hooks(Hook):
                 print(f"warning: {name} failed, training goes on ({what})", file=sys.stderr, flush=True)
 
     def _write_the_rest(self, run: Run) -> None:
+        # Not Run.read_metrics, which would hand the rows to the guards as well: their own error must not hide the
+        # first.
         rows = run.metrics.read()
         if rows:
             self._each(lambda hook: hook.on_metrics(run, rows), only=lambda phase: phase is Phase.WRITE)

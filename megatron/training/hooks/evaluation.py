@@ -27,6 +27,7 @@ class EvaluationHook(Hook):
 
     def __init__(self, config: ValidationConfig) -> None:
         self.config = config
+        # Kept open between evaluations, so that each continues where the last one stopped.
         self._validation: list[Iterator[Batch]] = []
 
     @classmethod
@@ -55,6 +56,7 @@ class EvaluationHook(Hook):
 
     def on_train_end(self, run: Run) -> None:
         """After the last iteration, unless the run was stopped early: then it is not over."""
+        # A stopped run is continued later, and evaluated then.
         if run.stop_reason is None:
             self._validate(run, final=True)
             if run.data.has("test") and self.config.eval_iters > 0:
@@ -69,6 +71,7 @@ class EvaluationHook(Hook):
             names = self.config.validation_set_names or [str(number) for number in range(sets)]
             name = names[part] if self.config.multiple_validation_sets else None
             run.hooks.on_evaluate(run, Evaluation("validation", losses, final=final, set_name=name))
+        # Counted once for all sets: they advance together, and a resumed run opens each at the same place.
         if sets and not self.config.full_validation:
             run.progress.consumed_valid_samples += self.config.eval_iters * run.evaluation_batch_size
 
@@ -83,6 +86,7 @@ class EvaluationHook(Hook):
         samples = len(run.data.parts("validation")[part])
         if not samples:
             raise DataError(f"validation set {part} has no samples; give it more data, or leave it out")
+        # Rounded up; the last batch is filled with samples that have no loss.
         iterations = -(samples // -run.evaluation_batch_size)
         microbatches = iterations * (run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
         with contextlib.closing(run.data.open_whole("validation", part, microbatches)) as batches:
@@ -113,6 +117,7 @@ class NonLossDataHook(Hook):
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Collect and process. Every rank takes part."""
         data = self.collect(run.model) if self.collect is not None else self._forward(run, evaluation)
+        # The loss is on the last stage, the writer on the first rank.
         data = broadcast_object(data, run.groups.pp, run.groups.last_stage)
         if run.is_first_rank:
             self.process(data, run.progress.iteration, run.tensorboard_writer)
@@ -124,6 +129,7 @@ class NonLossDataHook(Hook):
         actions = run.evaluation_schedule(run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
         for chunk in run.model:
             chunk.eval()
+        # An iterator of its own: the ones of EvaluationHook must not lose a batch to it.
         with contextlib.closing(run.data.open(evaluation.split, consumed)) as batches:  # type: ignore[type-var]
             outputs = run.executor.run(
                 actions,

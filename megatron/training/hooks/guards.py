@@ -15,6 +15,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.metrics import Row
 from megatron.training.run import Hook, HookContext, Run
 
+# Both numbers are upstream's.
 SAMPLES = 100
 FACTOR = 10.0
 
@@ -35,6 +36,7 @@ class NonFiniteHook(Hook):
 
     def on_step_start(self, run: Run) -> None:
         """A step whose values are read anyway is checked at once."""
+        # iteration + 1: the count goes up in the step that begins here.
         run.optimizer.defers_check = not run.metrics.is_due(run.progress.iteration + 1)
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
@@ -42,6 +44,7 @@ class NonFiniteHook(Hook):
         for row in rows:
             last = int(row["consumed_samples"]) - 1
             samples = f"samples {last + 1 - int(row['global_batch_size'])} to {last}"
+            # With --fp16 a skipped update is the loss scaler at work, not an error.
             if row["skipped"]:
                 continue
             if row.has_nan:
@@ -51,6 +54,7 @@ class NonFiniteHook(Hook):
                     f"look at {samples}; "
                     "--no-check-for-nan-in-loss-and-grad counts such iterations instead of stopping"
                 )
+            # A missing value reads as NaN, too, hence the second condition.
             if not math.isfinite(row["grad_norm"]) and row.values["grad_norm"] is not None:
                 raise NonFiniteError(
                     f"iteration {row.iteration}: the gradient norm is {row['grad_norm']}; nothing was updated since: "
@@ -105,6 +109,7 @@ class OutlierHook(Hook):
 
     def _is_outlier(self, name: str, value: float) -> bool:
         seen = self.seen.get(name, 0)
+        # Nothing is judged before the yardstick is complete.
         if seen < SAMPLES:
             self.seen[name] = seen + 1
             self.largest[name] = max(self.largest.get(name, value), value)

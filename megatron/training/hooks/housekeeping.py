@@ -26,6 +26,8 @@ class GarbageCollectionHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """From here on nothing is collected automatically."""
+        # A collection on one rank makes all others wait at the next collective; at fixed iterations they pause
+        # together.
         gc.disable()
         gc.collect()
 
@@ -62,6 +64,7 @@ class FreeMemoryHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """After the update."""
+        # Returning memory makes the allocator ask for it again in the next step: slow, hence not at level 1.
         if self.level >= 2:
             release_cached_memory()
 
@@ -82,6 +85,7 @@ class CollectiveTimeoutHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Set the limit after the first iteration of this process."""
+        # Not in on_train_start: the first step still compiles kernels and opens connections.
         if not self._is_set:
             run.groups.set_timeout(self.limit)
             self._is_set = True

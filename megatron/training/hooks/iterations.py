@@ -20,6 +20,7 @@ from megatron.training.run import Hook, HookContext, Run, Step, StepResult
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
 
+# Read at import, which comes before setup: a job's time limit counts loading as well.
 PROGRAM_STARTED_AT = time.monotonic()
 
 
@@ -45,8 +46,11 @@ class PassOverHook(Hook):
                 step(run, batches)
                 return
             samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
+            # The microbatches are taken, not trained on: later iterations see the samples they would see without the
+            # flag.
             for _ in range(run.num_microbatches):
                 next(batches)
+            # Not "skipped": that counts updates that were not applied because of their gradients.
             run.progress.advance(samples, skipped=False)
             if run.is_first_rank:
                 done = run.progress.iteration
@@ -74,6 +78,7 @@ class ExitConditionsHook(Hook):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Compare. Clocks differ between ranks, so the duration is decided together, for which the host waits."""
         if self.longest_seconds is not None:
+            # All ranks must stop after the same iteration, or the others would wait for ever in the next collective.
             elapsed = largest_of_all(run, time.monotonic() - self._started_at)
             if elapsed > self.longest_seconds:
                 run.request_stop(f"exiting program after {elapsed / 60:.1f} minutes")
@@ -96,6 +101,7 @@ class ExitSignalHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """From here on the signal is noted instead of ending the process."""
+        # Handlers run between two Python instructions of the main thread; all they may do safely is to note the signal.
         self._previous = signal.signal(self.signal, self._note)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -115,6 +121,7 @@ class ExitSignalHook(Hook):
 
 def largest_of_all(run: Run, number: float) -> float:
     """The largest of all ranks' numbers. Every rank takes part."""
+    # On the device, because NCCL only communicates between GPUs.
     largest = torch.tensor(number, device=run.device)
     all_reduce(largest, run.groups.world, op="max")
     return float(largest)

@@ -63,8 +63,10 @@ class StepHook(Hook):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record everything. How long the step took is known only when the device has done it."""
         metrics, memory, tokens = run.metrics, device.memory_stats(), result.samples * run.seq_length
+        # Per device, as hardware peaks are given.
         flops = None if run.flops_per_token is None else run.flops_per_token * tokens / run.groups.world.size()
 
+        # A function, called when values are read: asking now would make the host wait for the step.
         seconds = partial(device.seconds_between, result.began, result.ended)
         metrics.record("consumed_samples", run.progress.consumed_train_samples, reduce="last")
         metrics.record_losses(result.losses)
@@ -115,9 +117,11 @@ class ExpertsHook(Hook):
         """Record means over microbatches, replicas and layers."""
         model = run.config.model
         layers = [index + 1 for index in range(model.num_layers) if has_experts(model, index + 1)]
+        # A coefficient of 0 switches a loss off.
         names = [LOSS_NAMES[kind] for kind, coefficient in read_loss_coefficients(model).items() if coefficient]
         if not names:
             return
+        # Stays on the device; the host does not wait for it here.
         means = self._means(run, layers, names, result.samples)
         over_layers = means.cumsum(0)[-1] / len(layers)
         for place, name in enumerate(names):
@@ -128,6 +132,7 @@ class ExpertsHook(Hook):
 
     def _means(self, run: Run, layers: list[int], names: list[str], samples: int) -> Tensor:
         """[layers, names], of the last step, which had so many samples."""
+        # One tensor for all layers, so that one all-reduce brings everything together.
         own = torch.zeros(len(layers), len(names), dtype=torch.float64, device=run.device)
         for router in routers(run):
             for name, summed in router.take_losses().items():
@@ -188,6 +193,7 @@ class TrafficHook(Hook):
         for own in all_gather_object(self.step, run.groups.world):
             total.update(own)
         ranks = run.groups.world.size()
+        # The progress line has one number per axis; kinds of collectives are apart in the files.
         by_axis: Counter[str] = Counter()
         for (axis, kind), sent_bytes in total.items():
             run.metrics.record(f"comm-bytes {axis} {kind}", sent_bytes / ranks, reduce="last")
@@ -213,6 +219,7 @@ class BalanceHook(Hook):
 
     def on_step_start(self, run: Run) -> None:
         """Keep the plan of the step, which is forgotten afterwards."""
+        # Kept here: plans are dropped as soon as a later step is asked about.
         self._plan = None if run.plans is None else run.plans.at(run.progress.consumed_train_samples)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -243,6 +250,7 @@ class LayerNormsHook(Hook):
     def on_gradients(self, run: Run) -> None:
         """Measure before clipping. Every rank takes part."""
         if (run.progress.iteration + 1) % self.log_interval == 0:
+            # With --fp16 gradients are those of the loss times the loss scale until the update.
             scaled = layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
             self._gradients = {layer: norm / run.optimizer.loss_scale for layer, norm in scaled.items()}
 
@@ -285,6 +293,7 @@ class MemoryHook(Hook):
         if run.progress.iteration % self.interval:
             return
         own = (device.memory_stats(), device.device_memory_used())
+        # Gathered as an object over the host: a few numbers, at intervals that a user has asked for.
         of_all = all_gather_object(own, run.groups.world)
         lines = (memory_line(run.progress.iteration, rank, *found) for rank, found in enumerate(of_all))
         run.metrics.add_table("\n".join(lines))

@@ -38,6 +38,7 @@ class ProfilerHook(Hook):
         """Begin where the window begins, or in the middle of it when the run was resumed there."""
         done = run.progress.iteration
         is_inside = self.config.profile_step_start <= done < self.config.profile_step_end
+        # A window, not an equality: a run resumed inside of it still profiles the rest.
         if is_inside and self._profiler is None and self._ranges is None and is_profiled(run, self.config):
             self._begin(run)
 
@@ -57,6 +58,7 @@ class ProfilerHook(Hook):
             self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=self.config.record_shapes)
             self._ranges.__enter__()
             return
+        # The Chakra trace is a second listener on the same profiler, so both cover the same iterations.
         observer = None
         if self.config.pytorch_profiler_collect_chakra:
             observer = torch.profiler.ExecutionTraceObserver()
@@ -77,6 +79,7 @@ class ProfilerHook(Hook):
             device.stop_cuda_profiler()
         if self._profiler is not None:
             device.synchronize()
+            # Kernels that were launched inside the window have run by now (synchronize), so the trace is complete.
             self._profiler.stop()
             path = self._path(run, "json.gz")
             self._profiler.export_chrome_trace(str(path))
@@ -102,6 +105,7 @@ class MemoryHistoryHook(Hook):
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
         self._is_recording = False
+        # Refused when hooks are built, before data and model cost any time.
         if not device.is_cuda(device.current_device()):
             raise ConfigError(
                 "--record-memory-history records the allocator of a GPU, and this process computes on the CPU; "
@@ -124,6 +128,7 @@ class MemoryHistoryHook(Hook):
         if self._is_recording:
             path = Path(self.config.memory_snapshot_path)
             if len(self.config.profile_ranks) > 1:
+                # Ranks share a file system: one name for all would leave the file of whoever writes last.
                 path = path.with_name(f"{path.stem}-rank-{run.groups.world.rank()}{path.suffix}")
             device.dump_memory_snapshot(path)
             self._is_recording = False

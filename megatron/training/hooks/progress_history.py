@@ -17,9 +17,11 @@ from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Run
 
 FILE_NAME = "progress.txt"
+# Local time without a zone, as upstream writes it: files of both can be continued by either.
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
+# Throughput is floating-point operations over wall time between two such points.
 class Start(NamedTuple):
     """Where jobs with this number of GPUs began."""
 
@@ -81,8 +83,10 @@ def first_start(text: str, gpus: int) -> Start | None:
     found = None
     for line in text.splitlines():
         columns = line.split("\t")
+        # The file is shared by all jobs of a run; lines of other programs are passed over.
         if len(columns) < 5 or columns[2] != "Starting job":
             continue
+        # Another number of GPUs begins a new stretch: throughput per GPU is comparable within one only.
         if columns[1] != f"# GPUs: {gpus}":
             found = None
         elif found is None:

@@ -24,6 +24,7 @@ from megatron.training.config.logging import LoggerConfig
 from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 
+# Read by examples/quickstart/report.py and by users' scripts: names in it are an interface.
 FILE_NAME = "metrics.jsonl"
 _LARGEST_EXPONENT = 20
 """As upstream, so that an untrained model has a finite perplexity."""
@@ -118,14 +119,19 @@ class MetricsFile:
     def _keep_until(self, iteration: int) -> None:
         if iteration == 0:
             if self.path.stat().st_size:
+                # Two runs in one file would have every iteration twice; deleting the earlier one would lose a user's
+                # data.
                 os.replace(self.path, self.path.with_suffix(".jsonl.old"))
             return
         kept = []
+        # Line by line: the file of a long run need not fit into memory twice, and a torn byte must not stop a resumed
+        # run.
         with self.path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 row = _row_or_none(line)
                 if row is not None and row.get("iteration", 0) <= iteration and not row.get("final"):
                     kept.append(line)
+        # Written beside and renamed: a crash in between leaves the old file whole.
         partial = self.path.with_suffix(".jsonl.tmp")
         partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, self.path)
@@ -133,6 +139,7 @@ class MetricsFile:
 
 def _row_or_none(line: str) -> dict[str, Any] | None:
     """The row of a complete line; None for the torn last line of a killed run."""
+    # A row that lacks its end may be cut inside a number and still be valid JSON.
     if not line.endswith("\n"):
         return None
     try:
@@ -145,6 +152,7 @@ def _row_or_none(line: str) -> dict[str, Any] | None:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    # JSON has no NaN and no infinity; Python would write words that other readers refuse.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -172,6 +180,7 @@ def row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[str, flo
         (config.log_throughput, {"throughput", "tokens-per-second", "mfu"}),
     ):
         wanted |= names if is_asked_for else set()
+    # Only the step's own numbers are thinned out: what a flag measures has an interval of its own.
     is_due = row.iteration % config.tensorboard_log_interval == 0
     points = {}
     for name, value in row.values.items():
@@ -210,11 +219,13 @@ class TensorBoardHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Open the event file. Curves after the resumed iteration, of iterations done again, are hidden."""
         if run.is_first_rank:
+            # On the first rank only: the package need not be installed on every node.
             tensorboard = optional_deps.require("torch.utils.tensorboard", needed_by="--tensorboard-dir")
             try:
                 run.tensorboard_writer = tensorboard.SummaryWriter(
                     log_dir=self.config.tensorboard_dir,
                     max_queue=self.config.tensorboard_queue_size,
+                    # TensorBoard hides points from here on, which iterations done again will replace.
                     purge_step=run.progress.iteration + 1,
                 )
             except OSError as error:
@@ -288,6 +299,7 @@ class WandbHook(Hook):
         for row in rows if self.writer is not None else ():
             points = row_points(row, self.config, run.groups.world.size())
             if points:
+                # Steps must not go down; rows come once each and in order, so they never do.
                 self.writer.log(points, step=row.iteration)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:

@@ -50,6 +50,7 @@ def initialize(config: RunConfig) -> Process:
     if config.logger.logging_level is not None:
         logging.basicConfig()
         logging.getLogger().setLevel(config.logger.logging_level)
+    # Before torch touches the device: CUDA and cuBLAS read these variables once, when they start.
     _prepare_environment(config, launch)
     device = device_module.current_device()
     device_module.activate(device)
@@ -58,11 +59,13 @@ def initialize(config: RunConfig) -> Process:
     if not device_module.is_cuda(device):
         keep_freed_host_memory()
     device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
+    # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
     grid = rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     if launch.world_size > 1:
         backend = _backend(config, device)
         store = open_store(launch, timeout.total_seconds())
+        # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
         StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
         dist.init_process_group(
             backend=backend,
@@ -72,7 +75,9 @@ def initialize(config: RunConfig) -> Process:
             timeout=timeout,
         )
     groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
+    # For code written against upstream, which asks parallel_state instead of being handed its groups.
     groups.set_current()
+    # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
     return Process(launch, device, groups)
 
@@ -82,6 +87,7 @@ def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any
     leading: list[str] = []
     for setting, value in defaults.items():
         if value is not False and value is not None:
+            # In front of the user's flags, because the last one of a repeated flag wins.
             leading += [f"--{setting.replace('_', '-')}", *([] if value is True else [str(value)])]
     return read_run_config([*leading, *sys.argv[1:]], with_world_size(os.environ), extra_flags)
 
@@ -95,6 +101,7 @@ def shut_down() -> None:
 
 def explain_lost_peer(error: RuntimeError) -> str | None:
     """The sentence for a collective that failed because another rank is gone; None for other errors."""
+    # gloo raises plain RuntimeErrors; its file names in the text are all that marks them.
     communication = isinstance(error, dist.DistError) or "gloo" in str(error)
     if not communication:
         return None
@@ -119,6 +126,7 @@ def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
     """
     seed += 100 * groups.pp.rank()
     random.seed(seed)
+    # numpy takes 32 bits only.
     np.random.seed(seed % 2**32)
     model_parallel_cuda_manual_seed(seed, pg_collection=groups)
 

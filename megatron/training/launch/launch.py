@@ -23,7 +23,9 @@ from typing import NoReturn
 from megatron.core.errors import ConfigError, MegatronError, command_line
 
 DEFAULT_PORT = 29500
+# Long enough for a launcher to notice that rank 0 has ended and to stop the other processes.
 RANK_0_SPEAKS_FIRST_SECONDS = 5.0
+# A bound that no job reaches; it keeps a slip of the keyboard from becoming a request for memory.
 _LARGEST_WORLD = 10_000_000
 
 
@@ -44,6 +46,8 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """The launch that `environ` describes. Raises ConfigError that names each variable that cannot be used."""
+    # RANK decides: torchrun started inside of a SLURM job sets it, and the SLURM variables then describe torchrun
+    # itself. WORLD_SIZE alone is what some SLURM scripts export for the program to read.
     if "RANK" in environ or ("WORLD_SIZE" in environ and "SLURM_PROCID" not in environ):
         return _from_torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
@@ -90,6 +94,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch:
         master_addr=addr,
         master_port=port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        # A value that cannot be read is torchrun's affair, so its problem goes to a list that nobody reads.
         attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", []) or 0,
     )
 
@@ -117,6 +122,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     port = _whole(environ, "MASTER_PORT", problems, minimum=1, maximum=65535)
     if world_size is not None and rank is not None and rank >= world_size:
         problems.append(f"SLURM_PROCID={rank} is not below SLURM_NTASKS={world_size}")
+    # The nodes of the step, which may be some of the job's: rank 0 runs on the first of them.
     host = environ.get("MASTER_ADDR") or first_host(
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     )
@@ -155,6 +161,7 @@ def _whole(
     text = environ.get(name)
     if text is None:
         return None
+    # int() would also take "1_0", " 10 " and digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,9}", text) or not minimum <= int(text) <= maximum:
         problems.append(
             f"environment variable {name}={text[:40]!r} is not a whole number from {minimum}"
@@ -175,6 +182,7 @@ def run_job(main: Callable[[], int | None], environ: Mapping[str, str]) -> int:
         try:
             return main()
         except MegatronError as error:
+            # Read from the environment once more: the error may be that read_launch could not use it.
             rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
             if rank.isdecimal() and int(rank) > 0:
                 time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
@@ -191,6 +199,7 @@ def leave(exit_code: int) -> NoReturn:
     during clean-up, Python before 3.14 ends it, which aborts the process after a run that has succeeded. After a
     failure, groups whose peers are gone could abort it (and lose its exit code) or wait for them for ever.
     """
+    # What libraries registered at exit (flushing a log, for example) is part of a run that succeeded.
     if exit_code == 0:
         atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -199,6 +208,7 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def _sign(error: MegatronError, rank: str) -> None:
+    # A ConfigError prints its list of problems, other errors their text.
     if isinstance(error, ConfigError):
         error.problems = [f"rank {rank}: {problem}" for problem in error.problems]
     error.args = (f"rank {rank}: {error}",)

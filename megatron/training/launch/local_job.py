@@ -72,6 +72,7 @@ def run_locally(
     otherwise, or when not all are done within the time.
     """
     context = multiprocessing.get_context("forkserver")
+    # Imported once in the server; each process is then a fork of it, without the seconds that torch takes.
     context.set_forkserver_preload(_PRELOAD)
     job = run_job_locally(function, world_size, arguments, timeout_seconds, context)
     failures: list[Exception] = []
@@ -84,6 +85,7 @@ def run_locally(
             what = f"{report.error_type}: {report.message} ({report.place})"
             failures.append(TemporaryError(f"rank {rank} of {world_size}: {what}"))
     if failures:
+        # A lost peer is a consequence; an error of another kind is more likely the cause.
         raise next((error for error in failures if type(error) is not TemporaryError), failures[0])
     if job.silent:
         raise TemporaryError(f"no answer from rank(s) {job.silent} of {world_size} in time")
@@ -113,6 +115,8 @@ def run_job_locally(
                 target = (rank, world_size, f"{directory}/store", timeout_seconds, function, arguments, prepare, theirs)
                 process = context.Process(target=_work, args=target, daemon=True)
                 process.start()
+                # The parent's copy of this end: while it is open, the death of the process would not show as end of
+                # file.
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
@@ -144,12 +148,14 @@ def _collect(pipes: Sequence[Connection], deadline: float) -> dict[int, Report |
                 report = None
             reports[rank] = report
             if report is None or report.error_type:
+                # Not at once: the rank that caused the failure may report a moment after one that only lost its peer.
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     return reports
 
 
 def _describe_death(process: Any) -> str:
     process.join(timeout=5)
+    # multiprocessing gives a signal as its negative number.
     if process.exitcode is not None and process.exitcode < 0:
         return f"by signal {signal.Signals(-process.exitcode).name}"
     return f"exit code {process.exitcode}"
@@ -205,6 +211,7 @@ def _join(rank: int, world_size: int, store: str, timeout_seconds: float) -> Non
     import torch
     import torch.distributed as dist
 
+    # The processes share the cores of one machine; with a thread pool each they would hinder one another.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -229,6 +236,7 @@ def _describe_error(error: BaseException) -> Report:
 def _die_with_parent() -> None:
     """Linux: be killed when the server that forked this process ends; it ends with the caller."""
     if Path("/proc/self").exists():
+        # From linux/prctl.h; Python has no name for it.
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -68,6 +68,7 @@ def open_store(launch: Launch, timeout_seconds: float) -> Store:
             f"what listens at MASTER_ADDR={addr} MASTER_PORT={port} does not answer as rank 0 of this job "
             f"({str(store).splitlines()[0][:200]}); another program may use the port: choose another MASTER_PORT"
         ) from store
+    # torchrun keeps its store over restarts: keys of an earlier attempt would count as ranks that are present.
     return PrefixStore(f"megatron/attempt{launch.attempt}", store)
 
 
@@ -114,6 +115,7 @@ class StartupCheck:
         flags: flag -> value, JSON-able; must be equal on all ranks. Raises TemporaryError naming the ranks that did not
         come in time; ConfigError, the same on all ranks, for a rank given twice, another world size or another flag.
         """
+        # `add` is atomic: of two processes with the same rank exactly one sees more than 1.
         if self.store.add(f"present/{self.rank}", 1) > 1:
             self._abort(f"RANK={self.rank} was given to two processes; every process needs its own rank")
         self._check_world_size()
@@ -123,12 +125,15 @@ class StartupCheck:
         difference = self._difference_to_first()
         if difference:
             self._abort(difference)
+        # A second round: without it a rank could go on to its first collective while another still reports a
+        # difference.
         self.store.add("alike", 1)
         self._wait_for_all("alike", lambda: "some ranks started, but did not go on")
 
     def _check_world_size(self) -> None:
         """Compare with who came first, since ranks that disagree would wait for each other in vain."""
         mine = f"rank {self.rank} was started with WORLD_SIZE={self.world_size}"
+        # compare_set writes only if nobody has: all ranks compare with the same first one.
         first = self.store.compare_set("first", "", mine).decode()
         if first.rpartition("=")[2] != str(self.world_size):
             self._abort(f"{mine}, but {first}; start all ranks alike")
@@ -143,6 +148,8 @@ class StartupCheck:
                     f"{problem()} within {self.timeout_seconds:g} s; look at their logs, then start again"
                 )
             time.sleep(pause)
+            # Short at first, since ranks usually come together; longer later, so that thousands of them do not flood
+            # the store.
             pause = min(1.0, 1.5 * pause)
         if self.store.check(["abort"]):
             raise ConfigError(self.store.get("abort").decode())

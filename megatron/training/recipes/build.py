@@ -38,6 +38,7 @@ def wrap_providers(
     Where the functions build a GPTModel, its operations are counted and described; about another model nothing is
     claimed. further: other fields of Recipe.
     """
+    # Starting from GPT's recipe keeps what a script does not hand over: tokenizer, sizes of the vocabulary, counting.
     return dataclasses.replace(
         build_recipe(config, tokenizer),
         build_model=build_model,

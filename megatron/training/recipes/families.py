@@ -33,20 +33,25 @@ GPT2_SIZES = _build_sizes(
     max_position_embeddings="n_positions",
 )  # fmt: skip
 
+# Models whose heads together are not as wide as the hidden size say so here.
 HEAD_WIDTH = Setting("head_dim", "--kv-channels")
 UNTIED = Setting("tie_word_embeddings", "--untie-embeddings-and-output-weights", "inverted switch", default=True)
+# The same setting has four names over the families; the first that a file has counts.
 NORM_EPSILON = Setting("rms_norm_eps|norm_eps|layer_norm_eps|layer_norm_epsilon", "--norm-epsilon", default=1e-5)
 ROTATION = (
     Setting("rope_parameters.rope_theta|rope_theta|rotary_emb_base", "--rotary-base", default=10000),
     Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor|rotary_pct", "--rotary-percent", default=1.0),
 )
 USUAL = (UNTIED, NORM_EPSILON, *ROTATION)
+# A window counts the token itself in their files; Setting's form "window" says how ours does.
 WINDOW = Setting("sliding_window", "--window-size", "window")
 WINDOW_LAYERS = Setting("layer_types", "--window-attn-skip-freq", "window layers")
+# Qwen's files hold a window also where it is switched off.
 QWEN_WINDOWS = (
     Setting("sliding_window", "--window-size", "window", only_if="use_sliding_window"),
     Setting("layer_types", "--window-attn-skip-freq", "window layers", only_if="use_sliding_window"),
 )
+# Gemma multiplies embeddings by the root of the hidden size, and scales scores by a size of their own.
 EMBEDDING_MULTIPLIER = Setting("hidden_size", "--embedding-multiplier", "root")
 SCORE_SCALE = Setting("query_pre_attn_scalar", "--softmax-scale", "inverse root")
 TOP_K = Setting("num_experts_per_tok", "--moe-router-topk")
@@ -106,20 +111,25 @@ LLAMA_ROWS = {
 }
 QKV_BIAS = _build_rows(Row(f"{OURS}self_attention.linear_qkv.bias", _projections("bias"), "qkv"))
 QK_NORMS = _rename(OURS, THEIRS, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
+# In these models "post_attention_layernorm" is a norm on attention's output; in Llama the same name stands for the norm
+# before the MLP.
 OUTPUT_NORMS = _rename(
     OURS, THEIRS,
     {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
 )  # fmt: skip
 SANDWICH_NORMS = OUTPUT_NORMS | _rename(OURS, THEIRS, {"pre_mlp_layernorm": "pre_feedforward_layernorm"})
 EXPERTS = _gated("mlp.experts", "mlp.experts.{expert}") | _rename(OURS, THEIRS, {"mlp.router": "mlp.gate"})
+# w1 is the gate, w3 the other half, w2 the way back.
 MIXTRAL_EXPERTS = {
     **_gated("mlp.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
     **_rename(OURS, THEIRS, {"mlp.router": "block_sparse_moe.gate"}),
 }
+# Already joined in their files.
 PHI3_ROWS = LLAMA_ROWS | _build_rows(
     Row(f"{OURS}self_attention.linear_qkv.weight", (f"{THEIRS}self_attn.qkv_proj.weight",), "qkv"),
     Row(f"{OURS}mlp.linear_fc1.weight", (f"{THEIRS}mlp.gate_up_proj.weight",)),
 )
+# An MLP without a gate: linear_fc1 is one matrix.
 NEMOTRON_ROWS = {
     **LLAMA_ROWS,
     **_rename(
@@ -171,6 +181,7 @@ LLAMA_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
 GEMMA_FLAGS = "--normalization RMSNorm --apply-layernorm-1p --geglu --openai-gelu --disable-bias-linear"
 SILU = {"hidden_act": "silu"}
 WITHOUT_BIAS = {"attention_bias": False, "mlp_bias": False}
+# No setting here reads the fields that would leave experts out of some layers, so they must have these values.
 EVERY_LAYER_HAS_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -271,6 +282,8 @@ FAMILIES: tuple[Family, ...] = (
         examples={"OLMo 2": {"rope_theta": 500000}},
     ),
     _llama(
+        # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
+        # some.
         "SmolLM 3", "smollm3", "SmolLM3ForCausalLM",
         settings=(Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),),
         expects={**WITHOUT_BIAS, "use_sliding_window": False},

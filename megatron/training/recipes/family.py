@@ -124,6 +124,7 @@ files of earlier releases, `rope_scaling`)."""
 
 def find_row(family: Family, parameter: str) -> Row | None:
     """The row of a parameter of ours, by its name in the whole model; None where the family has none."""
+    # Rows are written once for all layers.
     pattern = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.{layer}.", parameter)
     return next((row for row in family.rows if row.ours == pattern), None)
 
@@ -137,7 +138,9 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
     with_sizes: also those of the shape. The tokenizer's are not among them. Raises ConfigError where the model does
     something that no flag of its family says.
     """
+    # A field that nothing here can follow is an error, never ignored: the converted model would compute something else.
     _check(family, config, family.expects)
+    # A flag, with its value if one follows.
     flags = re.findall(r"--\S+(?: [^-\s]\S*)?", family.flags)
     if family.is_rotary:
         flags = [*_build_rope_flags(family, config), *flags]
@@ -154,6 +157,7 @@ def _check(family: Family, fields: Mapping[str, Any], expects: Mapping[str, Any]
 
 
 def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
+    # transformers 5 writes rope_parameters, earlier releases rope_scaling; a file may have both.
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
@@ -168,6 +172,7 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
 
 def _find(family: Family, config: Mapping[str, Any], names: str) -> Any:
     """The first of the fields `a|b|c` that is there; None where none is. A dot leads into a field that has fields."""
+    # What transformers assumes for a field that the file leaves out differs between families.
     for fields in (config, family.absent):
         for name in names.split("|"):
             value: Any = fields
@@ -186,6 +191,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
     if any(factor is None for factor in factors):
         return []
     value = factors[0] * factors[1] if len(factors) == 2 else factors[0]
+    # The default of an inverted switch is a value of theirs; what it means for the flag is decided below.
     if value == setting.default and setting.form != "inverted switch":
         return []
     match setting.form:
@@ -196,6 +202,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "query groups":
             return [f"--group-query-attention {setting.flag} {value}"]
         case "window":
+            # Theirs counts the token itself, ours the tokens before and behind it.
             return [f"{setting.flag} {value - 1},0"]
         case "window layers":
             sees_all = [kind == "full_attention" for kind in value]
@@ -206,6 +213,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return [] if pattern is None else [f"{setting.flag} {pattern}"]
         case "dense layers first":
             return [f"{setting.flag} [0]*{value}+[1]*{config['num_hidden_layers'] - value}"]
+        # The last two forms only change the value; it is written below, like a number.
         case "root":
             value = value**0.5
         case "inverse root":
@@ -218,6 +226,7 @@ def _describe_pattern(is_other: Sequence[bool], other: str, usual: str, *, divid
 
     divides: n must divide the number of layers.
     """
+    # A single number where possible: it also fits a model with more layers.
     period = is_other.index(True) + 1
     may_repeat = not divides or len(is_other) % period == 0
     if may_repeat and list(is_other) == [(index + 1) % period == 0 for index in range(len(is_other))]:

@@ -38,6 +38,7 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
     """
     tokenizer = tokenizer or build_tokenizer(config)
     padded_vocab_size = compute_padded_vocab_size(config, tokenizer)
+    # Rotary positions are computed, so they end nowhere; learned ones are a table with an end.
     learns_positions = config.model.position_embedding_type == "learned_absolute"
     return Recipe(
         tokenizer=tokenizer,
@@ -62,6 +63,7 @@ def forward_step(
     from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
     from megatron.core.packed_seq_params import pack_batch
 
+    # Every rank reads whole sequences and keeps its own piece: nothing about the data is sent.
     batch, packed_seq_params = pack_batch(next(batches), model.groups.hybrid_cp)
     own_group = None if packed_seq_params is None else packed_seq_params.cp_group
     batch = get_batch_on_this_cp_rank(batch, own_group or model.groups.cp)
@@ -84,8 +86,10 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> LossOutput:
     import torch
 
     mask = loss_mask.flatten()
+    # A sum, not a mean: dividing comes after the sums of all microbatches and ranks are known.
     loss_sum = (output.flatten() * mask).sum()
     num_tokens = mask.sum()
+    # detach: the log must not keep the graph of the whole model alive.
     return loss_sum, num_tokens, {"lm loss": torch.stack([loss_sum.detach(), num_tokens])}
 
 
@@ -131,6 +135,7 @@ def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.planner.throughput import training_flops_per_token
 
+    # A model of the user's own may do anything; a wrong count would show as a wrong MFU.
     if not all(isinstance(chunk, GPTModel) for chunk in chunks):
         return None
     assert config.data.seq_length is not None, "checked by read_run_config"
@@ -182,6 +187,7 @@ def _import_named(module_name: str, name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # "a.b" fails with the name "a" where the package is missing, with another name where one of its imports is.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # something that the user's module itself imports
         raise ConfigError(

@@ -34,6 +34,7 @@ def build_gpt_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: Sam
             "does not; use single or cyclic"
         )
     dataset_class, dataset_config = choose_dataset(config, tokenizer)
+    # lambda: True: every rank builds its datasets; the cache lets only the first one compute the indices.
     return BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: True, dataset_config).build()
 
 
@@ -46,6 +47,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
 
     data = config.data
     blend, per_split = read_blends(data)
+    # Before any path is touched.
     _check_protocols(data, [entry for entry in (blend, *(per_split or ())) if entry is not None])
     if blend is None and per_split is None and not data.mock_data:
         # Upstream would silently train on made-up tokens.
@@ -54,6 +56,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         )
     assert data.seq_length is not None, "checked by read_run_config"
     counts = None
+    # Without the fast cache the index files are opened anyway, and what they say counts.
     if data.per_dataset_sequences_path is not None and data.dataloader_fast_cache_load:
         counts = read_sequence_counts(data.per_dataset_sequences_path)
     settings: dict[str, Any] = {
@@ -134,6 +137,7 @@ def _read_blends_of_splits(path: str) -> list[Blend | None]:
     blends: list[Blend | None] = []
     for split in _SPLITS:
         items = content.get(split) or []
+        # Upstream's files hold either form.
         if isinstance(items, str):
             items = items.split()
         if not isinstance(items, list) or not all(isinstance(item, str | int | float) for item in items):

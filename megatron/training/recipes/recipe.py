@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SampleCounts = tuple[int | None, int | None, int | None]
 """Training, validation and test samples; None: all there are, once."""
 
+# Sequence parallelism is missing on purpose: it follows the tensor-parallel ranks. So is data parallelism, which every
+# model can have.
 _FLAG_OF_AXIS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -85,6 +87,7 @@ class Recipe:
 
     def check_layout(self, config: ModelParallelConfig) -> None:
         """Raises ConfigError where the settings divide the model over an axis that it cannot be divided over."""
+        # Without this check a model that knows no groups would train wrong copies of itself, silently.
         for axis, field in _FLAG_OF_AXIS.items():
             size = getattr(config, field)
             if size > 1 and axis not in self.parallel_axes:

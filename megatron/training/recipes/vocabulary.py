@@ -27,6 +27,7 @@ def compute_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     Raises ConfigError for a --vocab-size that does not hold the tokenizer's tokens.
     """
     requested = config.tokenizer.vocab_size
+    # Scripts give the size of the vocabulary file, which does not count the extra ids.
     if requested is None or requested == tokenizer.vocab_size - config.tokenizer.vocab_extra_ids:
         return tokenizer.vocab_size
     if requested < tokenizer.vocab_size:
@@ -47,6 +48,7 @@ def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     vocab_size = compute_vocab_size(config, tokenizer)
     if settings.padded_vocab_size is None and settings.pad_vocab_size:
         return pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by, ranks)
+    # The vocabulary is split by rows over the tensor-parallel ranks, and all shards have one shape.
     rows = settings.padded_vocab_size or vocab_size
     if rows < vocab_size:
         raise ConfigError(

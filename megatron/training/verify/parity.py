@@ -59,6 +59,7 @@ def local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence[Hook
     """A run on this machine's CPU, ready to step, in a process whose torch.distributed is initialised if there are
     several; closed afterwards."""
     groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), rank)
+    # As `initialize` does: a model or a script may ask for the current groups.
     groups.set_current()
     set_seeds(config.model.seed, groups)
     launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank)
@@ -87,6 +88,7 @@ class FirstGradients(Hook):
     def on_gradients(self, run: Run) -> None:
         """Every rank takes part."""
         if not self.grads:
+            # Copies, because the buffers are cleared with the next step.
             self.grads = _gather_grads(run)
 
 
@@ -118,6 +120,8 @@ def _gather_grads(run: Run) -> list[Tensor]:
                 continue
             assert isinstance(buffer, ParamAndGradBuffer), f"{type(buffer).__name__} cannot be put together"
             values = buffer.grad_data.detach().float().clone()
+            # After a reduce-scatter only the owned ranges are complete; the rest holds partial sums, which are set to
+            # zero before slices are added up.
             if sum(stop - start for start, stop in buffer.owned) < values.numel():
                 holders = torch.zeros_like(values)
                 for start, stop in buffer.owned:
@@ -125,6 +129,7 @@ def _gather_grads(run: Run) -> list[Tensor]:
                 values *= holders
                 all_reduce(values, run.groups.replicas(buffer.is_expert))
                 all_reduce(holders, run.groups.replicas(buffer.is_expert))
+                # Several replicas may own the same range: its sum is divided by their number.
                 values /= holders.clamp(min=1.0)
             views |= buffer.named_views(values)
         grads += [views[placement_of(p, n).name] for n, p in chunk.module.named_parameters() if p.requires_grad]
@@ -175,6 +180,7 @@ def join(shares: Sequence[Share]) -> Trace:
         for held in share.held:
             by_name.setdefault(held.placement.name, []).append((rank, held))
     for name, holders in by_name.items():
+        # A copy (the tied output layer of the last stage) goes by the original's name; the original says where it lies.
         placement = next((held.placement for _, held in holders if not held.placement.is_copy), holders[0][1].placement)
         trace.placements[name] = placement
         for what, into in (("grad", trace.grads), ("weight", trace.weights)):
@@ -183,6 +189,7 @@ def join(shares: Sequence[Share]) -> Trace:
                 shards.setdefault(held.placement.index, getattr(held, what))
             into[name] = placement.join(shards)
             for rank, held in holders:
+                # Bit for bit: holders of one element have the same history, rounding included.
                 if not torch.equal(held.placement.take(into[name]), getattr(held, what)):
                     word = "gradient" if what == "grad" else what
                     trace.disagreements.append(f"rank {rank} holds another {word} of {name} than the first holder")
@@ -205,6 +212,7 @@ def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None
     for iteration, (ours, theirs) in enumerate(zip(reference.losses, found.losses, strict=True), start=1):
         for name, loss in ours.items():
             size = _measure_relative(theirs.get(name, float("nan")), loss)
+            # Not `size > limit`: a NaN compares false, and must count as a difference.
             if not size <= limits.loss:
                 differences.append(
                     f"{name} at iteration {iteration}: {theirs.get(name)} instead of {loss} (relative {size:.1e})"
@@ -246,6 +254,7 @@ def find_largest_differences(reference: Trace, found: Trace) -> dict[str, float]
 
 
 def _measure_relative(found: float, expected: float) -> float:
+    # 1e-30: below every value that matters, above zero.
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
@@ -269,12 +278,16 @@ def _describe_difference(
         return f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
     error = (found - expected).abs()
     size = float(error.max())
+    # Gradients that are zero but for rounding (the bias of keys) have no scale of their own: the second condition is
+    # for them.
     if size <= limit * float(expected.abs().max()) or size <= 1e-6 * scale:
         return None
     worst = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
     shown = f"element {worst}" if worst else "the value"
     text = f"{shown} is {float(found[tuple(worst)]):.6g} instead of {float(expected[tuple(worst)]):.6g}"
     text += f" (relative {size / float(_find_largest(expected)):.1e}), {_describe_place(worst, placement)}"
+    # A sum that was taken twice, or a missing division, makes one factor for the whole tensor: the commonest mistake in
+    # a layout, and worth naming.
     ratio = float((found * expected).sum() / (expected * expected).sum().clamp(min=1e-30))
     residual = float((found - ratio * expected).abs().max())
     if residual < 0.01 * size and abs(ratio - 1) > 1e-3:

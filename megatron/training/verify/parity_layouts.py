@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.errors import ConfigError
 
+# dp has no flag: it is whatever the other axes leave over.
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -45,6 +46,7 @@ def parse_layout(text: str) -> Layout:
     """`tp2,sp,pp2` -> flags and sizes. Terms: tpN ppN cpN dpN epN etpN vppN sp dist-opt overlap overlap-all fsdp2, or
     any flag (`--name`, `--name value`). `1` and the empty text are one process. Raises ConfigError for another term."""
     flags: list[str] = []
+    # ep and etp are absent: experts are divided within the processes that these four make.
     sizes = dict.fromkeys(("tp", "pp", "cp", "dp"), 1)
     for term in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,4})", term)
@@ -74,6 +76,7 @@ def split_layout(layout: Layout) -> list[Layout]:
         if size > 1:
             own = [axis, *companions.get(axis, ())]
             kept = [term for term in terms if re.sub(r"[0-9]+$", "", term) in own]
+            # The axis alone comes first: if it differs already, the terms added to it are innocent.
             parts += [kept[:count] for count in range(1, len(kept) + 1)]
     alone = dict.fromkeys(",".join(kept) for kept in parts)
     return [parse_layout(text) for text in alone if text != layout.text]
@@ -95,5 +98,6 @@ def choose_padding(layouts: Sequence[Layout], divisible_by: int) -> Mapping[str,
     take part in the softmax, as upstream's do."""
     unit = 1
     for layout in layouts:
+        # The vocabulary is padded to a multiple of this times tp.
         unit = math.lcm(unit, divisible_by * layout.sizes["tp"])
     return {layout.text: unit // layout.sizes["tp"] for layout in layouts}
