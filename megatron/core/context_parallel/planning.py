@@ -47,6 +47,7 @@ class SampleCost:
 
     def of_tokens(self, first: int, end: int) -> float:
         """The work of tokens [first, end) of a sample; token i sees i + 1 tokens."""
+        # The sum of i + 1 over the tokens.
         pairs = (end * (end + 1) - first * (first + 1)) / 2
         return self.per_token * (end - first) + self.per_pair * pairs
 
@@ -56,7 +57,7 @@ class SampleCost:
 
 
 class Microbatch(NamedTuple):
-    """What a block of ranks computes at a time."""
+    """Samples that are packed into one sequence, which a block of ranks computes together."""
 
     samples: tuple[int, ...]
     """Numbers of the samples, which are packed into one sequence."""
@@ -66,7 +67,7 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Who computes what in one step."""
+    """Which ranks compute which samples in one step."""
 
     lengths: tuple[int, ...]
     """Tokens of each sample."""
@@ -91,6 +92,7 @@ class ContextPlan:
         """Estimated work of each rank."""
         work = [0.0] * self.num_ranks
         for (size, first), samples in self.blocks.items():
+            # Zigzag pieces give all ranks of a block the same part of a sample.
             share = sum(self.cost.of(self.lengths[sample]) for sample in samples) / size
             for rank in range(first, first + size):
                 work[rank] += share
@@ -156,7 +158,9 @@ def plan_step(lengths: Sequence[int], num_ranks: int, max_tokens_per_rank: int, 
         by_size[size].append(sample)
     work = [0.0] * num_ranks
     blocks: dict[tuple[int, int], tuple[int, ...]] = {}
+    # Large blocks first: afterwards only smaller ones follow, whose ranks lie inside one block and share its past.
     for size in sorted(by_size, reverse=True):
+        # Ties by number of the sample: every rank must come to the same plan without talking.
         expensive_first = sorted(by_size[size], key=lambda sample: (-lengths[sample], sample))
         # The ranks of a block of this size have all done the same until now.
         least = [(work[first], first) for first in range(0, num_ranks, size)]
@@ -188,6 +192,7 @@ def static_balance(sequences: Sequence[Sequence[Sequence[int]]], cp_size: int, c
         for lengths in microbatches:
             shares = [sum(parts) for parts in _zigzag_costs(lengths, cp_size, cost)]
             total += sum(shares)
+            # The slowest of the ranks that share a sequence sets the pace of its microbatch.
             seconds += max(shares)
         slowest = max(slowest, seconds)
     return total / (len(sequences) * cp_size * slowest) if slowest else 1.0

@@ -28,6 +28,7 @@ _WHOLE = {"cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}
 
 def pieces_of_rank(rank: int, size: int) -> tuple[int, int]:
     """The two pieces, of 2 x `size`, that a rank holds, in the order in which it holds them."""
+    # An early piece and its mirror image: i + 1 and 2 cp - i pieces of keys to see, the same sum on every rank.
     return rank, 2 * size - 1 - rank
 
 

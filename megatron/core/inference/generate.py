@@ -24,7 +24,7 @@ from megatron.core.inference.sampling import Sampling, next_tokens
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed a prompt."""
+    """What the model wrote after a prompt, and why it stopped."""
 
     tokens: list[int]
     """The new tokens, without the one that ended the text."""
@@ -61,9 +61,11 @@ def generate(
     generators = sampling.generators(len(prompts))
     # All prompts have tokens up to the shortest one's end; from there on each may read or say a token.
     seen, position = 0, min(len(prompt) for prompt in prompts)
+    # One wait for the device per token: the host has to know whether any text goes on.
     while position < int(ended_at.max()):
         logits = _last_logits(model, tokens[:, seen:position], seen, cache)
         if vocab_size is not None:
+            # Rows that pad the vocabulary to a multiple of the ranks were never trained.
             logits[:, vocab_size:] = -math.inf
         chosen = next_tokens(logits, sampling, generators)
         is_open = (position >= lengths) & (position < ended_at)

@@ -21,6 +21,7 @@ class KVCache:
     def update(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Append what a layer keeps of this call's tokens, [s, b, ...] each, such as keys and values; return views of
         that of all tokens so far, [offset + s, b, ...]."""
+        # The offset moves in `advance`, after all layers: until then every layer writes to the same positions.
         start, end = self.sequence_len_offset, self.sequence_len_offset + new[0].shape[0]
         assert end <= self.max_tokens, f"{end} tokens do not fit into a cache of {self.max_tokens}"
         # At once for the longest sequence: appending by concatenation would copy all tokens for each new one.

@@ -19,7 +19,7 @@ from megatron.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. Raises ConfigError for values that mean nothing."""
+    """How the next token is chosen. Raises ConfigError for values out of range."""
 
     greedy: bool = False
     """Always the likeliest token; the rest is then without effect."""
@@ -64,10 +64,12 @@ def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [b, v] with -inf for all tokens outside top-k and top-p; the likeliest always stays."""
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        # Ties with the k-th logit all stay: which of them `topk` named depends on the device.
         logits = logits.masked_fill(logits < smallest, -math.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = torch.softmax(ordered, dim=-1)
+        # Without its own share, so that the token that crosses top_p is still inside, and the likeliest always is.
         before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already
         outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
         logits = logits.masked_fill(outside, -math.inf)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 from megatron.core.device import Mark, mark, seconds_between, synchronize
 from megatron.core.pipeline_parallel.schedules import Action
 
+# Two readings further apart than this were interrupted; actions last milliseconds.
 _CLOSE_ENOUGH_SECONDS = 5e-5
 _ATTEMPTS = 100
 
 
 class TimedAction(NamedTuple):
-    """Seconds since the epoch, by this machine's clock."""
+    """An action with its start and end in seconds since the epoch, by this machine's clock."""
 
     action: Action
     start: float
@@ -39,21 +40,21 @@ class ActionClock:
         self._begun = self._zero
 
     def begin(self, action: Action) -> None:
-        """The action's turn has come."""
+        """Note that the executor begins an action; it may still have to wait for its input."""
         self._action, self._begun = action, mark()
 
     def inputs_arrived(self) -> None:
-        """What the action under way waited for is there."""
+        """Note that the input of the action under way has arrived: its measured time starts here."""
         self._begun = mark()
 
     def end(self) -> None:
-        """The action under way is done."""
+        """Note that the action under way is done."""
         assert self._action is not None, "an action ended that had not begun"
         self._marks.append((self._action, self._begun, mark()))
         self._action = None
 
     def read(self) -> list[TimedAction]:
-        """All actions so far, in the order in which they ran."""
+        """Wait for the device, and return all actions so far in the order in which they ran."""
         synchronize()
         return [TimedAction(action, self._seconds(begun), self._seconds(ended)) for action, begun, ended in self._marks]
 

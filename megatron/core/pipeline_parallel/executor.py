@@ -78,6 +78,7 @@ class Executor:
         self.stages = self.pipeline.shape
         self.clock: ActionClock | None = None
         """Where a step's actions are timed; whoever wants that sets one before the step."""
+        # Virtual stages, not processes: one process with two chunks already passes hidden states on.
         self._has_whole_model = self.stages.count == 1
         self._queue: WeightGradQueue | None = None
         if self.pipeline.defers_weight_gradients:
@@ -86,6 +87,7 @@ class Executor:
                 attach_queue(chunk.parameters(), self._queue)
         elif self.pipeline.defers_head(pg_collection.pp.rank()):
             self._queue = WeightGradQueue()
+            # Only the output layer's weight: every other layer finds no queue and computes its gradient at once.
             attach_queue(_output_weight(self.chunks[-1]), self._queue)
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
         connect_neighbours(pg_collection.pp, self.stages, current_device())
@@ -109,6 +111,7 @@ class Executor:
         """
         outputs = RunOutputs()
         computed = [action for action in actions if isinstance(action, Action)]
+        # Each chunk runs every microbatch once, so that the forwards of one chunk count them.
         num_microbatches = sum(action.kind == "F" and action.chunk == 0 for action in computed)
         iterators = iterators_of_chunks(data_iterator, len(self.chunks))
         if self._auxiliary_losses and not forward_only:
@@ -127,11 +130,13 @@ class Executor:
 
         signals = {} if forward_only else grad_sync_moments(actions, self.chunks, self.groups.pp.rank())
         clock = None if forward_only else self.clock
+        # Read from the program, not from the config: the programs of evaluation have no W actions.
         deferred = {(action.microbatch, action.chunk) for action in computed if action.kind == "W"}
         if self._has_whole_model and not deferred:
             _run_whole_model(computed, forward, signals, forward_only, clock)
         else:
             transfers = self._transfers(activation_shape or self.activation_shape)
+            # State of one step only: an error in it cannot leave hidden states for the next one.
             step = _StageStep(self, forward, forward_only, transfers, clock, deferred)
             step.run(actions, signals)
         return outputs
@@ -142,6 +147,8 @@ class Executor:
         scale = 1.0 if per_token else self.groups.cp.size() / num_microbatches
         value: Tensor | float = scale
         if self.grad_scale_func is not None:
+            # The loss scale must reach gradients that begin inside the chunks too, or they vanish when it is divided
+            # out.
             value = self.grad_scale_func(torch.tensor(scale, device=current_device()))
         for losses in self._auxiliary_losses:
             losses.begin_step(value)
@@ -154,7 +161,9 @@ class Executor:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
         assert self.config is not None
         config = self.config
+        # The receiver allocates before it knows the tensor, so both sides derive the dtype from the same settings.
         dtype = config.pipeline_dtype or config.params_dtype or getattr(torch, config.compute_dtype_name)
+        # The residual stream itself travels, and stays float32 between layers.
         if getattr(config, "fp32_residual_connection", False):
             dtype = torch.float32
         blocking = not self.pipeline.overlap
@@ -175,8 +184,11 @@ class Executor:
             num_tokens = torch.as_tensor(num_tokens, device=loss.device).detach()
             outputs.num_tokens = outputs.num_tokens + num_tokens
             if sequence.size() > 1 and not per_token:
+                # The collective writes in place, and the loss function's tensor may be used elsewhere, as in
+                # outputs.num_tokens.
                 num_tokens = num_tokens.clone()
                 all_reduce(num_tokens, sequence)
+            # A microbatch in which no token counts has the loss 0, not 0 / 0.
             loss = loss if per_token else loss / torch.clamp(num_tokens, min=1)
         elif len(result) == 2 and not per_token:
             loss, loss_dict = result
@@ -184,6 +196,7 @@ class Executor:
             expected = "(loss sum, tokens, dict)" + ("" if per_token else " or (loss, dict)")
             raise ValueError(f"loss_func must return {expected}; found {len(result)} values")
         outputs.loss_dicts.append({name: _detached(value) for name, value in loss_dict.items()})
+        # Times the context-parallel ranks, because gradients are averaged over them, and this loss is a part of a sum.
         share: Tensor = loss if per_token else loss * sequence.size() / num_microbatches
         return share if self.grad_scale_func is None else self.grad_scale_func(share)
 
@@ -202,6 +215,7 @@ def iterators_of_chunks(data_iterator: Any, chunks: int) -> list[Iterator[Any] |
         return list(data_iterator)
     if data_iterator is None or chunks == 1:
         return [data_iterator] * chunks
+    # The tee keeps a microbatch only until the slowest chunk has read it.
     return list(itertools.tee(data_iterator, chunks))
 
 
@@ -230,6 +244,7 @@ def grad_sync_moments(program: Sequence[Action | Transfer], chunks: Sequence[Any
             # Earlier microbatches still add to the same buckets, so only the last backward may send them away.
             signals[positions[gradients[-1]]].append(chunk.enable_grad_sync)
             continue
+        # The signal is given before the action at its position: the one after the last gradient, at the earliest.
         turn = gradients[-1] + 1 + (stage if is_aligned else 0)
         if turn < len(actions):
             signals[positions[turn]].append(chunk.start_grad_sync)
@@ -266,7 +281,7 @@ def _run_whole_model(
 
 
 class _Waiting(NamedTuple):
-    """What a microbatch's backward needs, kept since its forward."""
+    """What forward of a microbatch leaves for its backward."""
 
     hidden_states_in: Tensor | None
     """None on the first virtual stage."""
@@ -343,8 +358,10 @@ class _StageStep:
 
     def _run_forward(self, action: Action) -> None:
         stage = self.shape.index(self.rank, action.chunk)
+        # The first virtual stage begins with tokens, which its forward step reads by itself.
         hidden_states = self._take("F", action) if stage > 0 else None
         if hidden_states is not None and not self.forward_only:
+            # A leaf of this stage's graph: its .grad is what the stage before waits for.
             hidden_states.requires_grad_()
         receiver = _module_with_input(self.chunks[action.chunk])
         if receiver is not None:
@@ -365,6 +382,7 @@ class _StageStep:
 
     def _run_backward(self, action: Action) -> None:
         stage = self.shape.index(self.rank, action.chunk)
+        # Popped, not read: after this the microbatch's activations have no other owner than the running backward.
         hidden_states, root, loss = self.waiting.pop((action.microbatch, action.chunk))
         with self._deferring(action.microbatch, action.chunk):
             if loss is not None:
@@ -392,6 +410,8 @@ class _StageStep:
     def _give(self, what: str, action: Action, tensor: Tensor, to_stage: int) -> None:
         rank, chunk = self.shape.holder(to_stage)
         if rank == self.rank:
+            # By the taker's chunk here, and by the giver's below: a transfer is named by the chunk of the rank that
+            # posts it.
             self.local[what, action.microbatch, chunk] = tensor
         else:
             self.outgoing[what, action.microbatch, action.chunk] = tensor

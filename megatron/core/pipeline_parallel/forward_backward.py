@@ -45,14 +45,18 @@ def forward_backward(
     """
     groups = pg_collection or ProcessGroupCollection.current()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
+    # Chunks may be wrapped, and a wrapper's config may be missing: the first one that is there counts for all.
     config = next((found for found in map(_config_of, chunks) if found is not None), None)
     shape = None
+    # One process exchanges nothing; and a model that is not a transformer has no hidden size to ask for.
     if groups.pp.size() > 1:
         shape = activation_shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
     executor = _executor_for(chunks, groups, config)
+    # Set anew in every step: the optimizer may be built, or replaced, after the executor.
     executor.grad_scale_func = getattr(config, "grad_scale_func", None)
     actions = executor.pipeline.program(groups.pp.rank(), num_microbatches, forward_only)
     outputs = executor.run(actions, forward_step_func, data_iterator, forward_only, collect_non_loss_data, shape)
+    # Once per step and after the last backward: it sums over ranks, which every rank must enter equally often.
     finalize = getattr(config, "finalize_model_grads_func", None)
     if finalize is not None and not forward_only:
         per_token = getattr(config, "calculate_per_token_loss", False)

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.programs import SENDS_UNDER_WAY, Transfer
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
 
 TensorKey = tuple[str, int, int]
-"""(F or B, microbatch, chunk of this rank)."""
+"""Names a tensor between stages: (F or B, microbatch, chunk of this rank)."""
 
 
 class P2PTransfers:
@@ -41,6 +41,7 @@ class P2PTransfers:
 
     def post(self, transfers: Sequence[Transfer], outgoing: MutableMapping[TensorKey, Tensor]) -> None:
         """Begin transfers that stand next to each other in the program; what is sent leaves `outgoing`."""
+        # All are begun before one is waited for: two neighbours that each wait for their send would never receive.
         works = [self._begin(transfer, outgoing) for transfer in transfers]
         if self.blocking:
             for work in works:
@@ -72,6 +73,7 @@ class P2PTransfers:
                 f"a stage gives {tuple(tensor.shape)} {tensor.dtype}; "
                 f"the next one expects {self.tensor_shape} {self.dtype}"
             )
+            # A view, such as a gradient that autograd left transposed, would be sent in the order of its memory.
             tensor = tensor.contiguous()
             work = send(tensor, self.group, transfer.peer, transfer.tag)
             self._sends.append((work, tensor))
@@ -93,6 +95,7 @@ def connect_neighbours(group: Group, shape: VirtualStages, device: torch.device)
     holders = [shape.holder(stage)[0] for stage in range(shape.count)]
     pairs = {(min(pair), max(pair)) for pair in zip(holders, holders[1:], strict=False) if pair[0] != pair[1]}
     token = torch.zeros(1, device=device)
+    # One pair at a time, in one order on all ranks: no cycle of ranks that wait for each other can form.
     for low, high in sorted(pairs):
         if group.rank() == low:
             send(token, group, high).wait()

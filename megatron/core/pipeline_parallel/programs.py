@@ -56,7 +56,7 @@ Program: TypeAlias = "list[Action | Transfer]"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Everything that decides what the ranks do in a step."""
+    """The stages and the schedule: with the number of microbatches they decide what every rank does in a step."""
 
     shape: VirtualStages
     schedule: ScheduleName
@@ -72,6 +72,7 @@ class Pipeline:
         """The pipeline that a model's config asks for; 1F1B, or interleaved with several chunks, where it is silent."""
         asked: ScheduleName | None = getattr(config, "pipeline_schedule", None)
         name: ScheduleName = asked or ("1f1b" if chunks == 1 else "interleaved")
+        # One stage has nothing to fill or to hide, and every schedule is the plain loop there.
         if groups.pp.size() == 1 and chunks == 1:
             name = "1f1b"
         return cls(
@@ -94,7 +95,8 @@ class Pipeline:
         return self.head_deferral is not None and rank == self.shape.holder(self.shape.count - 1)[0]
 
     def program(self, rank: int, microbatches: int, forward_only: bool = False) -> Program:
-        """What a rank does in a step. Raises ConfigError where the schedule does not exist for this number."""
+        """Return what a rank does in a step, in order. Raises ConfigError where the schedule does not exist for so many
+        microbatches."""
         return _plan(self, microbatches, forward_only)[rank]
 
     def problem(self, microbatches: int) -> str | None:
@@ -115,6 +117,7 @@ def _plan(pipeline: Pipeline, microbatches: int, forward_only: bool) -> list[Pro
     plan = programs(actions, pipeline.shape, overlap=pipeline.overlap)
     if pipeline.head_deferral is not None and not forward_only:
         rank, chunk = pipeline.shape.holder(pipeline.shape.count - 1)
+        # After the transfers are placed: a weight gradient sends nothing, so that no other rank's program changes.
         plan[rank] = _with_head_gradients(plan[rank], chunk, pipeline.head_deferral or microbatches)
     return plan
 
@@ -138,6 +141,7 @@ def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program
 def programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overlap: bool) -> list[Program]:
     """The tables of all ranks with their transfers. overlap: receives are posted early."""
     deferred = any(action.kind == "W" for table in tables for action in table)
+    # The costs only order the line. Any costs give a correct plan; those near the truth give one with little waiting.
     timeline = simulate(tables, shape, EQUAL_PARTS if deferred else UNDIVIDED)
     found: list[Program] = [[] for _ in range(shape.stages)]
     for rank, step in _on_one_line(timeline, shape):
@@ -157,6 +161,8 @@ def _on_one_line(timeline: Timeline, shape: VirtualStages) -> Iterator[tuple[int
     """(rank, step) in the order of time; at one moment transfers come before the actions that begin then."""
     line: list[tuple[tuple[float, int, int], list[tuple[int, Action | Transfer]]]] = []
     for number, (rank, action, start, end) in enumerate(timeline.events):
+        # (time, transfers before actions, order of the simulation): a total order, so that all ranks derive the same
+        # line.
         line.append(((start, 1, number), [(rank, action)]))
         pair = _transfer(rank, action, shape)
         if pair:
@@ -170,6 +176,7 @@ def _on_one_line(timeline: Timeline, shape: VirtualStages) -> Iterator[tuple[int
 def _transfer(rank: int, action: Action, shape: VirtualStages) -> list[tuple[int, Action | Transfer]]:
     """Both ends of what an action gives to another rank; nothing where its result stays."""
     stage = shape.index(rank, action.chunk)
+    # W yields nothing that another stage needs: -1 lies outside the pipeline.
     target = {"F": stage + 1, "B": stage - 1, "W": -1}[action.kind]
     if not 0 <= target < shape.count:
         return []
@@ -177,6 +184,7 @@ def _transfer(rank: int, action: Action, shape: VirtualStages) -> list[tuple[int
     if peer == rank:
         return []
     what: Literal["F", "B"] = "F" if action.kind == "F" else "B"
+    # One number for each microbatch, border between stages and direction; the border has the lower stage's number.
     tag = (action.microbatch * shape.count + min(stage, target)) * 2 + (what == "B")
     return [
         (rank, Transfer("send", what, action.microbatch, action.chunk, peer, tag)),
@@ -188,6 +196,7 @@ def _receive_early(program: Program) -> Program:
     """Post each receive one action earlier, unless a transfer with the same partner stands between."""
     early: Program = []
     for step in program:
+        # Sends stay where they are: before its action has run there is nothing to send.
         place = len(early)
         if isinstance(step, Transfer) and step.kind == "receive":
             place = _earlier_place(early, step.peer)
@@ -219,6 +228,7 @@ def play(plan: Sequence[Program], *, blocking: bool) -> None:
     moved = True
     while moved:
         moved = any(player.step() for player in players)
+        # Until no rank moves and no transfer ends: what is left then can never go on.
         moved |= any(_exchange(players, rank, peer) for rank in range(len(plan)) for peer in range(rank))
     stuck = [f"rank {rank} at {player.waits_at()}" for rank, player in enumerate(players) if not player.is_done]
     if stuck:
@@ -244,13 +254,14 @@ class _Player:
         return str(self.program[self.position] if self.position < len(self.program) else dict(self.posted))
 
     def step(self) -> bool:
-        """Go on as far as possible; whether that was at all."""
+        """Run this rank's program as far as possible; returns whether it moved at all."""
         begin = self.position
         while self.position < len(self.program) and self.over.issuperset(self.awaited):
             if isinstance(self.program[self.position], Transfer):
                 end = end_of_adjacent_transfers(self.program, self.position)
                 self.awaited = list(self._post(self.program[self.position : end]))
                 self.position = end
+            # An action waits for its own input only; receives posted early may still be under way.
             elif self.over.issuperset(self._inputs(self.position)):
                 self.position += 1
             else:
@@ -276,10 +287,11 @@ class _Player:
 
 
 def _exchange(players: list[_Player], rank: int, peer: int) -> bool:
-    """End the transfers that stand first in both ranks' queues."""
+    """Complete the transfers that stand first in both ranks' queues; returns whether there were any."""
     ours, theirs = players[rank].posted.get(peer), players[peer].posted.get(rank)
     moved = False
     while ours and theirs:
+        # NCCL would pair these two whatever they are: a wrong tensor, or a hang if both send.
         if ours[0].tag != theirs[0].tag or ours[0].kind == theirs[0].kind:
             raise Deadlock(f"rank {rank} lists {ours[0]} where rank {peer} lists {theirs[0]}")
         players[rank].over.add(ours.popleft())

@@ -25,7 +25,7 @@ from megatron.core.mesh import VirtualStages, schedule_problem
 
 
 class Action(NamedTuple):
-    """One thing for a stage to compute."""
+    """One computation of a stage: the forward, the backward or the weight gradients of one microbatch on one chunk."""
 
     kind: Literal["F", "B", "W"]
     """Forward; backward (of inputs and, where no W follows, of weights); deferred backward of weights."""
@@ -73,6 +73,7 @@ def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[Action]:
     PipeDream-Flush (Narayanan et al., 2021a, section 2.2; 1F1B of Megatron-LM, 2021b).
     """
     _check(rank, stages, microbatches)
+    # One microbatch for each later stage to work on; more would only hold activations longer.
     warmup = min(stages - rank - 1, microbatches)
     forwards = [Action("F", microbatch) for microbatch in range(microbatches)]
     backwards = [Action("B", microbatch) for microbatch in range(microbatches)]
@@ -101,6 +102,7 @@ def interleaved(rank: int, stages: int, microbatches: int, chunks: int, group_si
     order = _grouped(microbatches, chunks, size)
     forwards = [Action("F", microbatch, chunk) for microbatch, chunk in order]
     backwards = [Action("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in order]
+    # All chunks but the last run a whole group before any backward; the rest is the way to the last stage and back.
     warmup = min(2 * (stages - rank - 1) + (chunks - 1) * size, len(forwards))
     return _alternate(forwards, backwards, warmup)
 
@@ -112,6 +114,7 @@ def interleaved_problem(stages: int, microbatches: int, group_size: int) -> str 
             f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} is below "
             f"--pipeline-model-parallel-size {stages}; use {stages} or more"
         )
+    # A last group shorter than the pipeline would reach its next chunk before the first microbatch is back.
     rest = microbatches % group_size
     if 0 < rest < stages:
         legal = [m for m in range(1, microbatches + stages) if m % group_size == 0 or m % group_size >= stages]
@@ -144,6 +147,7 @@ def zero_bubble_v(rank: int, stages: int, microbatches: int) -> list[Action]:
     rank. Written for enough microbatches to fill the pipeline; with fewer, those that do not exist are left out.
     """
     _check(rank, stages, microbatches)
+    # The pattern below exists from 2S - 1 microbatches on; smaller steps take it and leave out the surplus.
     filled = max(microbatches, 2 * stages - 1)
     counts = {(kind, chunk): 0 for kind in "FBW" for chunk in (0, 1)}
     actions: list[Action] = []
@@ -154,12 +158,15 @@ def zero_bubble_v(rank: int, stages: int, microbatches: int) -> list[Action]:
             counts[kind, chunk] += 1
 
     do(("F", 0), times=2 * (stages - rank) - 1)  # until the first microbatch has come to the turn and back
+    # The second chunk's microbatches arrive now at every other step: both chunks take turns.
     do(("F", 1), ("F", 0), times=rank)
+    # Backward of the second chunk follows its forward; W fills the time in which rank r waits for the first chunk's B.
     do(("F", 1), ("B", 1), ("W", 1), times=stages - rank)
     while counts["F", 1] < counts["F", 0] or counts["F", 0] < filled:
         if counts["F", 0] < filled:
             do(("F", 0))
         do(("B", 0), ("W", 0), ("F", 1), ("B", 1), ("W", 1))
+    # Cool-down: gradients of inputs first, since other ranks wait for them; all owed weight gradients at the end.
     do(("B", 0), ("B", 1), times=rank)
     do(("B", 0), ("W", 0), times=stages - rank)
     do(("W", 1), times=counts["B", 1] - counts["W", 1])
@@ -190,6 +197,7 @@ def _grouped(microbatches: int, chunks: int, group_size: int) -> list[tuple[int,
 
 
 def _folded_forwards(rank: int, stages: int, microbatches: int) -> list[Action]:
+    # Steps from this rank to the turn of the V, and back.
     behind = 2 * (stages - 1 - rank) + 1
     steps = range(microbatches + behind)
     pairs = [(Action("F", step, 0), Action("F", step - behind, 1)) for step in steps]

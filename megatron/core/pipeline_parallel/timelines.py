@@ -35,7 +35,7 @@ class Costs(NamedTuple):
     """From one process to its neighbour; computing goes on meanwhile."""
 
     def of(self, action: Action) -> float:
-        """Duration of an action."""
+        """Return the duration of an action."""
         return {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind]
 
 
@@ -45,7 +45,7 @@ EQUAL_PARTS = Costs(forward=1.0, backward=1.0, weight=1.0)
 
 
 class Event(NamedTuple):
-    """One action on the clock."""
+    """One action of one rank with its start and end, in the unit of the costs (measured: milliseconds)."""
 
     rank: int
     action: Action
@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A schedule that was played."""
+    """When each action of a schedule ran, and what follows from that."""
 
     events: list[Event]
     """In an order in which one process could run them all: by start, and by what they need."""
@@ -81,6 +81,7 @@ def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Co
         runnable = [event for event in ready if event is not None]
         if not runnable:
             break
+        # Earliest start first, ties by rank: events come out in an order that one process could run them in.
         event = min(runnable, key=lambda found: (found.start, found.rank))
         rank, action = event.rank, event.action
         done[action.kind, action.microbatch, shape.index(rank, action.chunk)] = event.end
@@ -105,13 +106,14 @@ def peak_in_flight(table: Sequence[Action]) -> int:
     last = "W" if any(action.kind == "W" for action in table) else "B"
     held = peak = 0
     for action in table:
+        # A deferred weight gradient needs the layer's input, so that activations live until W, not until B.
         held += (action.kind == "F") - (action.kind == last)
         peak = max(peak, held)
     return peak
 
 
 def needs(action: Action, rank: int, shape: VirtualStages) -> list[tuple[str, int, int]]:
-    """What must be done before: (kind, microbatch, virtual stage)."""
+    """Return what must be done before an action of a rank can run: (kind, microbatch, virtual stage) each."""
     stage = shape.index(rank, action.chunk)
     if action.kind == "F":
         return [("F", action.microbatch, stage - 1)] if stage > 0 else []
@@ -138,6 +140,7 @@ def _next_event(
     for need in needs(action, rank, shape):
         if need not in done:
             return None
+        # Between two chunks of one rank, such as at the turn of a V, nothing travels.
         travels = shape.holder(need[2])[0] != rank
         start = max(start, done[need] + costs.transfer * travels)
     return Event(rank, action, start, start + costs.of(action))
@@ -168,6 +171,7 @@ def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
     try:
         shape = VirtualStages(int(header["stages"]), int(header["chunks"]), bool(header["folded"]))
         by_stage = [_by_iteration(_rows(directory / f"stage-{stage}.jsonl")[1:]) for stage in range(shape.stages)]
+        # A run that was ended in a step has written it on some stages only.
         common = set.intersection(*map(set, by_stage))
         chosen = max(common, default=0) if iteration is None else iteration
         if chosen not in common:
@@ -203,6 +207,7 @@ def _by_iteration(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, An
 
 
 def _timeline(tables: list[list[dict[str, Any]]], shape: VirtualStages) -> Timeline:
+    # Machines' clocks are taken to agree: NTP keeps them within a millisecond, less than an action of a large model.
     first = min(row["start"] for table in tables for row in table)
     events = [
         Event(rank, Action(row["kind"], row["microbatch"], row["chunk"]), *_times(row, first))
@@ -210,6 +215,7 @@ def _timeline(tables: list[list[dict[str, Any]]], shape: VirtualStages) -> Timel
         for row in table
     ]
     events.sort(key=lambda event: (event.start, event.rank))
+    # Times count from the step's first action, so that the last end is the duration.
     makespan = max(event.end for event in events)
     busy = sum(event.end - event.start for event in events)
     orders = [[event.action for event in events if event.rank == rank] for rank in range(shape.stages)]
@@ -226,4 +232,5 @@ def _costs(events: Iterable[Event]) -> Costs:
     for event in events:
         durations[event.action.kind].append(event.end - event.start)
     means = {kind: sum(found) / len(found) for kind, found in durations.items()}
+    # Without W actions backward made the weight gradients; no W is then simulated, and its cost is never used.
     return Costs(means["F"], means["B"], means.get("W", means["B"]))

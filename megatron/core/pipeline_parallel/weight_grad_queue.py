@@ -15,14 +15,14 @@ from typing import Any
 
 
 class WeightGradQueue:
-    """Work by key: (microbatch, chunk)."""
+    """Weight gradients that wait to be computed, filed by the backward pass they belong to: (microbatch, chunk)."""
 
     def __init__(self) -> None:
         self._work: dict[Hashable, list[Callable[[], object]]] = defaultdict(list)
         self._open_for: Hashable | None = None
 
     def __len__(self) -> int:
-        """Keys whose work still waits."""
+        """Number of backward passes whose weight gradients still wait."""
         return len(self._work)
 
     @contextlib.contextmanager
@@ -45,11 +45,15 @@ class WeightGradQueue:
         """Take the work; False where no backward pass is being collected, so that the caller does it at once."""
         if not self.is_open:
             return False
+        # The closure holds the layer's input and output gradient: memory grows until `run`.
         self._work[self._open_for].append(compute)
         return True
 
     def run(self, key: Hashable) -> None:
-        """Do the work of a backward pass, in its order. Raises KeyError when that pass has not been."""
+        """Compute the weight gradients of one backward pass, in the order in which they were deferred.
+
+        Raises KeyError where that pass has not run.
+        """
         # Taken out before: each piece of work holds activations, which are freed as soon as all has run.
         for compute in self._work.pop(key):
             compute()

@@ -214,6 +214,8 @@ class _GatherAndMultiply(torch.autograd.Function):
         dtype = x.dtype if product.out_dtype is None else product.out_dtype
         output = x.new_empty(x.shape[0] * plan.group.size(), x.shape[1], weight.shape[0], dtype=dtype)
         for rows, gathered in _gather_chunks(x.contiguous(), plan.group, chunks):
+            # The copy puts a chunk's tokens, which come from all ranks, back among the others in the order of the
+            # sequence.
             rows(output).copy_(product.forward(gathered, weight))
         return output if bias is None else output.add_(bias)
 

@@ -33,15 +33,15 @@ from megatron.core.process_groups_config import Group
 
 
 class Way(ABC):
-    """What becomes of a tensor between forward and backward."""
+    """How a tensor that backward needs is held between forward and backward."""
 
     @abstractmethod
     def pack(self, value: Tensor) -> Any:
-        """What waits in its place."""
+        """Return what is held in place of `value` until backward."""
 
     @abstractmethod
     def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
-        """The tensor's values again, in this shape."""
+        """Restore the tensor in this shape from what `pack` returned."""
 
 
 class Recomputed(Way):
@@ -51,10 +51,10 @@ class Recomputed(Way):
         self.compute = compute
 
     def pack(self, value: Tensor) -> None:
-        """Nothing."""
+        """Hold nothing."""
 
     def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
-        """The values, computed anew."""
+        """Compute the values again."""
         with torch.no_grad():
             return self.compute().view(shape)
 
@@ -76,7 +76,7 @@ class Divided(Way):
         return part
 
     def unpack(self, waiting: Tensor, shape: Sequence[int]) -> Tensor:
-        """All ranks' parts, put together."""
+        """Gather the parts of all ranks."""
         whole = waiting.new_empty(waiting.numel() * self.group.size())
         all_gather_into_tensor(whole, waiting, self.group)
         return whole[: math.prod(shape)].view(shape)

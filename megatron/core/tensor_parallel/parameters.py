@@ -59,6 +59,7 @@ def by_blocks_of_rows(init: Initialiser, rows: int = 256) -> Initialiser:
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
         for block in tensor.split(rows):
+            # The last block is drawn whole, too, and cut off.
             drawn = tensor.new_empty(rows, *tensor.shape[1:])
             init(drawn, generator)
             block.copy_(drawn[: block.shape[0]])
@@ -102,6 +103,7 @@ def declare_parameter(
     )
     parameter = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
     place(parameter, placement)
+    # Kept on the parameter, so that filling can wait until its global name is known.
     parameter.initialiser = init  # type: ignore[attr-defined]
     return parameter
 
@@ -186,7 +188,9 @@ def materialise_parameters(
             )
         memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         real = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+        # Placement, initialiser and queues are attributes, which swapping would take along with the old memory.
         vars(real).update(vars(parameter))
+        # Modules, optimizers and hooks keep their references: the same object gets memory.
         torch.utils.swap_tensors(parameter, real)
         if draw or init in (ones, zeros):
             _fill(parameter, placement, init, seed, torch.device("cpu") if draw_on_cpu else device)
@@ -199,6 +203,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 def _fill(parameter: nn.Parameter, placement: Placement, init: Initialiser, seed: int, device: torch.device) -> None:
+    # A generator for each parameter: its numbers do not depend on which others this rank holds, or in which order.
     generator = torch.Generator(device).manual_seed(parameter_seed(seed, placement.name))
     # Float32 whatever the parameter's format, so that bf16 weights are the rounded float32 ones.
     full = torch.empty(placement.full_shape, dtype=torch.float32, device=device)

@@ -132,7 +132,7 @@ class TableLookup(Product):
         return F.embedding(x, weight)
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
-        """Never asked for."""
+        """Raises AssertionError: token numbers have no gradient."""
         raise AssertionError(f"token numbers have no gradient; found one of shape {tuple(grad.shape)}")
 
     def weight_grad(
@@ -246,7 +246,7 @@ class WeightGradDeferral(Protocol):
         """Whether `defer` would take work now."""
 
     def defer(self, compute: Callable[[], object]) -> bool:
-        """Take the work; False where it is to be done at once."""
+        """Take the work and return True; return False where the caller is to do it at once."""
 
 
 def defers_weight_grad(product: Product, weight: Tensor) -> bool:

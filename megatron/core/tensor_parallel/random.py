@@ -90,7 +90,7 @@ _TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker of this process."""
+    """Return the one tracker of this process."""
     return _TRACKER
 
 
@@ -123,6 +123,7 @@ def model_parallel_cuda_manual_seed(
     tracker.reset()
     tracker.add(DATA_PARALLEL_STREAM, seed)
     tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
+    # Upstream's offsets, so that the same seed gives streams that differ between any two experts' ranks.
     expert_seed = seed + 1024 + 100 * ep_rank + etp_rank
     tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
 
@@ -152,6 +153,7 @@ def checkpoint(
         return function(*args)
     # torch puts its default generator back by itself before it computes again, but knows nothing of the other streams.
     tracker = get_cuda_rng_tracker()
+    # The dictionary is copied, the states are not: they are replaced, never changed in place.
     states = dict(tracker._states)
     keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if distribute_saved_activations:

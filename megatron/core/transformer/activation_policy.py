@@ -59,6 +59,7 @@ class ActivationPolicy:
             return [Unit(range(layers), False)]
         count = config.recompute_num_layers
         assert count is not None, "full recomputation needs recompute_num_layers"
+        # The last unit may be shorter than the others.
         if config.recompute_method == "uniform":
             return [Unit(range(first, min(first + count, layers)), True) for first in range(0, layers, count)]
         assert config.recompute_method == "block", f"recompute_method {config.recompute_method} of full recomputation"

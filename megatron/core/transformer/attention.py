@@ -108,6 +108,7 @@ class Attention(MegatronModule):
         # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
         self.heads_per_group = heads // max(query_groups, tp_size)
         self.recomputes_core = ActivationPolicy(config).recomputes_core_attention
+        # Before the core and the output projection, as the docstring promises.
         self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -182,6 +183,7 @@ class Attention(MegatronModule):
     ) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
         inputs = (query, key, value, attention_mask, None, None, packed_seq_params)  # the module's mask type, no bias
+        # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
         context: Tensor = (
             checkpoint(self.core_attention, False, *inputs) if self.recomputes_core else self.core_attention(*inputs)
         )
@@ -211,6 +213,7 @@ class SelfAttention(Attention):
         heads, query_groups, width = config.num_attention_heads, config.num_query_groups, self.head_width
         self.is_rope_fused = uses_fused_rope(config)
         self.gates = self.heads_per_group if config.attention_output_gate else 0
+        # Widths are those of the whole model; grouped_parts knows what a rank holds of each.
         queries = Part(heads // query_groups * width, name="query")
         group_blocks = (
             queries,
@@ -223,6 +226,7 @@ class SelfAttention(Attention):
             ((2 if self.gates else 1) * heads + 2 * query_groups) * width,
             config=config,
             init_method=input_initialiser(config),
+            # Qwen's models have a bias here and in no other linear layer.
             bias=config.add_bias_linear or config.add_qkv_bias,
             parts=grouped_parts(query_groups, group_blocks, tp_group.size()),
             tp_group=tp_group,
@@ -238,6 +242,7 @@ class SelfAttention(Attention):
             # Each rank normalises its own heads.
             of_head = build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
             for param in of_head.parameters():
+                # Of another kind than the layers' norms, so that optimizers and checkpoints can tell them apart.
                 place(param, dataclasses.replace(placement_of(param, ""), kind="qk_norm"))
             return of_head
         tp_group = self.groups.tp
@@ -269,6 +274,7 @@ class SelfAttention(Attention):
             query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
         if not output_gate:
             return query, key, value
+        # The gate is neither normalised nor rotated: it scales outputs, and no position belongs to it.
         gate = packed[..., self.heads_per_group : 2 * self.heads_per_group, :].flatten(2)
         return query, key, value, gate
 
@@ -286,6 +292,7 @@ class CrossAttention(Attention):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """See Attention. Raises ConfigError for what only self-attention has."""
+        # Refused instead of ignored: the weights of a model that asks for them would not mean what they say.
         for name in ("attention_output_gate", "qk_layernorm", "qk_l2_norm"):
             if getattr(config, name):
                 raise ConfigError(f"cross-attention has no --{name.replace('_', '-')}; leave it out")
@@ -327,5 +334,5 @@ class CrossAttention(Attention):
 
 
 def _key_and_value(width: int) -> tuple[Part, Part]:
-    """A group's, of which every rank that shares the group holds a copy."""
+    """The key and value blocks of one query group in a packed weight; every rank that shares the group holds a copy."""
     return Part(width, replicated=True, name="key"), Part(width, replicated=True, name="value")

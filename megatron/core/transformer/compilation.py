@@ -21,5 +21,6 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     # Layer by layer, not the whole model: hooks, pipeline stages and recomputation stay outside the graphs.
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
+        # Shapes are fixed in training, and kernels for fixed shapes are faster; a new length is compiled anew.
         layer.compile(backend=backend, dynamic=False)
     return len(layers)

@@ -22,6 +22,7 @@ def input_initialiser(config: TransformerConfig) -> Initialiser:
     """Input projections: config.init_method, or the distribution that the config describes."""
     if config.init_method_xavier_uniform:
         return config.init_method or xavier_uniform
+    # Divided by the root of the width multiplier, so that outputs of a wider model have the base model's variance.
     return config.init_method or normal(config.init_method_std / math.sqrt(config.width_multiplier))
 
 

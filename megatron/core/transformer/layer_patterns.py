@@ -37,9 +37,11 @@ class HasPatterns(Protocol):
 
 def window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
     """How many tokens before itself a token sees in this layer; None for all."""
+    # -1 is upstream's word for a window without an end.
     if config.window_size is None or config.window_size[0] < 0:
         return None
     full = config.window_attn_skip_freq
+    # Every n-th layer is full; a list, the other way round, has 1 for a window and 0 for a full layer.
     is_full = isinstance(full, int) and layer_number % full == 0
     is_full = is_full or (isinstance(full, Sequence) and not full[layer_number - 1])
     return None if is_full else config.window_size[0]
@@ -54,6 +56,7 @@ def has_windows(config: HasPatterns) -> bool:
 def rotary_kind_of_layer(config: HasPatterns, layer_number: int) -> Literal["global", "local", "none"]:
     """Which rotary positions a layer gets: the model's, those of layers with a window, or none."""
     skipped = config.no_rope_freq
+    # Here a list has the sense of the number: the n-th layer, and a 1, have no rotary positions.
     if isinstance(skipped, int) and layer_number % skipped == 0:
         return "none"
     if isinstance(skipped, Sequence) and skipped[layer_number - 1]:
@@ -67,6 +70,7 @@ def has_experts(config: HasPatterns, layer_number: int) -> bool:
     if config.num_moe_experts is None:
         return False
     every = config.moe_layer_freq
+    # Unlike the patterns above, counting begins with the first layer, as upstream has it.
     return (layer_number - 1) % every == 0 if isinstance(every, int) else bool(every[layer_number - 1])
 
 

@@ -28,6 +28,7 @@ class MegatronModule(nn.Module):
         metadata: part of upstream's signature; a parameter's Placement says all of it.
         """
         return {
+            # Read at the time of the call: placements are completed after construction (names, rows that are tokens).
             prefix + name: ShardedTensor.from_placement(param, placement_of(param, name), prefix=prefix)
             for name, param in self.named_parameters()
         }

@@ -172,6 +172,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
         rows = x.reshape(-1, width)  # [..., h] -> [tokens, h]
+        # The norm sums squares in one pass without storing them; sqrt and square cancel in what follows.
         rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         rstd.square_().div_(width).add_(eps).rsqrt_()
         # Not the output: it is rows * rstd * weight, and whoever reads it keeps it.
@@ -185,6 +186,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         width = rows.shape[-1]
         grad_rows = grad.reshape(-1, width)  # [..., h] -> [tokens, h]
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], False]
+        # Mean zero, and no gradient of a bias: the third of `mask`.
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad_rows, rows, [width], torch.zeros_like(rstd), rstd, weight, None, mask
         )
@@ -196,6 +198,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; x [..., h], weight [h]. Computes in float32, returns x's format."""
+    # Elsewhere torch has a kernel of its own, which also computes statistics in float32.
     if x.is_cpu and x.dtype == torch.float32:
         result: Tensor = _FusedRMSNorm.apply(x, weight, eps)
         return result

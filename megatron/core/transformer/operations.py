@@ -23,6 +23,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
 
     Raises ConfigError when the configured attention backend cannot do what the config asks on this device.
     """
+    # The names come from the objects that layers would build, so that the log cannot say something else than what runs.
     device = current_device() if device is None else device
     plain = "elementary operations, fused by torch.compile" if config.compile else "elementary operations"
 
@@ -55,6 +56,7 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
     """The same for a mixture of experts."""
     width, inner, dtype = config.hidden_size, config.moe_ffn_hidden_size, parameter_dtype(config)
     assert inner is not None
+    # The shapes that one process multiplies: whether a kernel takes them depends on the split.
     inner //= config.expert_tensor_parallel_size or 1
     products = [
         choose_expert_product(config, widths, dtype, device).name

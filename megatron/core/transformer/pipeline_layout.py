@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Bounds what `(((t)*999)*999)*999` may write out, before the memory is there to notice.
 _LONGEST = 65536
 
 
 class StageContent(NamedTuple):
-    """One virtual stage."""
+    """What lies on one virtual stage of the pipeline."""
 
     layers: range
     """Global layer indices, from 0."""
@@ -82,16 +83,19 @@ def layout_stages(text: str) -> list[str]:
 def _even_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
     embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
     counts = [(layers + embedding + loss) // shape.count] * shape.count
+    # Counted as layers and taken off again: the stages with embedding or loss get that many layers less.
     counts[0] -= embedding
     counts[-1] -= loss
     return counts
 
 
 def _uneven_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
+    # With one stage both name the same process, and the last one written wins.
     given = {0: config.decoder_first_pipeline_num_layers, shape.stages - 1: config.decoder_last_pipeline_num_layers}
     fixed = {rank: count for rank, count in given.items() if count is not None}
     rest, others = layers - sum(fixed.values()), shape.stages - len(fixed)
     per_rank = [fixed.get(rank, rest // others if others else 0) for rank in range(shape.stages)]
+    # Settings speak of processes, layers lie on virtual stages: each chunk of a process gets an equal share.
     return [per_rank[shape.holder(stage)[0]] // shape.chunks for stage in range(shape.count)]
 
 
@@ -112,6 +116,7 @@ def _expand(text: str) -> str | None:
     parts: list[list[str]] = [[]]
     position = 0
     while position < len(text):
+        # A hand-written reader of two rules, repetition and brackets; each open bracket has its own list of parts.
         letter = text[position]
         position += 1
         if letter == "(":

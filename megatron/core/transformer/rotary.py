@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """Angles of a stretch of positions."""
+    """Cosines and sines of the angles of a stretch of positions, and how channels are paired."""
 
     cos: Tensor
     """[s, rotated / 2] float32."""
@@ -40,6 +40,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def _angles(rotation: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)  # [s, 1, ..., rotated / 2]
+    # Computed in float32 and rounded last: large positions times frequencies have no digits left in 16 bits.
     return rotation.cos.view(shape).to(x.dtype), rotation.sin.view(shape).to(x.dtype)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class ModuleSpec:
-    """How to build a module."""
+    """How to build a module: what to call, with which arguments, and from which parts."""
 
     module: Callable[..., Any]
     """A class, or a function that returns a module."""
@@ -29,4 +29,5 @@ def build_module(spec_or_module: ModuleSpec | Callable[..., Any], *args: Any, **
         return spec(*args, **kwargs)
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
+    # A name in both is an error of Python's own: a spec cannot silently replace what the builder gives.
     return spec.module(*args, **spec.params, **kwargs)

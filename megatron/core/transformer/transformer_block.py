@@ -39,6 +39,7 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         layers = layers_of_stage(config, groups.pp, vp_stage)
+        # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
         self.first_layer = layers.start
         self.rotary_kinds = [rotary_kind_of_layer(config, index + 1) for index in layers]
         self.tp_group = groups.tp
@@ -68,6 +69,7 @@ class TransformerBlock(MegatronModule):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None.
         local_rotation: for layers with a sliding window, where these have angles of their own."""
+        # Angles are computed once for each step and shared by all layers, instead of in each layer.
         rotations = {"global": rotation, "local": local_rotation, "none": None}
 
         def run(indices: range, hidden_states: Tensor) -> Tensor:
@@ -78,6 +80,7 @@ class TransformerBlock(MegatronModule):
                 )
             return hidden_states
 
+        # One stream around all layers: switching it inside would copy the generator's state for each dropout.
         with self._random_stream():
             for layers, is_recomputed in self.units:
                 # Mask, angles and documents come along in the closure: hidden states alone have gradients.

@@ -58,12 +58,14 @@ class TransformerConfig(
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        # Here and not in one group of fields: the patterns read windows, positions and experts together.
         yield from pattern_problems(self)
         if self.compile:
             yield from self._compiled_layers_are_whole()
 
     def _compiled_layers_are_whole(self) -> Iterator[str]:
         """What measures, divides or leaves out parts of a layer, which --compile makes one."""
+        # A compiled layer has one backward graph, from which no weight gradient can be taken out for later.
         yield from self.deferral_problems("--compile")
         if self.tp_comm_overlap:
             yield "--tp-comm-overlap cannot be combined with --compile; leave one out"
@@ -92,4 +94,5 @@ class TransformerConfig(
         kept = {
             name: getattr(self, name) for name, setting in settings_of(type(self)).items() if setting.kind != "layout"
         }
+        # Settings of kind "layout" say how the model is divided, and never what it computes.
         return restore(type(self), kept | changes)

@@ -67,6 +67,8 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.layer_number = layer_number
+        # In the order of forward: gradient buckets follow the order of construction, and fill up in backward from the
+        # end.
         self.input_layernorm = self._norm(submodules.input_layernorm, "input")
         self.self_attention = build_module(
             submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups
@@ -81,6 +83,7 @@ class TransformerLayer(MegatronModule):
         else:
             self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
+        # With a float32 residual stream, what attention and MLP read is narrowed at their door.
         self.compute_dtype = parameter_dtype(config)
         policy = ActivationPolicy(config, has_experts=not is_dense)
         self.recomputes_attention_norm = policy.recomputes_attention_norm and self.input_layernorm is not None
@@ -123,6 +126,7 @@ class TransformerLayer(MegatronModule):
         if norm is None:
             return hidden_states.to(self.compute_dtype), hidden_states
         normed = norm(hidden_states)
+        # As BERT and some early models had it: the normalised input, not the input itself, goes round attention or MLP.
         if not self.config.apply_residual_connection_post_layernorm:
             return normed, hidden_states
         return normed, normed.to(hidden_states.dtype)

@@ -45,6 +45,7 @@ class LanguageModule(MegatronModule):
             init_method=by_blocks_of_rows(initialiser(self.config)),
             bias=False,
             gather_output=not parallel_output,
+            # Where the embedding lies on the same stage, its weight is handed over in each call.
             skip_weight_param_allocation=is_tied and has_embedding,
             tp_group=self.pg_collection.tp,
         )
@@ -72,5 +73,6 @@ class LanguageModule(MegatronModule):
         if self.config.cross_entropy_loss_fusion:
             loss = fused_vocab_parallel_cross_entropy(logits, labels.t(), tp_group=group)  # [s, b]
         else:
+            # A float32 copy of 16-bit logits, which the loss then overwrites with their gradient.
             loss = vocab_parallel_cross_entropy(logits.float(), labels.t(), tp_group=group)  # [s, b]
         return loss.t().contiguous()  # [s, b] -> [b, s]

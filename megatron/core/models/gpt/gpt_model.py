@@ -63,9 +63,12 @@ class GPTModel(LanguageModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type, self.logit_scale = position_embedding_type, config.logit_scale
+        # Set by the pipeline before each forward, because upstream's forward has no argument for it.
         self._input_tensor: Tensor | None = None
         self._embedding_elsewhere: tuple[Tensor, ...] = ()
         is_folded = config.pipeline_schedule == "zb-v" and self.pg_collection.pp.size() > 1
+        # In a V the loss lies on the first process, beside the embedding: tied weights are one tensor, and no copy is
+        # needed.
         self.needs_embedding_of_first_chunk = (
             share_embeddings_and_output_weights and post_process and not pre_process and is_folded
         )
@@ -103,6 +106,7 @@ class GPTModel(LanguageModule):
                     has_embedding=pre_process or self.needs_embedding_of_first_chunk,
                     parallel_output=parallel_output,
                 )
+        # Last, when the whole tree of modules exists: initial numbers depend on the parameters' global names.
         self._initialise()
 
     def _initialise(self) -> None:
@@ -179,6 +183,7 @@ class GPTModel(LanguageModule):
         logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v / tp]
         bound = self.config.final_logit_softcapping
         if bound is not None:
+            # Before the loss and before sampling alike: it is a part of the model.
             logits = bound * torch.tanh(logits / bound)
         if labels is None:
             return logits.transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
@@ -237,6 +242,7 @@ def _rotary_embeddings(
     )
     if config.rotary_base_local is None:
         return everywhere, None
+    # Plain angles: windows are short, so that no stretching for long sequences applies to them.
     return everywhere, RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
 
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values."""
+"""Gradients of queries, keys and values, shaped as these."""
 
 
 class BlockKernel(Protocol):
-    """How one block is computed."""
+    """Computes attention over one block of keys, forward and backward, so that blocks can be merged."""
 
     name: str
 
@@ -94,12 +94,15 @@ class PlainKernel:
         p = (self._masked(scores, causal, mask) - _finite(log_sum).unsqueeze(-1)).exp_()
         # The softmax runs over all blocks, and so does this row sum; O and its gradient give it without the others.
         row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
+        # Grouped heads fold into the rows of one product, so that keys and values are never repeated in memory.
         grad_p = _by_head(torch.matmul(_by_group(grad, k), v.transpose(-1, -2)), q).float()
+        # dV needs P with its dropout; the gradient of the softmax below needs P without it.
         dropped = p.clone() if self.dropout else p
         self._drop_(dropped, seed)
         self._drop_(grad_p, seed)
         grad_scores = p * (grad_p - row_sum) * self.scale
         grad_scores = grad_scores if slope is None else grad_scores * slope
+        # Narrowed only here: the difference grad_p - row_sum cancels, and would lose its digits in 16 bits.
         grad_scores = _by_group(grad_scores.to(q.dtype), k)  # [b, g, n/g * s, t]
         grad_q = _by_head(torch.matmul(grad_scores, k), q)
         grad_k = torch.matmul(grad_scores.transpose(-1, -2), _by_group(q, k))
@@ -107,7 +110,7 @@ class PlainKernel:
         return grad_q, grad_k, grad_v
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """[b, n, s, t] float32, scaled and bounded."""
+        """Scores scale * Q K^T, bounded where there is a softcap: [b, n, s, t] float32."""
         if q.dtype == torch.float16:  # whose largest number a product can exceed
             q, k = q.float(), k.float()
         scores = _by_head(torch.matmul(_by_group(q, k) * self.scale, k.transpose(-1, -2)), q).float()
@@ -115,7 +118,7 @@ class PlainKernel:
 
     @staticmethod
     def _masked(scores: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-        """Minus infinity where masked; may overwrite its input."""
+        """Scores with minus infinity where a key is hidden; may overwrite its argument."""
         if causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
             scores.masked_fill_(future, float("-inf"))
@@ -124,11 +127,13 @@ class PlainKernel:
         return scores
 
     def _drop_(self, x: Tensor, seed: int | None) -> None:
-        """The same elements for the same seed."""
+        """Apply dropout to x in place; the same seed drops the same elements, so that backward repeats forward."""
         if not self.dropout or seed is None:
             return
+        # A generator of its own: forward and backward draw alike, and the global stream does not advance.
         generator = torch.Generator(x.device).manual_seed(seed)
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
+        # A dropout of 1 would divide zero by zero.
         x.mul_(kept).div_(max(1.0 - self.dropout, torch.finfo(x.dtype).tiny))
 
 
@@ -148,6 +153,7 @@ class CPUFlashKernel:
         """See BlockKernel."""
         if mask is not None or v.shape[-1] != k.shape[-1]:
             return self.plain.forward(q, k, v, causal=causal, mask=mask)
+        # The operator, not F.scaled_dot_product_attention: only the operator also returns L, which merging needs.
         result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, _per_head(k, q), _per_head(v, q), 0.0, causal, scale=self.scale
         )
@@ -179,6 +185,7 @@ class Merged:
     """The running O and L over the blocks that came by, in float32, for queries [b, n, s, d]."""
 
     def __init__(self, q: Tensor, value_width: int) -> None:
+        # With L = -inf the first block's weight becomes exactly 1, so that the first merge needs no case of its own.
         self.out = torch.zeros((*q.shape[:-1], value_width), dtype=torch.float32, device=q.device)
         self.log_sum = torch.full(q.shape[:-1], float("-inf"), dtype=torch.float32, device=q.device)
 

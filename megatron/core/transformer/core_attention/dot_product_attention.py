@@ -62,6 +62,7 @@ class DotProductAttention(MegatronModule):
             # Positions in two sequences are not comparable.
             window=options.window if attention_type == "self" else None,
         )
+        # Upstream's name, under which checkpoints hold the sinks.
         self.softmax_offset: nn.Parameter | None = None  # scores of the sinks, [n]
         if config.softmax_type == "learnable":
             splits = tensor_parallel_split(0, groups.tp)
@@ -80,6 +81,7 @@ class DotProductAttention(MegatronModule):
 
         self.backend = build(groups)
         """The implementation, with an exchange around it where ranks share sequences."""
+        # One for each size, chosen in each call: consecutive samples may be shared by different numbers of ranks.
         self.backend_by_cp_size = {
             group.size(): build(dataclasses.replace(groups, cp=group, hcp=())) for group in groups.hybrid_cp
         }
@@ -108,6 +110,7 @@ class DotProductAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         visible = Visible.build(attention_mask, mask_type, self.options.window)
         inputs = AttentionInputs(query, key, value, visible, self._sinks(query), self.training)
+        # Documents decide what is visible, whatever mask type the layer was built with.
         if packed_seq_params is not None:
             return self._attend_within_documents(inputs, packed_seq_params)
         return self._attend(self.backend, inputs)
@@ -118,6 +121,7 @@ class DotProductAttention(MegatronModule):
         group = packed_seq_params.cp_group
         backend = self.backend if group is None else self.backend_by_cp_size[group.size()]
         ranks = (self.cp_group if group is None else group).size()
+        # Bounds of documents count tokens of the whole sequence; a rank's keys are only its share.
         documents = packed_seq_params.documents(inputs.key.shape[0] * ranks)
         visible = Visible(window=inputs.visible.window, documents=documents)
         return self._attend(backend, dataclasses.replace(inputs, visible=visible))
@@ -134,6 +138,7 @@ class DotProductAttention(MegatronModule):
     def _sinks(self, query: Tensor) -> Tensor | None:
         """The score of each head's further key, float32 [n]; None without one."""
         if self.config.softmax_type == "off-by-one":
+            # exp(0) = 1: the softmax's sum grows by one, which is what "off by one" means.
             return query.new_zeros(self.num_heads_per_rank, dtype=torch.float32)
         return None if self.softmax_offset is None else self.softmax_offset.float()
 

@@ -61,7 +61,11 @@ class GatheredKeysAttention:
         return torch.cat(contexts)
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the whole sequence in its order. Both travel in one collective, a token's key beside its value."""
+        """Keys [s/cp, b, g, d] and values of every rank -> those of the whole sequence [s, b, g, d], in its order.
+
+        Both travel in one collective, a token's key beside its value.
+        """
+        # One collective instead of two: for a few key-value heads its latency counts more than the copy.
         token = torch.cat((key.flatten(1), value.flatten(1)), dim=1)  # [s/cp, b * g * (d + dv)]
         whole = to_sequence_order(gather_from_sequence_parallel_region(token, self.group), self.group.size())
         keys, values = whole.split([x[0].numel() for x in (key, value)], dim=1)
@@ -80,9 +84,11 @@ class HeadExchangeAttention:
         """See CoreAttention."""
         query, key, value = self._exchange_tokens_for_heads(inputs.query, inputs.key, inputs.value)
         visible, sinks = inputs.visible, inputs.sinks
+        # A rank's mask has the rows of its own tokens; after the exchange it holds the queries of all.
         if visible.mask is not None and visible.mask.shape[2] > 1:  # one row is for all queries alike
             visible = dataclasses.replace(visible, mask=self._gather_rows(visible.mask))
         if sinks is not None:  # of the heads that this rank gets
+            # The all-to-all gives rank i the i-th run of heads, so the sinks' chunk of the same number belongs to it.
             sinks = sinks.chunk(self.group.size())[self.group.rank()]
         context = self.inner(AttentionInputs(query, key, value, visible, sinks, inputs.training))  # [s, b, n/cp * dv]
         return self._exchange_heads_for_tokens(context)
@@ -113,6 +119,7 @@ class HeadExchangeAttention:
 
     def _gather_rows(self, mask: Tensor) -> Tensor:
         """[b, 1, s/cp, t] -> [b, 1, s, t]: the rows of the other ranks' queries."""
+        # An all-gather joins along dimension 0, so the rows move there and back.
         own = mask.movedim(2, 0).contiguous()
         whole = own.new_empty(own.shape[0] * self.group.size(), *own.shape[1:])
         all_gather_into_tensor(whole, own, self.group)
@@ -120,7 +127,7 @@ class HeadExchangeAttention:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Slice i of dimension 0 goes to rank i; so do, in backward, the gradients."""
+    """All-to-all: slice i of dimension 0 goes to rank i; in backward the gradients take the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

@@ -69,6 +69,7 @@ class Visible:
         # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
         if not self.causal or (queries == 1 and self.window_reaches(keys)):
             return self.mask
+        # A window that hides nothing is left out: the mask stays a plain triangle.
         band = causal_mask(queries, keys, device, None if self.window_reaches(keys) else self.window)
         return band if self.mask is None else band | self.mask
 
@@ -90,6 +91,7 @@ class Visible:
             if not self.causal:  # a mask may show any key to any query
                 yield slice(first, end), slice(0, keys)
                 continue
+            # The first query of the block sees furthest back, the last one furthest forward: their union is one slice.
             start = 0 if self.window is None else max(0, before + first - self.window)
             yield slice(first, end), slice(start, before + end)
 
@@ -124,7 +126,7 @@ class AttentionInputs:
         return self.visible.hidden(self.query.shape[0], self.key.shape[0], self.query.device)
 
     def cut(self, queries: slice, keys: slice) -> AttentionInputs:
-        """Some of the queries with some of the keys; see `Visible.cut`."""
+        """The inputs of attention of some of the queries to some of the keys; see `Visible.cut`."""
         return AttentionInputs(
             self.query[queries],
             self.key[keys],
@@ -140,6 +142,7 @@ class AttentionInputs:
         The work is the sum over the documents, not the square of the packed sequence.
         """
         assert self.visible.documents is not None
+        # Inside one document the documents' rule is the causal rule, so that kernels without a mask will do.
         visible = Visible(window=self.visible.window)
         # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
@@ -178,7 +181,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """The same, without documents."""
+        """Compute attention of inputs without documents: the same shapes as `CoreAttention.__call__`."""
 
 
 @dataclass(frozen=True)
@@ -199,14 +202,17 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
-        """The options of one layer, counted from 1."""
+        """Read the options of layer `layer_number`, counted from 1, from the config."""
+        # The config's own checks fill it in; this tells the type checker so.
         assert config.kv_channels is not None
         return cls(
             scale=config.attention_scale,
             layer_number=layer_number,
             dropout=config.attention_dropout,
+            # Layer scaling is undone inside the softmax, where float16 would overflow again.
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
             query_key_layer_scaling=config.apply_query_key_layer_scaling,
+            # A compiler cannot see into the fused operation, and fuses the plain ones by itself.
             masked_softmax_fusion=config.masked_softmax_fusion and not config.compile,
             window=window_of_layer(config, layer_number),
             softcap=config.attn_logit_softcapping,

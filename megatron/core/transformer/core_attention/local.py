@@ -29,6 +29,7 @@ class LocalAttention(AttentionBackend):
 
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
+        # Divided out of the scores here, and multiplied back inside the float32 softmax.
         layer_scaling = float(options.layer_number) if options.query_key_layer_scaling else 1.0
         self.score_scale = options.scale / layer_scaling
         self.softmax_scale = layer_scaling
@@ -52,6 +53,7 @@ class LocalAttention(AttentionBackend):
             probabilities = scaled_masked_softmax_reference(
                 scores, inputs.hidden(), self.softmax_scale, self.options.softmax_in_fp32, self.options.softcap, sinks
             )
+        # After the softmax: the probabilities that remain, scaled up, add up to one only on average over the draws.
         probabilities = F.dropout(probabilities.to(v.dtype), p=self.options.dropout, training=inputs.training)
         context = torch.matmul(probabilities, v)  # [b, n, s, dv]
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, dv] -> [s, b, n * dv]
@@ -86,6 +88,7 @@ def scaled_masked_softmax_reference(
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)
     if mask is not None:
+        # After the bound: the tanh would bring a masked score back into the visible range.
         wide = wide.masked_fill(mask, MASKED_SCORE)
     if sinks is None:
         return torch.softmax(wide, dim=-1).to(scores.dtype)

@@ -23,6 +23,7 @@ class MaxLogits(AttentionBackend):
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
+        # Only training steps count: evaluation would mix other data into what optimizers clip by.
         if inputs.training:
             found = self._measure(inputs)
             self.largest = found if self.largest is None else torch.maximum(self.largest, found)
@@ -30,7 +31,7 @@ class MaxLogits(AttentionBackend):
 
     @torch.no_grad()
     def _measure(self, inputs: AttentionInputs) -> Tensor:
-        """float32 [n]."""
+        """Largest scaled score of each head over everything it sees, float32 [n]."""
         query, key, mask = inputs.query.detach(), inputs.key.detach(), inputs.hidden()
         key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 3, 0)  # [b, n, d, t]
         largest = query.new_full((query.shape[2],), -torch.inf, dtype=torch.float32)

@@ -65,6 +65,7 @@ class CPUAttention(AttentionBackend):
 
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
+        # Masks, windows, dropout, caches and narrow formats: torch's operator, which chooses its kernel.
         self.otherwise = SDPAttention(options, "auto")
         if options.window is not None:
             self.name = self.otherwise.name
@@ -113,6 +114,7 @@ class _BlockedCausalAttention(torch.autograd.Function):
             scores = torch.baddbmm(nothing, q[:, first:end], k[:, :end].transpose(1, 2), beta=0, alpha=scale)
             # Only the block's last columns, where keys stand beside queries, have anything to hide.
             scores[:, :, first:].masked_fill_(future[: end - first, : end - first], float("-inf"))
+            # In place: these probabilities are what backward keeps, and a second copy would double the peak.
             torch.softmax(scores, -1, out=scores)
             torch.bmm(scores, v[:, :end], out=out[:, first:end])
             probabilities.append(scores)
@@ -165,6 +167,7 @@ class QueryBlocksAttention(AttentionBackend):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
         seed = draw_seed() if inputs.training and self.options.dropout else None
+        # One seed for the whole call; each block derives its own from it.
         call = _Call(self.kernel, inputs.visible, seed)
         result: Tensor = _QueryBlocks.apply(inputs.query, inputs.key, inputs.value, inputs.sinks, call)
         return result.flatten(2)  # [s, b, n, dv] -> [s, b, n * dv]
@@ -172,7 +175,7 @@ class QueryBlocksAttention(AttentionBackend):
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call is about, besides its tensors that need gradients."""
+    """What one call needs besides its tensors; the same in forward and backward."""
 
     kernel: BlockKernel
     visible: Visible
@@ -214,10 +217,13 @@ class _QueryBlocks(torch.autograd.Function):
         grad_q, grad_k, grad_v = (_heads_first(x) for x in (grad_query, grad_key, grad_value))
         for rows, seen, options in call.blocks(q.shape[2], k.shape[2], q.device):
             inputs, merged = (q[:, :, rows], k[:, :, seen], v[:, :, seen]), (out[:, :, rows], log_sum[:, :, rows])
+            # A block's queries belong to it alone, so dQ is assigned; its keys are shared with later blocks, so dK and
+            # dV add up.
             add_q, add_k, add_v = call.kernel.backward(grad[:, :, rows], inputs, merged, **options)
             grad_q[:, :, rows] = add_q
             grad_k[:, :, seen] += add_k
             grad_v[:, :, seen] += add_v
+        # O and L are saved with the sinks in them, which is what this formula wants.
         grad_sinks = None if sinks is None else grad_of_sinks(grad, out, log_sum, sinks)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None
 

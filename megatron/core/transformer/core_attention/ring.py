@@ -56,7 +56,11 @@ class RingAttention:
 
 
 class Block(NamedTuple):
-    """What of the queries and of the keys at hand meet."""
+    """Which of a rank's queries attend to which of the keys at hand in one step, and under which mask.
+
+    queries, keys: stretches of the tokens that a rank holds. causal: query and key of one index are at one position.
+    mask: bool, True where a key is hidden, broadcastable to [b, n, queries, keys].
+    """
 
     queries: slice
     keys: slice
@@ -73,12 +77,13 @@ def causal_block(rank: int, source: int, length: int) -> Block:
     if source < rank:
         # All its tokens come after the first piece of `source`, and before the second one.
         return Block(_ALL, slice(0, half), False)
+    # The source's two pieces lie between ours: after our first piece, and before our second one.
     return Block(slice(half, None), _ALL, False)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of ring attention is about, besides its tensors."""
+    """What one call of ring attention needs besides its tensors; the same in forward and backward."""
 
     kernel: BlockKernel
     group: Group
@@ -86,18 +91,21 @@ class _Call:
     seed: int | None
 
     def source(self, step: int) -> int:
-        """The rank whose keys are here in this step."""
+        """The rank whose keys and values this rank holds in this step."""
         return (self.group.rank() - step) % self.group.size()
 
     def seed_of(self, step: int) -> int | None:
-        """Of the dropout of a step: backward meets the blocks of the same ranks in the same steps."""
+        """Seed of the dropout of one step, or None. By the source of the step only: backward, which meets the same
+        blocks in the same steps, draws the same elements."""
         return None if self.seed is None else self.seed + self.source(step)
 
     def block(self, step: int, tokens: int, device: torch.device) -> Block | None:
-        """What meets in one step, every rank having so many tokens; None where nothing is seen."""
+        """Which queries and keys meet in one step, where every rank holds `tokens` tokens; None where no query sees any
+        key of the block."""
         rank, size, source = self.group.rank(), self.group.size(), self.source(step)
         visible, whole = self.visible, tokens * self.group.size()
         if visible.mask is not None or not visible.causal:
+            # A mask has all keys in the order of the sequence, and the block's columns are the source's zigzag pieces.
             mask = None if visible.mask is None else shard_sequence(visible.mask, source, size, dim=-1)
             if visible.causal:
                 queries, keys = (positions_of_rank(whole, each, size, device) for each in (rank, source))
@@ -113,6 +121,7 @@ class _Call:
         queries = positions_of_rank(whole, rank, size)[block.queries]
         keys = positions_of_rank(whole, source, size)[block.keys]
         firsts = visible.first_seen(queries)
+        # Every query begins to see after the last of these keys: nothing to compute.
         if firsts.min() > keys.max():
             return None
         if firsts.max() <= keys.min():  # nothing more is hidden, and a kernel without a mask will do
@@ -130,15 +139,15 @@ class _KeysAndValues:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> _KeysAndValues:
-        """A copy of both."""
+        """Copy keys and values into one stretch of memory."""
         return cls(torch.cat((key.reshape(-1), value.reshape(-1))), (key.shape, value.shape))
 
     def zeros(self) -> _KeysAndValues:
-        """Of the same shapes in float32, for sums of gradients."""
+        """Zeros of the same shapes in float32, to which the ranks add their gradients."""
         return _KeysAndValues(torch.zeros_like(self.flat, dtype=torch.float32), self.shapes)
 
     def blocks(self, keys: slice) -> tuple[Tensor, Tensor]:
-        """Of some tokens, [b, g, t, d] and [b, g, t, dv]: views."""
+        """Keys [b, g, t, d] and values [b, g, t, dv] of some tokens, as views that may be added to."""
         return _heads_first(self.keys)[:, :, keys], _heads_first(self.values)[:, :, keys]
 
 
@@ -147,10 +156,11 @@ class _Passing:
 
     def __init__(self, sent: _KeysAndValues, group: Group, tag: int) -> None:
         self.sent, self.received = sent, torch.empty_like(sent.flat)
+        # `sent` is held by this object until the transfer is over: its memory must not be used again before.
         self.works = pass_on(sent.flat, self.received, group, tag)
 
     def wait(self) -> _KeysAndValues:
-        """What has come."""
+        """Wait for both transfers; return what the previous rank sent."""
         for work in self.works:
             work.wait()
         return _KeysAndValues(self.received, self.sent.shapes)
@@ -160,6 +170,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q, size = _heads_first(query), call.group.size()
+        # A copy, because the caller's keys and values are saved for backward and are not next to each other in memory.
         merged, at_hand = Merged(q, value.shape[-1]), _KeysAndValues.of(key, value)
         for step in range(size):
             # Sent before they are computed with, so that the next block is here when this one is done. The last block
@@ -174,6 +185,7 @@ class _RingAttention(torch.autograd.Function):
             at_hand = passing.wait() if passing is not None else at_hand
         out, log_sum = merged.out, merged.log_sum
         if sinks is not None:
+            # After the last merge, and only once: a sink in every block would count it once for every rank.
             out, log_sum = with_sinks(out, log_sum, sinks)
         output = out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, dv] -> [s, b, n, dv]
         ctx.call = call
@@ -186,6 +198,8 @@ class _RingAttention(torch.autograd.Function):
         call: _Call = ctx.call
         size = call.group.size()
         q, out, grad = (_heads_first(x) for x in (query, output, grad_output))
+        # Queries stay at home, so that their gradient only adds up over the steps; in float32, one addend for each
+        # rank.
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         at_hand = _KeysAndValues.of(key, value)
         grads_under_way: _Passing | None = None
@@ -204,6 +218,7 @@ class _RingAttention(torch.autograd.Function):
             # The gradients of this block, as the ranks before have left them, were under way during the products.
             grads = at_hand.zeros() if grads_under_way is None else grads_under_way.wait()
             if block is not None and additions is not None:
+                # Added after the receive: what came holds the sums of all ranks that had this block before.
                 for target, addition in zip(grads.blocks(block.keys), additions, strict=True):
                     target += addition
             # After the last step the block's owner is the next rank: one more stage, and the gradients are home.

@@ -59,6 +59,8 @@ class SDPAttention(AttentionBackend):
         if visible.window_reaches(keys):
             return self._attend_at_once(inputs)
         assert visible.window is not None
+        # A block computes up to (window + block) keys per query: a quarter of the window wastes little, and products
+        # stay large.
         size = max(_SMALLEST_BLOCK, visible.window // 4)
         blocks = visible.blocks(queries, keys, size)
         return torch.cat([self._attend_at_once(inputs.cut(rows, seen)) for rows, seen in blocks])
@@ -75,6 +77,7 @@ class SDPAttention(AttentionBackend):
             # Only its math kernel, which stores all scores, takes both a mask and grouped heads there.
             key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
         width = value.shape[-1]
+        # The math and cuDNN kernels take values of another width as they are.
         is_padded = width != query.shape[-1] and self.kernel in (None, SDPBackend.FLASH_ATTENTION)
         if is_padded:
             query, key, value = _padded(query, key, value)
@@ -95,6 +98,6 @@ class SDPAttention(AttentionBackend):
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
-    """All with the width, in the last dimension, of the widest, filled up with zeros."""
+    """Pad all tensors with zeros, in the last dimension, to the width of the widest."""
     widest = max(x.shape[-1] for x in tensors)
     return [F.pad(x, (0, widest - x.shape[-1])) for x in tensors]

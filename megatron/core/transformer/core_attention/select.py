@@ -45,6 +45,7 @@ def attention_problems(config: TransformerConfig, device: torch.device) -> list[
     if backend == "fused" and on_cpu:
         problems.append("--attention-backend fused needs a GPU with cuDNN, and this runs on the CPU; use auto or flash")
     kernels = {"flash": "the flash kernel", "fused": "the cuDNN kernel", "unfused": "torch's math kernel"}
+    # Named backends are promises: what a kernel lacks is refused, never computed silently by another one.
     for flag, what in _beyond_the_kernels(config, backend):
         problems.append(
             f"--attention-backend {backend}: {kernels[backend]} has no {what} ({flag}); use --attention-backend auto, "
@@ -78,8 +79,10 @@ def build_attention_backend(
         return LocalAttention(options)
     if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
+    # Its backward is written by hand, where a compiler would break the graph.
     if config.attention_backend == "auto" and device.type == "cpu" and not config.compile:
         return CPUAttention(options)
+    # Everything else, and every compiled model: torch's operator is one node that compilers know.
     return SDPAttention(options, config.attention_backend)
 
 
@@ -117,11 +120,13 @@ def build_core_attention(
     if kind == "a2a":
         _check_exchange(config, kind, groups.tp, groups.cp)
         return HeadExchangeAttention(backend, groups.cp)
+    # Exactly two levels: one exchange, and one ring around it.
     if len(groups.hcp) != 2:
         raise ConfigError(
             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the ranks of an exchange and the "
             f"ranks of a ring, whose product is --context-parallel-size {groups.cp.size()}"
         )
+    # The exchange runs among neighbours, usually one machine, and the ring across machines.
     neighbours, beyond = groups.hcp
     inner: CoreAttention = backend if beyond.size() == 1 else _build_ring(config, options, beyond, device)
     if neighbours.size() == 1:

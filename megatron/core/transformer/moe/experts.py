@@ -55,6 +55,7 @@ class ExpertLinear(nn.Module):
         self.weight = declare_parameter(shape, init=for_each_expert(init_method), dtype=dtype, splits=splits)
         self.bias = None
         if config.add_bias_linear:
+            # A bias [experts, out] has no input dimension: a split of it (dimension 2) leaves the bias whole.
             of_rows = [split for split in splits if split.dim < 2]
             self.bias = declare_parameter(shape[:2], kind="vector", init=zeros, dtype=dtype, splits=of_rows)
         widths = (self.weight.shape[2], self.weight.shape[1])
@@ -114,6 +115,7 @@ class Experts(MegatronModule):
         # The second product is linear: its input weighted is its output weighted, which then need not be kept.
         output: Tensor = self.linear_fc2((activated * weights).to(rows.dtype), ends)
         if self.linear_fc2.bias is not None:
+            # y_e is weighted with its bias: the weight belongs to the expert's output, not to the product alone.
             output = output + (self.linear_fc2.repeat_bias(ends, len(rows)) * weights).to(rows.dtype)
         return output
 

@@ -60,6 +60,7 @@ class ExpertByExpert(Product):
         out = x.new_empty(x.shape[0], matrices.shape[2])
         rows_per_expert = _count_rows(ends)
         for part, into, matrix in zip(x.split(rows_per_expert), out.split(rows_per_expert), matrices, strict=True):
+            # Written in place: joining the experts' results would copy them once more.
             torch.mm(part, matrix, out=into)
         return out
 
@@ -121,6 +122,7 @@ def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.
     try:
         y = _grouped_mm(x, matrices.transpose(1, 2), offs=ends)
         back = _grouped_mm(y, matrices, offs=ends)
+        # All three products of training, since a device may have kernels for some of them only.
         gradient = _grouped_mm(y.t(), x, offs=ends)
     except RuntimeError:  # not for this device, these widths or this number format; NotImplementedError is one
         return False

@@ -31,6 +31,7 @@ def balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: float | 
     # Counts have no gradient. The loss falls when the affinities to experts with many tokens do.
     sums = affinities.sum(dim=0)  # [E] or [b, E]
     sequences = 1 if sums.dim() == 1 else sums.shape[0]
+    # Divided by tokens^2: both factors grow with the tokens, and the loss is not to depend on their number.
     return (sums * tokens_per_expert).sum() * (sums.shape[-1] / (k * sequences)) / tokens**2
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Sorted(NamedTuple):
-    """Slots by destination."""
+    """The slots of all tokens sorted by destination: an expert here, or an expert of another rank."""
 
     order: Tensor
     """[n] slots, those of the first destination first."""
@@ -28,11 +28,16 @@ class Sorted(NamedTuple):
 
 
 def sort_slots(destinations: Tensor, count: int, kept: int | None = None) -> Sorted:
-    """destinations: of every slot, [slots]; `count` of them, and numbers from `count` on for slots that go nowhere, of
-    which there are none unless `kept` says how many others there are."""
+    """Sort slots by their destination.
+
+    destinations: [slots] int64, number of the destination of every slot; numbers from `count` on mark slots that go
+    nowhere. count: number of destinations. kept: how many slots go somewhere; all when None. It is given because to
+    count them here would make the host wait for the device.
+    """
     # Stable: rows of a destination are in the order of their tokens, whatever the device.
     in_order, order = destinations.sort(stable=True)
     numbers = torch.arange(count, device=destinations.device, dtype=destinations.dtype)
+    # Counting on the device: bincount would make the host wait for its size. int32 is what grouped_mm takes.
     ends = torch.searchsorted(in_order, numbers, right=True, out_int32=True)
     return Sorted(order if kept is None else order[:kept], ends)
 
@@ -41,6 +46,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
         ctx.save_for_backward(order)
+        # Backward needs only where rows came from: the permutation is linear, and no values are kept.
         ctx.sizes = (x.shape[0], slots_per_token)
         return x.index_select(0, order // slots_per_token)
 
@@ -71,13 +77,13 @@ def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -
 
 
 def permute(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
-    """Tokens [T, ...] to rows [n, ...] by destination; `order` [n] as sort_slots makes it."""
+    """Copy tokens [T, ...] to rows [n, ...], sorted by destination; `order` [n] as `sort_slots` returns it."""
     result: Tensor = _Permute.apply(x, order, slots_per_token)
     return result
 
 
 def unpermute(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) -> Tensor:
-    """Rows [n, ...] by destination to sums of each token's rows, [T, ...]."""
+    """Add up each token's rows: rows [n, ...] sorted by destination -> [T, ...]; the transpose of `permute`."""
     result: Tensor = _Unpermute.apply(rows, order, tokens, slots_per_token)
     return result
 

@@ -43,6 +43,7 @@ def read_loss_coefficients(config: MoEFields) -> dict[str, float]:
     """Kind of auxiliary loss, as in LOSS_NAMES -> its weight."""
     balancing = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False)
     found = {kind: coefficient for kind, coefficient in balancing if kind in LOSS_NAMES}
+    # z_loss is no balancing loss and has its own flag; here they join because both hang on the same weights.
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
@@ -82,6 +83,7 @@ class TopKRouter(MegatronModule):
     def forward(self, hidden_states: Tensor) -> Routing:
         """[s, b, h] -> Routing of its s * b tokens."""
         logits = self.logits(hidden_states)
+        # In evaluation, and in forwards without a graph, losses would be summed and never used.
         learns = self.training and torch.is_grad_enabled()
         routing = self._route(logits)
         # Losses hang on the weights, which lie on the way from the main loss to the router; and before tokens are
@@ -104,6 +106,8 @@ class TopKRouter(MegatronModule):
         x, weight = hidden_states.flatten(0, 1), self.weight  # [T, h], [E, h]
         eps = self.config.moe_input_jitter_eps
         if eps is not None and self.training:
+            # Factors around one: logits near a tie are decided now one way, now the other, so that experts get
+            # explored.
             x = x * _draw(functools.partial(torch.empty_like(x).uniform_, 1.0 - eps, 1.0 + eps))
         if self.product_dtype is not None:
             return F.linear(x.to(self.product_dtype), weight.to(self.product_dtype))
@@ -127,6 +131,7 @@ class TopKRouter(MegatronModule):
         """Which choices fit into the experts' capacity, bool [T, k], decided for the whole microbatch on every process
         alike."""
         group, config = self.groups.tp_cp, self.config
+        # Capacity is a bound on the microbatch: a rank that decided alone would drop others than the undivided run.
         experts, weights = _gather_rows(routing.experts, group), _gather_rows(routing.weights.detach(), group)
         capacity = compute_capacity(experts.shape[0], config)
         kept = fit_into_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
@@ -140,7 +145,7 @@ class TopKRouter(MegatronModule):
     # ---- losses
 
     def _with_losses(self, logits: Tensor, sequences: int, weights: Tensor) -> Tensor:
-        """The weights [T, k], on which the auxiliary losses hang."""
+        """Attach the auxiliary losses to the weights [T, k]: backward of the weights then also runs theirs."""
         tokens = logits.shape[0] * self.groups.tp_cp.size()
         for name, coefficient, share in self._loss_shares(logits, sequences, tokens):
             if not is_recomputing():
@@ -178,6 +183,7 @@ class TopKRouter(MegatronModule):
             return balance_loss(affinities, tokens_per_expert, tokens, self.topk)
         all_reduce(tokens_per_expert, self.groups.tp_dp_cp)
         step, summed, microbatches = self._step_counts
+        # Counts of earlier microbatches have no gradient, so that the sum over the step is a constant for this one.
         if step == self.auxiliary_loss_scale.step and microbatches:
             tokens_per_expert, microbatches = tokens_per_expert + summed, microbatches + 1
         else:
@@ -188,7 +194,7 @@ class TopKRouter(MegatronModule):
         return balance_loss(affinities, mean, tokens, self.topk)
 
     def take_losses(self) -> dict[str, Tensor]:
-        """The sums of `losses`, which begin anew."""
+        """Return the sums of the auxiliary losses by name, and start new ones."""
         taken, self.losses = self.losses, {}
         return taken
 

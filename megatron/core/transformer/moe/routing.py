@@ -26,7 +26,7 @@ _SINKHORN_ROUNDS = 100
 
 
 class Routing(NamedTuple):
-    """Where each token goes."""
+    """The experts that each token goes to, and how much each of their outputs counts."""
 
     experts: Tensor
     """[T, k] int64, numbers in the whole layer."""
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 
 
 def score_experts(logits: Tensor, score_function: str) -> Tensor:
-    """Score of every expert, [T, E]."""
+    """Scores of all experts for each token: logits [T, E] -> [T, E], float32, or float64 where the logits are."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if score_function == "softmax":
         return wide.softmax(dim=-1)
@@ -54,6 +54,7 @@ def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None
     """The k best experts of each token and their weights. expert_bias: [E], added to scores for the choice."""
     function, k = config.moe_router_score_function, config.moe_router_topk
     groups = (config.moe_router_num_groups, config.moe_router_group_topk)
+    # Softmax keeps the order, so the choice can be made by the logits themselves.
     if function == "softmax" and not config.moe_router_pre_softmax:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         experts = choose_best(wide, k, *groups)
@@ -77,6 +78,8 @@ def choose_best(scores: Tensor, k: int, num_groups: int | None = None, group_top
     scores add up highest (DeepSeek-V3, section 2.1.2).
     """
     if num_groups and group_topk:
+        # Groups are runs of neighbouring experts, which usually lie on one node: limiting groups limits the nodes of a
+        # token.
         by_group = scores.unflatten(1, (num_groups, -1))  # [T, groups, E / groups]
         strengths = by_group.topk(k // group_topk, dim=-1).values.sum(dim=-1)
         admitted = torch.zeros_like(strengths, dtype=torch.bool)
@@ -98,6 +101,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
     (Sinkhorn, 1964; Clark et al., 2022, appendix B)."""
     weights = (logits - logits.max()).exp()  # a common factor changes nothing, and keeps exp finite
     rows, columns = weights.new_ones(weights.shape[0]), weights.new_ones(weights.shape[1])
+    # Rows and columns in turn; a hundred rounds bound the time where logits are far apart.
     for _ in range(_SINKHORN_ROUNDS):
         rows = 1.0 / (len(rows) * (weights @ columns) + 1e-8)
         before = columns

@@ -39,5 +39,6 @@ class SharedExpertMLP(MLP):
         output, bias = self(hidden_states)
         output = output if bias is None else output + bias
         if self.gate_weight is not None:
+            # The bias is added before: the gate scales the expert's whole output.
             output = output * F.linear(hidden_states, self.gate_weight).sigmoid()
         return output

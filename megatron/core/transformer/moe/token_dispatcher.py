@@ -66,7 +66,8 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Tokens [T, h] of this process -> rows for its experts."""
+        """Send the tokens x [T, h] of this process to their experts; returns the rows for this process's experts, and
+        the function that combines their outputs."""
 
     def _permute_to_experts(self, x: Tensor, routing: Routing, is_ours: Tensor | None) -> Dispatched:
         """Rows for the local experts out of tokens [T, h]. is_ours: bool [T, k], the choices that count; all if
@@ -75,6 +76,7 @@ class TokenDispatcher(ABC):
         local = (routing.experts - self.first_expert).flatten()
         kept = None
         if is_ours is not None:
+            # A number behind the last expert sorts to the end, where `kept` cuts it off.
             local = local.masked_fill(~is_ours.flatten(), self.local_experts)
             kept = int(is_ours.sum())  # the host waits: how many rows there are decides shapes
         order, ends = sort_slots(local, self.local_experts, kept)
@@ -95,7 +97,10 @@ class AllGatherDispatcher(TokenDispatcher):
             return self._permute_to_experts(x, routing, routing.kept)
         gathered = gather_from_sequence_parallel_region(x, self.group)  # [ranks * T, h]
         weights = gather_from_sequence_parallel_region(routing.weights, self.group)
+        # Numbers of experts have no gradient, so that a plain collective will do.
         experts = self._gather(routing.experts)
+        # Ranks that share an expert (expert tensor parallelism) both take its tokens, and both make a part of the
+        # output.
         is_ours = (experts >= self.first_expert) & (experts < self.first_expert + self.local_experts)
         if routing.kept is not None:
             is_ours &= self._gather(routing.kept.to(torch.uint8)).bool()  # not every backend gathers bool
@@ -141,6 +146,7 @@ class AllToAllDispatcher(TokenDispatcher):
         all_to_all_single(received, sent, self.group)
         sends, receives = torch.stack((sent, received)).sum(dim=2).tolist()
 
+        # The weights travel beside the rows: the expert applies them, so that what comes back needs only a sum.
         rows = all_to_all(self.permute(x, order, slots), self.group, sends, receives)
         weights = all_to_all(weights, self.group, sends, receives)
         # Rows came rank by rank, and inside a rank expert by expert; the products want all of an expert together.
@@ -158,7 +164,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
 
 def build_token_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> TokenDispatcher:
-    """The dispatcher that the config names."""
+    """Build the dispatcher that config.moe_token_dispatcher_type names."""
     kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
     return kinds[config.moe_token_dispatcher_type](config, pg_collection)
 

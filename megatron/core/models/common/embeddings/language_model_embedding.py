@@ -76,6 +76,7 @@ class LanguageModelEmbedding(MegatronModule):
             if self.config.clone_scatter_output_in_embedding:
                 hidden_states = hidden_states.clone()  # a view would keep the whole sequence in memory
         if self.config.fp32_residual_connection:
+            # After the split of the sequence: widening the whole of it first would cost tp times the memory.
             hidden_states = hidden_states.float()
         if self.scale != 1.0:
             hidden_states = hidden_states * self.scale

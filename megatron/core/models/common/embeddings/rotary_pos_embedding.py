@@ -58,6 +58,7 @@ class RotaryEmbedding(nn.Module):
         channels = int(kv_channels * rotary_percent)
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        # Upstream's order of operations: another one gives other last digits, which long sequences multiply.
         self.inv_freq = 1.0 / (rotary_base ** (torch.arange(0, channels, 2, dtype=torch.float32) / channels))
         self.magnitude = 1.0
         """Factor on the rotated channels."""
