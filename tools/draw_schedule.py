@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages  # noqa: E402
 from megatron.core.optional_deps import require  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import ScheduleName, tables  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables  # noqa: E402
 from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate  # noqa: E402
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -53,7 +53,7 @@ def measured(directory: Path, iteration: int | None) -> list[Drawing]:
     """
     step = read_trace(directory, iteration)
     # Played with the measured mean times, so that plan and measurement differ only by waiting.
-    plan = simulate(tables(step.schedule, step.shape, step.microbatches, step.group_size), step.shape, step.costs)
+    plan = simulate(build_tables(step.schedule, step.shape, step.microbatches, step.group_size), step.shape, step.costs)
     longest = max(plan.makespan, step.timeline.makespan)
     drawings = []
     for what, timeline in (("planned", plan), (f"measured in iteration {step.iteration}", step.timeline)):
@@ -84,7 +84,7 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
         arguments.weight_cost / chunks,
         arguments.transfer_cost,
     )
-    timeline = simulate(tables(name, shape, arguments.microbatches, arguments.group_size), shape, costs)
+    timeline = simulate(build_tables(name, shape, arguments.microbatches, arguments.group_size), shape, costs)
     numbers = f"{arguments.stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
     peak = max(timeline.peak_in_flight)
     title = (

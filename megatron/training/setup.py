@@ -26,13 +26,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
-from megatron.core.pipeline_parallel.executor import Executor, activation_shape
+from megatron.core.pipeline_parallel.executor import Executor, compute_activation_shape
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
-from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
@@ -99,7 +99,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         metrics=Metrics(config.logger.log_interval),
         timers=timers,
         flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
-        evaluation_shape=activation_shape(
+        evaluation_shape=compute_activation_shape(
             config.model,
             groups,
             config.data.seq_length or 1,
@@ -129,8 +129,8 @@ def print_summaries(datasets: Sequence[Any]) -> None:
 def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[ModelChunk]:
     """This rank's pipeline chunks on its device, compiled if asked for, in flat buffers."""
     groups = process.groups
-    shape = virtual_stages(config.model)
-    layout = pipeline_layout(config.model, shape)
+    shape = build_virtual_stages(config.model)
+    layout = build_pipeline_layout(config.model, shape)
     modules: list[nn.Module] = []
     for index in range(shape.chunks):
         content = layout[shape.index(groups.pp.rank(), index)]
@@ -183,7 +183,7 @@ def tie_chunks(modules: Sequence[nn.Module]) -> None:
     """Where one process has the embedding and, in another chunk, the output layer that shares its weight: share it."""
     for module in modules[1:]:
         if getattr(module, "needs_embedding_of_first_chunk", False):
-            module.use_embedding_of(modules[0])  # type: ignore[operator]
+            module.share_embedding_of(modules[0])  # type: ignore[operator]
 
 
 def build_executor(
@@ -195,7 +195,7 @@ def build_executor(
 ) -> Executor:
     """What runs the chunks. Raises ConfigError when a batch size of the run does not fill the pipeline."""
     assert config.data.seq_length is not None, "checked by read_run_config"
-    shape = activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
+    shape = compute_activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
     executor = Executor(
         model, process.groups, config.model, activation_shape=shape, grad_scale_func=optimizer.grad_scale_func
     )

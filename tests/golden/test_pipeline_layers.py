@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.core.transformer.pipeline_layout import layout_stages, pipeline_layout, virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CASES = json.loads((Path(__file__).parent / "data" / "pipeline_layers.json").read_text())
@@ -30,7 +30,7 @@ def config(layers: int, stages: int, chunks: int | None = None, settings: dict[s
 def layers(*args: Any, **settings: Any) -> list[list[int]]:
     """Global layer numbers of every virtual stage in order."""
     found = config(*args, settings=settings)
-    return [list(stage.layers) for stage in pipeline_layout(found, virtual_stages(found))]
+    return [list(stage.layers) for stage in build_pipeline_layout(found, build_virtual_stages(found))]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -41,8 +41,8 @@ def test_layers_are_those_of_the_reference(name: str) -> None:
             config(*CASES[name]["args"])
         return
     found = config(*CASES[name]["args"])
-    shape = virtual_stages(found)
-    layout = pipeline_layout(found, shape)
+    shape = build_virtual_stages(found)
+    layout = build_pipeline_layout(found, shape)
     for row in expected:
         stage = layout[shape.index(row["pp_rank"], row["vp_stage"] or 0)].layers
         assert (len(stage), stage.start if stage else row["offset"]) == (row["num_layers"], row["offset"])
@@ -67,8 +67,8 @@ def test_ends_counted_as_layers() -> None:
 
 def test_a_folded_pipeline_keeps_the_layers_in_order() -> None:
     found = config(8, 2, 2, {"pipeline_schedule": "zb-v"})
-    shape = virtual_stages(found)
-    layout = pipeline_layout(found, shape)
+    shape = build_virtual_stages(found)
+    layout = build_pipeline_layout(found, shape)
     assert [list(layout[shape.index(0, chunk)].layers) for chunk in (0, 1)] == [[0, 1], [6, 7]]
     assert [list(layout[shape.index(1, chunk)].layers) for chunk in (0, 1)] == [[2, 3], [4, 5]]
     assert layout[shape.index(0, 0)].has_embedding and layout[shape.index(0, 1)].has_loss
@@ -87,7 +87,7 @@ def test_a_folded_pipeline_keeps_the_layers_in_order() -> None:
     ],
 )
 def test_repetitions_are_written_out(text: str, stages: list[str]) -> None:
-    assert layout_stages(text) == stages
+    assert parse_layout(text) == stages
 
 
 def test_written_layouts() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import DataError
-from megatron.core.pipeline_parallel.schedules import Action, tables
+from megatron.core.pipeline_parallel.schedules import Action, build_tables
 from megatron.core.pipeline_parallel.timelines import needs, read_trace
 from megatron.training.loop import train
 from megatron.training.verify.parity import local_run
@@ -37,7 +37,7 @@ def test_trace_of_a_run(tmp_path: Path, layout: str, schedule: str) -> None:
     step = read_trace(tmp_path)
     assert (step.iteration, step.schedule, step.microbatches) == (3, schedule, 6)
     events = step.timeline.events
-    planned = tables(schedule, step.shape, 6)  # type: ignore[arg-type]
+    planned = build_tables(schedule, step.shape, 6)  # type: ignore[arg-type]
     for rank, table in enumerate(planned):
         own = [event for event in events if event.rank == rank]
         assert [event.action for event in own] == table, "what ran is what was planned"

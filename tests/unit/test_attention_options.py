@@ -20,12 +20,12 @@ from megatron.core.transformer.core_attention.interface import (
     AttentionInputs,
     AttentionOptions,
     Visible,
-    causal_mask,
+    build_causal_mask,
 )
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
-from megatron.core.transformer.layer_patterns import rotary_kind_of_layer, window_of_layer
+from megatron.core.transformer.layer_patterns import choose_rotary_kind, find_window_of_layer
 from megatron.core.transformer.operations import describe_operations
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import print_settings
@@ -133,7 +133,7 @@ def test_auto_takes_blocks_where_torchs_operator_cannot() -> None:
 def test_a_mask_hides_more_than_the_window(backend: str) -> None:
     core = attention(OPTIONS["window"], backend)
     q, k, v = (torch.randn(16, 2, heads, 8) for heads in (4, 2, 2))
-    causal = causal_mask(16, 16, q.device)[None, None]
+    causal = build_causal_mask(16, 16, q.device)[None, None]
     torch.testing.assert_close(core(q, k, v, causal), core(q, k, v))
     everything = torch.zeros(1, 1, 16, 16, dtype=torch.bool)
     torch.testing.assert_close(core(q, k, v, everything), core(q, k, v))
@@ -220,7 +220,7 @@ def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatc
 
 def patterns(flags: str, layers: int = 4) -> list[int | None]:
     config = read_config(f"--num-layers {layers} {flags}").model
-    return [window_of_layer(config, number + 1) for number in range(layers)]
+    return [find_window_of_layer(config, number + 1) for number in range(layers)]
 
 
 @pytest.mark.flags("--window-attn-skip-freq")
@@ -278,9 +278,9 @@ def test_flags_without_effect_are_noted() -> None:
 @pytest.mark.flags("--no-rope-freq", "--rotary-base-local")
 def test_which_layers_are_rotated() -> None:
     config = read_config(f"{ROPE} --num-layers 6 --window-size 4,0 --window-attn-skip-freq 2 --no-rope-freq 3").model
-    assert [rotary_kind_of_layer(config, n) for n in range(1, 7)] == ["global", "global", "none"] * 2
+    assert [choose_rotary_kind(config, n) for n in range(1, 7)] == ["global", "global", "none"] * 2
     config = read_config(f"{ROPE} --num-layers 4 --window-size 4,0 --window-attn-skip-freq 2 --rotary-base-local 50")
-    kinds = [rotary_kind_of_layer(config.model, n) for n in range(1, 5)]
+    kinds = [choose_rotary_kind(config.model, n) for n in range(1, 5)]
     assert kinds == ["local", "global"] * 2
     # All layers skipped is no rotary positions at all; with the same base local layers are as the others.
     assert_same_function(build_model("--no-position-embedding"), build_model(f"{ROPE} --no-rope-freq 1"))

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.planning import ContextPlan, SampleCost, plan_step, ranks_of_sample, static_balance
+from megatron.core.context_parallel.planning import (
+    ContextPlan,
+    SampleCost,
+    compute_static_balance,
+    count_ranks_of_sample,
+    plan_step,
+)
 from megatron.core.errors import ConfigError
 
 COST = SampleCost(per_token=100.0, per_pair=1.0)
@@ -23,7 +29,7 @@ def steps(draw: st.DrawFn) -> ContextPlan:
 
 @pytest.mark.parametrize(("length", "ranks"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4), (33, 8)])
 def test_a_sample_has_the_fewest_ranks_that_it_fits(length: int, ranks: int) -> None:
-    assert ranks_of_sample(length, MAX) == ranks
+    assert count_ranks_of_sample(length, MAX) == ranks
 
 
 @given(steps())
@@ -34,10 +40,10 @@ def test_every_sample_is_computed_once_by_a_block_that_fits(plan: ContextPlan) -
             tokens = sum(plan.lengths[sample] for sample in microbatch.samples)
             assert tokens <= MAX * microbatch.num_ranks
             for sample in microbatch.samples:
-                assert microbatch.num_ranks == ranks_of_sample(plan.lengths[sample], MAX)
+                assert microbatch.num_ranks == count_ranks_of_sample(plan.lengths[sample], MAX)
                 holders[sample].append(rank)
     for sample, ranks in holders.items():
-        size = ranks_of_sample(plan.lengths[sample], MAX)
+        size = count_ranks_of_sample(plan.lengths[sample], MAX)
         assert ranks == list(range(ranks[0], ranks[0] + size))
         assert ranks[0] % size == 0
 
@@ -62,7 +68,7 @@ def test_all_ranks_get_to_their_end(plan: ContextPlan) -> None:
 @given(steps())
 def test_work_is_balanced_within_the_largest_share(plan: ContextPlan) -> None:
     """Whoever has the most was the least loaded when it got its last sample: it is ahead of the others by no more."""
-    shares = [COST.of(length) / ranks_of_sample(length, MAX) for length in plan.lengths]
+    shares = [COST.of(length) / count_ranks_of_sample(length, MAX) for length in plan.lengths]
     assert max(plan.work) - sum(plan.work) / plan.num_ranks <= max(shares, default=0.0) + 1e-6
     assert sum(plan.work) == pytest.approx(sum(map(COST.of, plan.lengths)))
     assert 0 < plan.balance <= 1 + 1e-9
@@ -94,10 +100,10 @@ def test_balance_against_the_static_layout() -> None:
     sequences = [[[30, 2]], [[8, 8, 8, 8]], [[4] * 8], [[16, 10, 6]]]
     lengths = [length for microbatches in sequences for row in microbatches for length in row]
     planned = plan_step(lengths, 4, MAX, quadratic).balance
-    assert static_balance(sequences, 1, quadratic) == pytest.approx(1032 / (4 * 500)), "the longest one alone"
-    assert static_balance([[[8, 24]]], 2, quadratic) < 0.95
-    assert static_balance([[[32]]], 4, quadratic) == 1.0, "the zigzag pieces of one sample are equal work"
-    assert planned > 0.9 > static_balance(sequences, 1, quadratic)
+    assert compute_static_balance(sequences, 1, quadratic) == pytest.approx(1032 / (4 * 500)), "the longest one alone"
+    assert compute_static_balance([[[8, 24]]], 2, quadratic) < 0.95
+    assert compute_static_balance([[[32]]], 4, quadratic) == 1.0, "the zigzag pieces of one sample are equal work"
+    assert planned > 0.9 > compute_static_balance(sequences, 1, quadratic)
 
 
 def test_balance_of_long_conversations() -> None:
@@ -111,7 +117,7 @@ def test_balance_of_long_conversations() -> None:
             sequences = [[packed(length, random) for _ in range(32 * cp // ranks)] for _ in range(ranks // cp)]
             lengths = [n for microbatches in sequences for row in microbatches for n in row[:-1]]
             planned.append(plan_step(lengths, ranks, most, cost).balance)
-            static.append(static_balance(sequences, cp, cost))
+            static.append(compute_static_balance(sequences, cp, cost))
         assert min(planned) > 0.999
         assert low < sum(static) / len(static) < high
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.pipeline_parallel.executor import grad_sync_moments
+from megatron.core.pipeline_parallel.executor import plan_grad_sync
 from megatron.core.pipeline_parallel.schedules import Action
 from tests.unit.run_flags import run_config
 
@@ -27,7 +27,7 @@ class Chunk:
 
 def played(actions: list[Action], chunks: list[Chunk], stage: int) -> list[str]:
     """The actions, with what the chunks are told between them."""
-    signals = grad_sync_moments(actions, chunks, stage)
+    signals = plan_grad_sync(actions, chunks, stage)
     lines = []
     for position, action in enumerate(actions):
         for signal in signals.get(position, ()):
@@ -59,4 +59,4 @@ def test_deferred_weight_gradients_are_waited_for() -> None:
 
 
 def test_bare_modules_are_left_alone() -> None:
-    assert not grad_sync_moments(schedules.one_f_one_b(0, 1, 2), [object()], 0)
+    assert not plan_grad_sync(schedules.one_f_one_b(0, 1, 2), [object()], 0)

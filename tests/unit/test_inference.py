@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
 from megatron.core.inference.kv_cache import KVCache
-from megatron.core.inference.sampling import Sampling, keep_likely, next_tokens
+from megatron.core.inference.sampling import Sampling, choose_next_tokens, keep_likely
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -172,7 +172,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
 def drawn(sampling: Sampling, count: int = 4000) -> Tensor:
     """Share of each token among many draws."""
     generator = sampling.generators(1)
-    draws = [int(next_tokens(LOGITS, sampling, generator)) for _ in range(count)]
+    draws = [int(choose_next_tokens(LOGITS, sampling, generator)) for _ in range(count)]
     return torch.bincount(torch.tensor(draws), minlength=5) / count
 
 

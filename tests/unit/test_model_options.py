@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import CheckpointError
-from megatron.core.tensor_parallel.parameters import parameter_seed
+from megatron.core.tensor_parallel.parameters import derive_parameter_seed
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, first_layer, losses_and_grads, read_config, token_batch
@@ -166,8 +166,8 @@ def test_without_initialization_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch
     """Only norms and biases are set; the flag asks for a checkpoint."""
     drawn: list[str] = []
     monkeypatch.setattr(
-        "megatron.core.tensor_parallel.parameters.parameter_seed",
-        lambda seed, name: drawn.append(name) or parameter_seed(seed, name),
+        "megatron.core.tensor_parallel.parameters.derive_parameter_seed",
+        lambda seed, name: drawn.append(name) or derive_parameter_seed(seed, name),
     )
     build_model()
     assert any("linear_fc1.weight" in name for name in drawn)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages
-from megatron.core.pipeline_parallel.programs import Program, Transfer, play, programs
+from megatron.core.pipeline_parallel.programs import Program, Transfer, plan_programs, play
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     ScheduleName,
-    forward_tables,
+    build_forward_tables,
+    build_tables,
     interleaved,
-    tables,
     zero_bubble_h1,
 )
 from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, Deadlock, Timeline, simulate
@@ -28,7 +28,7 @@ SMALL = list(itertools.product(range(1, 9), (1, 2, 3, 5, 8, 16)))
 
 def clocked(name: ScheduleName, shape: VirtualStages, microbatches: int) -> Timeline:
     costs = (EQUAL_PARTS,) if name.startswith("zb") else ()
-    return simulate(tables(name, shape, microbatches), shape, *costs)
+    return simulate(build_tables(name, shape, microbatches), shape, *costs)
 
 
 # ---- where layers lie
@@ -86,9 +86,9 @@ def test_memory_is_that_of_theory(stages: int) -> None:
 
 def test_evaluation_keeps_every_stage_busy() -> None:
     for shape, makespan in ((VirtualStages(4), 8 + 3), (VirtualStages(4, 2), 2 * 8 + 3)):
-        assert simulate(forward_tables(shape, 8), shape).makespan == makespan
+        assert simulate(build_forward_tables(shape, 8), shape).makespan == makespan
     folded = VirtualStages(4, 2, folded=True)
-    assert simulate(forward_tables(folded, 8), folded).makespan <= 2 * 8 + 2 * 3
+    assert simulate(build_forward_tables(folded, 8), folded).makespan <= 2 * 8 + 2 * 3
 
 
 # ---- the tables themselves
@@ -102,7 +102,7 @@ def test_every_microbatch_is_computed_once_by_every_chunk(name: ScheduleName, mi
         pytest.skip("groups of 4")
     kinds = "FBW" if name.startswith("zb") else "FB"
     expected = set(itertools.product(kinds, range(microbatches), range(chunks)))
-    for table in tables(name, VirtualStages(4, chunks, name == "zb-v"), microbatches):
+    for table in build_tables(name, VirtualStages(4, chunks, name == "zb-v"), microbatches):
         assert len(table) == len(expected)
         assert set(map(tuple, table)) == expected
 
@@ -130,9 +130,9 @@ def test_microbatches_that_leave_a_short_group_are_refused_with_the_next_numbers
 
 def test_a_schedule_with_the_wrong_number_of_chunks_is_refused() -> None:
     with pytest.raises(ConfigError, match="zb-v lays 2 chunks on each stage, not 1"):
-        tables("zb-v", VirtualStages(2), 4)
+        build_tables("zb-v", VirtualStages(2), 4)
     with pytest.raises(ConfigError, match="1f1b has one chunk per stage"):
-        tables("1f1b", VirtualStages(2, 2), 4)
+        build_tables("1f1b", VirtualStages(2, 2), 4)
 
 
 def test_a_table_that_waits_for_itself_is_found() -> None:
@@ -149,13 +149,13 @@ def plans(stages: int, microbatches: int) -> list[tuple[str, VirtualStages, list
     found: list[tuple[str, VirtualStages, list[list[Action]]]] = []
     for name in ("gpipe", "1f1b", "zb-h1", "zb-v"):
         shape = VirtualStages(stages, 2, folded=True) if name == "zb-v" else VirtualStages(stages)
-        found.append((name, shape, tables(name, shape, microbatches)))  # type: ignore[arg-type]
+        found.append((name, shape, build_tables(name, shape, microbatches)))  # type: ignore[arg-type]
     for chunks, group in itertools.product((2, 3, 4), (stages, stages + 1)):
         shape = VirtualStages(stages, chunks)
         if microbatches % group == 0 or microbatches % group >= stages:
-            found.append((f"interleaved {group}", shape, tables("interleaved", shape, microbatches, group)))
+            found.append((f"interleaved {group}", shape, build_tables("interleaved", shape, microbatches, group)))
     for shape in (VirtualStages(stages), VirtualStages(stages, 3), VirtualStages(stages, 2, folded=True)):
-        found.append(("forward", shape, forward_tables(shape, microbatches)))
+        found.append(("forward", shape, build_forward_tables(shape, microbatches)))
     return found
 
 
@@ -165,7 +165,7 @@ def test_no_plan_deadlocks(stages: int, microbatches: int) -> None:
     """Played as strictly as NCCL may be: in order between two ranks; without overlap also waiting at once."""
     for name, shape, table in plans(stages, microbatches):
         for overlap in (False, True):
-            plan = programs(table, shape, overlap=overlap)
+            plan = plan_programs(table, shape, overlap=overlap)
             try:
                 play(plan, blocking=not overlap)
             except Deadlock as error:
@@ -175,7 +175,7 @@ def test_no_plan_deadlocks(stages: int, microbatches: int) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_transfer_is_sent_once_and_received_once(overlap: bool) -> None:
     for _, shape, table in plans(4, 5):
-        plan = programs(table, shape, overlap=overlap)
+        plan = plan_programs(table, shape, overlap=overlap)
         assert [[step for step in program if isinstance(step, Action)] for program in plan] == table
         ends = Counter((step.kind, step.tag) for program in plan for step in program if isinstance(step, Transfer))
         assert set(ends.values()) <= {1}
@@ -196,8 +196,8 @@ def position(program: Program, wanted: tuple[str, str, int]) -> int:
 
 def test_with_overlap_receives_are_posted_earlier() -> None:
     shape = VirtualStages(4, 2)
-    table = tables("interleaved", shape, 8)
-    late, early = (programs(table, shape, overlap=overlap)[1] for overlap in (False, True))
+    table = build_tables("interleaved", shape, 8)
+    late, early = (plan_programs(table, shape, overlap=overlap)[1] for overlap in (False, True))
     wanted = ("receive", "F", 5)
     assert position(early, wanted) == position(late, wanted) - 1
 

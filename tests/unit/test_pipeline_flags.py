@@ -7,7 +7,7 @@ import pytest
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from tests.unit.pretend_groups import pretend
@@ -24,7 +24,7 @@ def read(flags: str, stages: int = 2, layers: int = 8, batch: int = 8) -> RunCon
 def layer_counts(flags: str, **sizes: int) -> list[int]:
     """Layers of every virtual stage in order."""
     config = read(flags, **sizes).model
-    return [len(stage.layers) for stage in pipeline_layout(config, virtual_stages(config))]
+    return [len(stage.layers) for stage in build_pipeline_layout(config, build_virtual_stages(config))]
 
 
 def pipeline(flags: str, stages: int = 2) -> Pipeline:

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_on_rank, count_whole
 from megatron.training.config.container import RunConfig
@@ -34,7 +34,7 @@ def read_case(name: str, further: str = "") -> RunConfig:
 def build_stage(config: RunConfig, rows: int, rank: int) -> GPTModel:
     """The chunk of a rank that holds one, on the meta device."""
     groups = ProcessGroupCollection.pretend(rank_grid(config, config.world_size), rank)
-    content = pipeline_layout(config.model, virtual_stages(config.model))[groups.pp.rank()]
+    content = build_pipeline_layout(config.model, build_virtual_stages(config.model))[groups.pp.rank()]
     chunk = build_gpt_model(
         config, rows, pre_process=content.has_embedding, post_process=content.has_loss, pg_collection=groups
     )

@@ -8,7 +8,7 @@ import torch
 from megatron.core.context_parallel.sharding import (
     get_batch_on_this_cp_rank,
     join_sequence,
-    positions_of_rank,
+    list_positions_of_rank,
     shard_sequence,
     to_rank_order,
     to_sequence_order,
@@ -37,7 +37,7 @@ def test_joining_undoes_the_split(size: int, dim: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_causal_work_is_balanced(size: int) -> None:
     """Every rank's queries see equally many keys."""
-    work = {int((positions_of_rank(24 * size, rank, size) + 1).sum()) for rank in range(size)}
+    work = {int((list_positions_of_rank(24 * size, rank, size) + 1).sum()) for rank in range(size)}
     assert len(work) == 1
 
 
@@ -60,7 +60,7 @@ def test_angles_are_those_of_the_positions() -> None:
     whole = embedding.rotation(12)
     for rank in range(3):
         own = embedding.rotation(12, cp_group=pretend(rank, cp=3).cp)
-        positions = positions_of_rank(12, rank, 3)
+        positions = list_positions_of_rank(12, rank, 3)
         assert torch.equal(own.cos, whole.cos[positions])
         assert torch.equal(own.sin, whole.sin[positions])
 

@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.parameters import (
     declare_parameter,
+    derive_parameter_seed,
     initialise_parameters,
     normal,
     parameter_dtype,
-    parameter_seed,
 )
 from megatron.core.tensor_parallel.products import Matmul, finish_weight_grad, multiply
 from tests.unit.gpt_models import build_model, token_batch
@@ -123,7 +123,7 @@ def test_declared_parameters_start_at_zero_and_keep_their_format() -> None:
 
 def test_seed_is_stable() -> None:
     """Changing this number changes every initial weight of every run."""
-    assert parameter_seed(1234, "decoder.layers.0.mlp.linear_fc1.weight") == 2385181098404303716
+    assert derive_parameter_seed(1234, "decoder.layers.0.mlp.linear_fc1.weight") == 2385181098404303716
 
 
 def test_parameter_dtype() -> None:

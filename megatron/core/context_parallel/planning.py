@@ -131,7 +131,7 @@ class ContextPlan:
         return [tuple(pack) for pack in packs]
 
 
-def ranks_of_sample(length: int, max_tokens_per_rank: int) -> int:
+def count_ranks_of_sample(length: int, max_tokens_per_rank: int) -> int:
     """The smallest power of two that divides `length` tokens into shares of at most `max_tokens_per_rank`."""
     return 1 << (-(length // -max_tokens_per_rank) - 1).bit_length()
 
@@ -149,7 +149,7 @@ def plan_step(lengths: Sequence[int], num_ranks: int, max_tokens_per_rank: int, 
         )
     by_size: dict[int, list[int]] = defaultdict(list)
     for sample, length in enumerate(lengths):
-        size = ranks_of_sample(length, max_tokens_per_rank)
+        size = count_ranks_of_sample(length, max_tokens_per_rank)
         if size > num_ranks:
             raise ConfigError(
                 f"a sample of {length} tokens is longer than --max-seqlen-per-dp-cp-rank {max_tokens_per_rank} x "
@@ -179,7 +179,7 @@ def plan_step(lengths: Sequence[int], num_ranks: int, max_tokens_per_rank: int, 
 # ---- the same step where every sequence is divided alike
 
 
-def static_balance(sequences: Sequence[Sequence[Sequence[int]]], cp_size: int, cost: SampleCost) -> float:
+def compute_static_balance(sequences: Sequence[Sequence[Sequence[int]]], cp_size: int, cost: SampleCost) -> float:
     """`ContextPlan.balance` of the layout in which each sequence is cut into zigzag pieces for `cp_size` ranks.
 
     sequences[r][m]: the lengths of what is packed into microbatch m of data-parallel rank r, padding included, which is

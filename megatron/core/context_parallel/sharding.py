@@ -26,7 +26,7 @@ _WHOLE = {"cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}
 """What every rank needs whole: it describes the documents of the whole sequence."""
 
 
-def pieces_of_rank(rank: int, size: int) -> tuple[int, int]:
+def list_pieces_of_rank(rank: int, size: int) -> tuple[int, int]:
     """The two pieces, of 2 x `size`, that a rank holds, in the order in which it holds them."""
     # An early piece and its mirror image: i + 1 and 2 cp - i pieces of keys to see, the same sum on every rank.
     return rank, 2 * size - 1 - rank
@@ -38,7 +38,7 @@ def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
     if size == 1:
         return x
     pieces = _pieces(x, size, dim)
-    return torch.cat([pieces[piece] for piece in pieces_of_rank(rank, size)], dim)
+    return torch.cat([pieces[piece] for piece in list_pieces_of_rank(rank, size)], dim)
 
 
 def join_sequence(shards: list[Tensor], dim: int = 0) -> Tensor:
@@ -64,7 +64,7 @@ def to_rank_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
     return torch.cat([pieces[piece] for piece in _rank_order(size)], dim)
 
 
-def positions_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
+def list_positions_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
     """Where in the whole sequence, of `length` tokens, this rank's tokens stand: int64 [length / size]."""
     return shard_sequence(torch.arange(length, device=device), rank, size)
 
@@ -86,7 +86,7 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor], cp_group: Group) -> d
 
 
 def _rank_order(size: int) -> list[int]:
-    return [piece for rank in range(size) for piece in pieces_of_rank(rank, size)]
+    return [piece for rank in range(size) for piece in list_pieces_of_rank(rank, size)]
 
 
 def _pieces(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:

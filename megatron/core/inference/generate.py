@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
-from megatron.core.inference.sampling import Sampling, next_tokens
+from megatron.core.inference.sampling import Sampling, choose_next_tokens
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def generate(
         if vocab_size is not None:
             # Rows that pad the vocabulary to a multiple of the ranks were never trained.
             logits[:, vocab_size:] = -math.inf
-        chosen = next_tokens(logits, sampling, generators)
+        chosen = choose_next_tokens(logits, sampling, generators)
         is_open = (position >= lengths) & (position < ended_at)
         # Also rows that have ended are computed on: a batch of changing size would need a cache that shrinks.
         tokens[:, position] = torch.where(is_open, chosen, tokens[:, position])

@@ -47,7 +47,7 @@ class Sampling:
         return [torch.Generator().manual_seed((self.seed + row) % 2**63) for row in range(count)]
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def choose_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """The next token of each sequence: logits [b, v] -> int64 [b] on the same device. -inf marks what may not come."""
     if sampling.greedy:
         return logits.argmax(dim=-1)

@@ -27,7 +27,7 @@ from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.action_clock import ActionClock
 from megatron.core.pipeline_parallel.p2p_communication import P2PTransfers, TensorKey, connect_neighbours
-from megatron.core.pipeline_parallel.programs import Pipeline, Transfer, end_of_adjacent_transfers
+from megatron.core.pipeline_parallel.programs import Pipeline, Transfer, find_end_of_transfers
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
 from megatron.core.placement import placement_of
@@ -56,7 +56,7 @@ class Executor:
     """Runs programs on this rank's model chunks.
 
     chunks: the pipeline chunks of this rank, wrapped or bare. A step leaves gradients where the model puts them.
-    activation_shape: of the hidden states that stages exchange, as activation_shape() gives it; one process needs none.
+    activation_shape: of the hidden states that stages exchange (`compute_activation_shape`); one process needs none.
     grad_scale_func: applied to each microbatch's loss before backward (loss scaling); what is collected is not scaled.
     """
 
@@ -113,7 +113,7 @@ class Executor:
         computed = [action for action in actions if isinstance(action, Action)]
         # Each chunk runs every microbatch once, so that the forwards of one chunk count them.
         num_microbatches = sum(action.kind == "F" and action.chunk == 0 for action in computed)
-        iterators = iterators_of_chunks(data_iterator, len(self.chunks))
+        iterators = build_chunk_iterators(data_iterator, len(self.chunks))
         if self._auxiliary_losses and not forward_only:
             self._scale_auxiliary_losses(num_microbatches)
 
@@ -128,7 +128,7 @@ class Executor:
                 # The output (logits or losses) is not handed on: the loss alone keeps what backward needs of it.
                 return None, self._collect_loss(loss_func(output), num_microbatches, outputs)
 
-        signals = {} if forward_only else grad_sync_moments(actions, self.chunks, self.groups.pp.rank())
+        signals = {} if forward_only else plan_grad_sync(actions, self.chunks, self.groups.pp.rank())
         clock = None if forward_only else self.clock
         # Read from the program, not from the config: the programs of evaluation have no W actions.
         deferred = {(action.microbatch, action.chunk) for action in computed if action.kind == "W"}
@@ -201,7 +201,7 @@ class Executor:
         return share if self.grad_scale_func is None else self.grad_scale_func(share)
 
 
-def activation_shape(
+def compute_activation_shape(
     config: Any, groups: ProcessGroupCollection, seq_length: int, micro_batch_size: int
 ) -> tuple[int, int, int]:
     """Shape of the hidden states between stages: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h]."""
@@ -209,7 +209,7 @@ def activation_shape(
     return seq_length // parts, micro_batch_size, config.hidden_size
 
 
-def iterators_of_chunks(data_iterator: Any, chunks: int) -> list[Iterator[Any] | None]:
+def build_chunk_iterators(data_iterator: Any, chunks: int) -> list[Iterator[Any] | None]:
     """One iterator for each chunk: a given list as it is, or views of one iterator that all see every microbatch."""
     if isinstance(data_iterator, list | tuple):
         return list(data_iterator)
@@ -219,7 +219,7 @@ def iterators_of_chunks(data_iterator: Any, chunks: int) -> list[Iterator[Any] |
     return list(itertools.tee(data_iterator, chunks))
 
 
-def grad_sync_moments(program: Sequence[Action | Transfer], chunks: Sequence[Any], stage: int) -> Signals:
+def plan_grad_sync(program: Sequence[Action | Transfer], chunks: Sequence[Any], stage: int) -> Signals:
     """When, in a program, the gradients of each chunk may start to be summed over the replicas of the model.
 
     | the chunk's last gradients come from | without alignment            | --align-grad-reduce, stage r > 0 |
@@ -329,7 +329,7 @@ class _StageStep:
             if isinstance(step, Transfer):
                 # Transfers that stand side by side are posted together, before any of them is waited for: two ranks
                 # that send to each other would otherwise both wait for the other's receive.
-                end = end_of_adjacent_transfers(program, position)
+                end = find_end_of_transfers(program, position)
                 assert self.transfers is not None, "a program with transfers on a pipeline of one process"
                 self.transfers.post(program[position:end], self.outgoing)  # type: ignore[arg-type]
                 position = end

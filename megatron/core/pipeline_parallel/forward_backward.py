@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.pipeline_parallel.executor import Executor, ForwardStep, activation_shape
+from megatron.core.pipeline_parallel.executor import Executor, ForwardStep, compute_activation_shape
 from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -46,11 +46,11 @@ def forward_backward(
     groups = pg_collection or ProcessGroupCollection.current()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     # Chunks may be wrapped, and a wrapper's config may be missing: the first one that is there counts for all.
-    config = next((found for found in map(_config_of, chunks) if found is not None), None)
+    config = next((found for found in map(_find_config, chunks) if found is not None), None)
     shape = None
     # One process exchanges nothing; and a model that is not a transformer has no hidden size to ask for.
     if groups.pp.size() > 1:
-        shape = activation_shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
+        shape = compute_activation_shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
     executor = _executor_for(chunks, groups, config)
     # Set anew in every step: the optimizer may be built, or replaced, after the executor.
     executor.grad_scale_func = getattr(config, "grad_scale_func", None)
@@ -91,5 +91,5 @@ def _executor_for(chunks: list[nn.Module], groups: ProcessGroupCollection, confi
     return executor
 
 
-def _config_of(chunk: nn.Module) -> Any:
+def _find_config(chunk: nn.Module) -> Any:
     return getattr(chunk, "config", None) or getattr(getattr(chunk, "module", None), "config", None)

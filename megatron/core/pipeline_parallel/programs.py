@@ -24,9 +24,9 @@ from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     ScheduleName,
-    forward_tables,
+    build_forward_tables,
+    build_tables,
     interleaved_problem,
-    tables,
 )
 from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, UNDIVIDED, Deadlock, Timeline, simulate
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -110,11 +110,11 @@ class Pipeline:
 def _plan(pipeline: Pipeline, microbatches: int, forward_only: bool) -> list[Program]:
     """All ranks' programs; planning takes up to a second, and most runs have two numbers of microbatches."""
     actions = (
-        forward_tables(pipeline.shape, microbatches)
+        build_forward_tables(pipeline.shape, microbatches)
         if forward_only
-        else tables(pipeline.schedule, pipeline.shape, microbatches, pipeline.group_size)
+        else build_tables(pipeline.schedule, pipeline.shape, microbatches, pipeline.group_size)
     )
-    plan = programs(actions, pipeline.shape, overlap=pipeline.overlap)
+    plan = plan_programs(actions, pipeline.shape, overlap=pipeline.overlap)
     if pipeline.head_deferral is not None and not forward_only:
         rank, chunk = pipeline.shape.holder(pipeline.shape.count - 1)
         # After the transfers are placed: a weight gradient sends nothing, so that no other rank's program changes.
@@ -138,7 +138,7 @@ def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program
     return steps + waiting
 
 
-def programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overlap: bool) -> list[Program]:
+def plan_programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overlap: bool) -> list[Program]:
     """The tables of all ranks with their transfers. overlap: receives are posted early."""
     deferred = any(action.kind == "W" for table in tables for action in table)
     # The costs only order the line. Any costs give a correct plan; those near the truth give one with little waiting.
@@ -149,7 +149,7 @@ def programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overla
     return [list(_receive_early(program)) for program in found] if overlap else found
 
 
-def end_of_adjacent_transfers(program: Sequence[Action | Transfer], first: int) -> int:
+def find_end_of_transfers(program: Sequence[Action | Transfer], first: int) -> int:
     """End of the run of transfers that begins at position `first`: they are under way together."""
     end = first
     while end < len(program) and isinstance(program[end], Transfer):
@@ -258,7 +258,7 @@ class _Player:
         begin = self.position
         while self.position < len(self.program) and self.over.issuperset(self.awaited):
             if isinstance(self.program[self.position], Transfer):
-                end = end_of_adjacent_transfers(self.program, self.position)
+                end = find_end_of_transfers(self.program, self.position)
                 self.awaited = list(self._post(self.program[self.position : end]))
                 self.position = end
             # An action waits for its own input only; receives posted early may still be under way.

@@ -39,7 +39,7 @@ Schedule = Callable[[int, int, int], list[Action]]
 ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"]
 
 
-def tables(
+def build_tables(
     name: ScheduleName, shape: VirtualStages, microbatches: int, group_size: int | None = None
 ) -> list[list[Action]]:
     """The actions of every rank. group_size: of the interleaved schedule; the number of stages when None.
@@ -58,7 +58,7 @@ def tables(
     return [schedule(rank, stages, microbatches) for rank in ranks]
 
 
-def forward_tables(shape: VirtualStages, microbatches: int) -> list[list[Action]]:
+def build_forward_tables(shape: VirtualStages, microbatches: int) -> list[list[Action]]:
     """The actions of every rank for evaluation: forwards only, in groups as large as the pipeline is long."""
     if shape.folded:
         # The turn makes a microbatch meet itself: the second chunk of rank r runs 2 (S-1-r) + 1 steps after the first.

@@ -97,11 +97,11 @@ def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Co
         raise Deadlock(f"the schedule stops; waiting: {', '.join(waiting)}")
     makespan = max(clocks)
     busy = sum(event.end - event.start for event in events)
-    peaks = [peak_in_flight(table) / shape.chunks for table in tables]
+    peaks = [count_peak_in_flight(table) / shape.chunks for table in tables]
     return Timeline(events, makespan, 1 - busy / (shape.stages * makespan), peaks)
 
 
-def peak_in_flight(table: Sequence[Action]) -> int:
+def count_peak_in_flight(table: Sequence[Action]) -> int:
     """Most forwards whose activations wait for the end of their backward at once, counted in chunks."""
     last = "W" if any(action.kind == "W" for action in table) else "B"
     held = peak = 0
@@ -219,7 +219,7 @@ def _timeline(tables: list[list[dict[str, Any]]], shape: VirtualStages) -> Timel
     makespan = max(event.end for event in events)
     busy = sum(event.end - event.start for event in events)
     orders = [[event.action for event in events if event.rank == rank] for rank in range(shape.stages)]
-    peaks = [peak_in_flight(order) / shape.chunks for order in orders]
+    peaks = [count_peak_in_flight(order) / shape.chunks for order in orders]
     return Timeline(events, makespan, 1 - busy / (shape.stages * makespan), peaks)
 
 

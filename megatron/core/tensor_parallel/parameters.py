@@ -196,7 +196,7 @@ def materialise_parameters(
             _fill(parameter, placement, init, seed, torch.device("cpu") if draw_on_cpu else device)
 
 
-def parameter_seed(seed: int, name: str) -> int:
+def derive_parameter_seed(seed: int, name: str) -> int:
     """Seed of one parameter's generator; the same on every machine and in every Python process."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch takes a signed number
@@ -204,7 +204,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 def _fill(parameter: nn.Parameter, placement: Placement, init: Initialiser, seed: int, device: torch.device) -> None:
     # A generator for each parameter: its numbers do not depend on which others this rank holds, or in which order.
-    generator = torch.Generator(device).manual_seed(parameter_seed(seed, placement.name))
+    generator = torch.Generator(device).manual_seed(derive_parameter_seed(seed, placement.name))
     # Float32 whatever the parameter's format, so that bf16 weights are the rounded float32 ones.
     full = torch.empty(placement.full_shape, dtype=torch.float32, device=device)
     with torch.no_grad():

@@ -35,7 +35,7 @@ class HasPatterns(Protocol):
     def moe_layer_freq(self) -> LayerPattern: ...
 
 
-def window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
+def find_window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
     """How many tokens before itself a token sees in this layer; None for all."""
     # -1 is upstream's word for a window without an end.
     if config.window_size is None or config.window_size[0] < 0:
@@ -50,10 +50,10 @@ def window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
 def has_windows(config: HasPatterns) -> bool:
     """Whether any layer has a sliding window."""
     assert config.num_layers is not None
-    return any(window_of_layer(config, index + 1) is not None for index in range(config.num_layers))
+    return any(find_window_of_layer(config, index + 1) is not None for index in range(config.num_layers))
 
 
-def rotary_kind_of_layer(config: HasPatterns, layer_number: int) -> Literal["global", "local", "none"]:
+def choose_rotary_kind(config: HasPatterns, layer_number: int) -> Literal["global", "local", "none"]:
     """Which rotary positions a layer gets: the model's, those of layers with a window, or none."""
     skipped = config.no_rope_freq
     # Here a list has the sense of the number: the n-th layer, and a 1, have no rotary positions.
@@ -61,7 +61,7 @@ def rotary_kind_of_layer(config: HasPatterns, layer_number: int) -> Literal["glo
         return "none"
     if isinstance(skipped, Sequence) and skipped[layer_number - 1]:
         return "none"
-    is_local = config.rotary_base_local is not None and window_of_layer(config, layer_number) is not None
+    is_local = config.rotary_base_local is not None and find_window_of_layer(config, layer_number) is not None
     return "local" if is_local else "global"
 
 

@@ -36,7 +36,7 @@ class StageContent(NamedTuple):
     """Final norm, output layer and loss."""
 
 
-def virtual_stages(config: TransformerConfig) -> VirtualStages:
+def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
     """The pipeline that the settings describe."""
     return VirtualStages(
         config.pipeline_model_parallel_size,
@@ -45,13 +45,13 @@ def virtual_stages(config: TransformerConfig) -> VirtualStages:
     )
 
 
-def pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
+def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
     """What lies on each virtual stage. Raises ConfigError where the layers cannot be dealt out so."""
     problems = list(config.division_problems(shape.stages, shape.chunks))
     if problems:
         raise ConfigError(problems)
     if config.pipeline_model_parallel_layout is not None:
-        counts = [stage.count("t") for stage in layout_stages(config.pipeline_model_parallel_layout)]
+        counts = [stage.count("t") for stage in parse_layout(config.pipeline_model_parallel_layout)]
     elif config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None:
         counts = _even_counts(config, config.num_layers, shape)
     else:
@@ -63,15 +63,15 @@ def pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[Sta
     ]
 
 
-def layers_of_stage(config: TransformerConfig, pp_group: Group, vp_stage: int | None = None) -> range:
+def find_layers_of_stage(config: TransformerConfig, pp_group: Group, vp_stage: int | None = None) -> range:
     """Global layer indices, from 0, of this process; with several chunks, of its chunk `vp_stage`."""
-    shape = virtual_stages(config)
+    shape = build_virtual_stages(config)
     if shape.stages != pp_group.size():  # a model on its own process groups, whatever its config says
         shape = VirtualStages(pp_group.size(), shape.chunks, shape.folded)
-    return pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)].layers
+    return build_pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)].layers
 
 
-def layout_stages(text: str) -> list[str]:
+def parse_layout(text: str) -> list[str]:
     """`Et*3|(tt|)*2,tL` -> ["Ettt", "tt", "tt", "tL"]: the stages of a written layout, repetitions written out.
 
     Empty where the text is no layout or has more than 65536 letters.

@@ -13,10 +13,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.layer_patterns import rotary_kind_of_layer
+from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.pipeline_layout import layers_of_stage
+from megatron.core.transformer.pipeline_layout import find_layers_of_stage
 from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,10 +38,10 @@ class TransformerBlock(MegatronModule):
         """spec: of one layer. post_process: the last stage, which holds the final norm."""
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        layers = layers_of_stage(config, groups.pp, vp_stage)
+        layers = find_layers_of_stage(config, groups.pp, vp_stage)
         # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
         self.first_layer = layers.start
-        self.rotary_kinds = [rotary_kind_of_layer(config, index + 1) for index in layers]
+        self.rotary_kinds = [choose_rotary_kind(config, index + 1) for index in layers]
         self.tp_group = groups.tp
         policy = ActivationPolicy(config)
         self.units, self.divides_unit_inputs = policy.divide_layers(len(layers)), policy.divides_unit_inputs

@@ -10,15 +10,15 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.routing import choose_experts
-from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def layers_of(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> range:
     """Layers, counted from 0, of a pipeline stage and its chunk. pp_rank: this process's when None."""
-    shape = virtual_stages(config)
+    shape = build_virtual_stages(config)
     rank = ProcessGroupCollection.current().pp.rank() if pp_rank is None else pp_rank
-    return pipeline_layout(config, shape)[shape.index(rank, vp_stage or 0)].layers
+    return build_pipeline_layout(config, shape)[shape.index(rank, vp_stage or 0)].layers
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.config_base import divisors_near, multiples_near
-from megatron.core.context_parallel.planning import cutting_problem, ranks_of_sample
+from megatron.core.context_parallel.planning import count_ranks_of_sample, cutting_problem
 from megatron.core.mesh import size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.pipeline_parallel.schedules import interleaved_problem
@@ -133,7 +133,7 @@ def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:
         )
     heads, tp = model.num_attention_heads, model.tensor_model_parallel_size
     if length and "a2a" in model.cp_comm_type and heads and heads % tp == 0:
-        ranks = ranks_of_sample(length, most)
+        ranks = count_ranks_of_sample(length, most)
         if heads // tp % ranks:
             yield (
                 f"--cp-comm-type a2a with {run.say('seq_length')} and {run.say('max_seqlen_per_dp_cp_rank')} divides "

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from megatron.core.context_parallel.planning import ContextPlan, SampleCost, plan_step, static_balance
+from megatron.core.context_parallel.planning import ContextPlan, SampleCost, compute_static_balance, plan_step
 from megatron.core.datasets.megatron_dataset import PackedDocuments
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -93,9 +93,9 @@ class StepPlan:
         return own or [[Place(_NOTHING, 0, 1)]]
 
     @property
-    def static_balance(self) -> float:
+    def compute_static_balance(self) -> float:
         """`ContextPlan.balance` of the same step without a plan."""
-        return static_balance(self.sequences, self.layout.cp_size, self.layout.cost)
+        return compute_static_balance(self.sequences, self.layout.cp_size, self.layout.cost)
 
 
 class StepPlans:

@@ -226,7 +226,7 @@ class BalanceHook(Hook):
         """Record at the interval."""
         if self._plan is None or not run.is_first_rank or run.progress.iteration % self.log_interval:
             return
-        balance, static = self._plan.context.balance, self._plan.static_balance
+        balance, static = self._plan.context.balance, self._plan.compute_static_balance
         run.metrics.record("work-balance", balance, reduce="last")
         run.metrics.record("work-balance static", static, reduce="last")
         shared = ", ".join(f"{count} on {size}" for size, count in self._plan.context.samples_by_size.items())

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device as device_module
-from megatron.core.context_parallel.planning import ranks_of_sample
+from megatron.core.context_parallel.planning import count_ranks_of_sample
 from megatron.core.errors import ConfigError
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
@@ -163,7 +163,7 @@ def _most_ranks_of_a_sequence(config: RunConfig) -> int:
     most_tokens, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
     if not config.model.hybrid_context_parallel or most_tokens is None or seq_length is None:
         return 0
-    return ranks_of_sample(seq_length, most_tokens)
+    return count_ranks_of_sample(seq_length, most_tokens)
 
 
 def _prepare_environment(config: RunConfig, launch: Launch) -> None:

@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
 from megatron.core.placement import placement_of
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.transformer.pipeline_layout import pipeline_layout, virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.core.upstream.batches import get_num_microbatches
 from megatron.training.config.container import RunConfig
 from megatron.training.global_vars import get_args
@@ -43,8 +43,8 @@ def get_model(
     run_config: RunConfig = get_args().run_config
     config = config or run_config.model
     groups = pg_collection or ProcessGroupCollection.current()
-    shape = virtual_stages(config)
-    layout = pipeline_layout(config, shape)
+    shape = build_virtual_stages(config)
+    layout = build_pipeline_layout(config, shape)
     accepts_stage = "vp_stage" in inspect.signature(model_provider_func).parameters
     chunks: list[nn.Module] = []
     for index in range(shape.chunks):

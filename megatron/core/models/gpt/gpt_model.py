@@ -126,7 +126,7 @@ class GPTModel(LanguageModule):
             return self._embedding_elsewhere[0]
         return self.output_layer.weight if self.post_process else None
 
-    def use_embedding_of(self, first_chunk: GPTModel) -> None:
+    def share_embedding_of(self, first_chunk: GPTModel) -> None:
         """Share the embedding of another chunk on this process, which stays its owner."""
         # In a tuple, so that this module does not register it as a parameter of its own.
         self._embedding_elsewhere = (first_chunk.embedding.word_embeddings.weight,)

@@ -10,7 +10,7 @@ from megatron.core.config_base import divisors_near, flag, multiples_near
 from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, schedule_problem
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
-from megatron.core.transformer.pipeline_layout import layout_problem, layout_stages
+from megatron.core.transformer.pipeline_layout import layout_problem, parse_layout
 
 _INTERLEAVED = Needs(
     "the interleaved schedule, --num-virtual-stages-per-pipeline-rank",
@@ -87,7 +87,7 @@ class PipelineFields(ArchitectureFields):
         if self.num_virtual_stages_per_pipeline_rank:
             return self.num_virtual_stages_per_pipeline_rank
         if self.pipeline_model_parallel_layout:
-            return len(layout_stages(self.pipeline_model_parallel_layout)) // stages
+            return len(parse_layout(self.pipeline_model_parallel_layout)) // stages
         if self.pipeline_schedule == "zb-v":
             return 2
         per_stage = (self.num_layers or 0) // stages
@@ -183,7 +183,7 @@ class PipelineFields(ArchitectureFields):
                 return
 
     def _written_layout_fits(self, layout: str, stages: int, chunks: int) -> Iterator[str]:
-        parts = layout_stages(layout)
+        parts = parse_layout(layout)
         problem = layout_problem(parts)
         if "m" in layout:
             yield from self.layers_to_come()

@@ -207,14 +207,14 @@ def draw_seed() -> int:
     return int(torch.randint(2**40, ()))
 
 
-def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """O [b, n, s, d] and L [b, n, s] over all keys -> the same with a further key of score sinks [n] and without value;
     O in float32."""
     total = torch.logaddexp(log_sum, sinks.view(-1, 1))
     return out.float() * (log_sum - total).exp().unsqueeze(-1), total
 
 
-def grad_of_sinks(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+def compute_sinks_grad(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
     """Gradient [n] of the sinks' scores; grad, O [b, n, s, d], L [b, n, s] with the sinks: -sum P_sink rowsum(dO O)."""
     row_sum = (grad.float() * out.float()).sum(-1)
     return -((sinks.view(-1, 1) - log_sum).exp() * row_sum).sum((0, 2))

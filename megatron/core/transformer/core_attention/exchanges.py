@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_to_all_single
-from megatron.core.context_parallel.sharding import pieces_of_rank, to_rank_order, to_sequence_order
+from megatron.core.context_parallel.sharding import list_pieces_of_rank, to_rank_order, to_sequence_order
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.core_attention.interface import AttentionInputs, CoreAttention
@@ -55,7 +55,7 @@ class GatheredKeysAttention:
         # Two calls instead of one with a mask: kernels skip what the causal rule hides, but compute what a mask hides.
         length = inputs.query.shape[0] // 2
         contexts = []
-        for index, piece in enumerate(pieces_of_rank(self.group.rank(), self.group.size())):
+        for index, piece in enumerate(list_pieces_of_rank(self.group.rank(), self.group.size())):
             rows, seen = slice(index * length, (index + 1) * length), slice(0, (piece + 1) * length)
             contexts.append(self.backend(inputs.cut(rows, seen)))
         return torch.cat(contexts)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import Documents
-from megatron.core.transformer.layer_patterns import window_of_layer
+from megatron.core.transformer.layer_patterns import find_window_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ALL = slice(None)
@@ -70,7 +70,7 @@ class Visible:
         if not self.causal or (queries == 1 and self.window_reaches(keys)):
             return self.mask
         # A window that hides nothing is left out: the mask stays a plain triangle.
-        band = causal_mask(queries, keys, device, None if self.window_reaches(keys) else self.window)
+        band = build_causal_mask(queries, keys, device, None if self.window_reaches(keys) else self.window)
         return band if self.mask is None else band | self.mask
 
     def window_reaches(self, keys: int) -> bool:
@@ -214,12 +214,12 @@ class AttentionOptions:
             query_key_layer_scaling=config.apply_query_key_layer_scaling,
             # A compiler cannot see into the fused operation, and fuses the plain ones by itself.
             masked_softmax_fusion=config.masked_softmax_fusion and not config.compile,
-            window=window_of_layer(config, layer_number),
+            window=find_window_of_layer(config, layer_number),
             softcap=config.attn_logit_softcapping,
         )
 
 
-def causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> Tensor:
+def build_causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> Tensor:
     """bool [s, t], True where a query may not look: the queries are the last of the key positions, and with a window
     see only as many keys before their own."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)

@@ -36,9 +36,9 @@ from torch import Tensor
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
     PlainKernel,
+    add_sinks,
+    compute_sinks_grad,
     draw_seed,
-    grad_of_sinks,
-    with_sinks,
 )
 from megatron.core.transformer.core_attention.interface import (
     AttentionBackend,
@@ -200,7 +200,7 @@ class _QueryBlocks(torch.autograd.Function):
         for rows, seen, options in call.blocks(q.shape[2], k.shape[2], q.device):
             part, logs = call.kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], **options)
             if sinks is not None:
-                part, logs = with_sinks(part, logs, sinks)
+                part, logs = add_sinks(part, logs, sinks)
             out[:, :, rows], log_sum[:, :, rows] = part, logs
         ctx.call = call
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
@@ -224,7 +224,7 @@ class _QueryBlocks(torch.autograd.Function):
             grad_k[:, :, seen] += add_k
             grad_v[:, :, seen] += add_v
         # O and L are saved with the sinks in them, which is what this formula wants.
-        grad_sinks = None if sinks is None else grad_of_sinks(grad, out, log_sum, sinks)
+        grad_sinks = None if sinks is None else compute_sinks_grad(grad, out, log_sum, sinks)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None
 
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import pass_on
-from megatron.core.context_parallel.sharding import positions_of_rank, shard_sequence
+from megatron.core.context_parallel.sharding import list_positions_of_rank, shard_sequence
 from megatron.core.process_groups_config import Group
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
     Merged,
+    add_sinks,
+    compute_sinks_grad,
     draw_seed,
-    grad_of_sinks,
-    with_sinks,
 )
 from megatron.core.transformer.core_attention.interface import AttentionInputs, Visible
 
@@ -68,7 +68,7 @@ class Block(NamedTuple):
     mask: Tensor | None = None
 
 
-def causal_block(rank: int, source: int, length: int) -> Block:
+def choose_causal_block(rank: int, source: int, length: int) -> Block:
     """What the queries of `rank` see of the keys of `source` under a causal mask; both hold `length` tokens."""
     half = length // 2
     if source == rank:
@@ -94,7 +94,7 @@ class _Call:
         """The rank whose keys and values this rank holds in this step."""
         return (self.group.rank() - step) % self.group.size()
 
-    def seed_of(self, step: int) -> int | None:
+    def derive_seed(self, step: int) -> int | None:
         """Seed of the dropout of one step, or None. By the source of the step only: backward, which meets the same
         blocks in the same steps, draws the same elements."""
         return None if self.seed is None else self.seed + self.source(step)
@@ -108,18 +108,18 @@ class _Call:
             # A mask has all keys in the order of the sequence, and the block's columns are the source's zigzag pieces.
             mask = None if visible.mask is None else shard_sequence(visible.mask, source, size, dim=-1)
             if visible.causal:
-                queries, keys = (positions_of_rank(whole, each, size, device) for each in (rank, source))
+                queries, keys = (list_positions_of_rank(whole, each, size, device) for each in (rank, source))
                 own = queries.unsqueeze(1)
                 outside = (keys > own) | (keys < visible.first_seen(queries).unsqueeze(1))
                 mask = outside if mask is None else mask | outside
             return Block(_ALL, _ALL, False, mask)
-        block = causal_block(rank, source, tokens)
+        block = choose_causal_block(rank, source, tokens)
         if visible.documents is None and visible.window is None:
             return block
         # On the host, where the documents' bounds are: to look at a result on a device would mean to wait for it, in
         # every step of every layer.
-        queries = positions_of_rank(whole, rank, size)[block.queries]
-        keys = positions_of_rank(whole, source, size)[block.keys]
+        queries = list_positions_of_rank(whole, rank, size)[block.queries]
+        keys = list_positions_of_rank(whole, source, size)[block.keys]
         firsts = visible.first_seen(queries)
         # Every query begins to see after the last of these keys: nothing to compute.
         if firsts.min() > keys.max():
@@ -180,13 +180,13 @@ class _RingAttention(torch.autograd.Function):
             if block is not None:
                 rows, keys, causal, mask = block
                 k, v = at_hand.blocks(keys)
-                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.seed_of(step)}
+                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.derive_seed(step)}
                 merged.add(rows, *call.kernel.forward(q[:, :, rows], k, v, **options))
             at_hand = passing.wait() if passing is not None else at_hand
         out, log_sum = merged.out, merged.log_sum
         if sinks is not None:
             # After the last merge, and only once: a sink in every block would count it once for every rank.
-            out, log_sum = with_sinks(out, log_sum, sinks)
+            out, log_sum = add_sinks(out, log_sum, sinks)
         output = out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, dv] -> [s, b, n, dv]
         ctx.call = call
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
@@ -211,7 +211,7 @@ class _RingAttention(torch.autograd.Function):
                 rows, keys, causal, mask = block
                 k, v = at_hand.blocks(keys)
                 result = (out[:, :, rows], log_sum[:, :, rows])
-                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.seed_of(step)}
+                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.derive_seed(step)}
                 add_q, *add = call.kernel.backward(grad[:, :, rows], (q[:, :, rows], k, v), result, **options)
                 grad_q[:, :, rows] += add_q
                 additions = (add[0], add[1])
@@ -226,7 +226,7 @@ class _RingAttention(torch.autograd.Function):
             at_hand = passing.wait() if passing is not None else at_hand
         assert grads_under_way is not None
         own = grads_under_way.wait()
-        grad_sinks = None if sinks is None else grad_of_sinks(grad, out, log_sum, sinks)
+        grad_sinks = None if sinks is None else compute_sinks_grad(grad, out, log_sum, sinks)
         grad_query = grad_q.permute(2, 0, 1, 3).to(query.dtype)
         return grad_query, own.keys.to(key.dtype), own.values.to(value.dtype), grad_sinks, None
 

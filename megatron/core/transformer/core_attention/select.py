@@ -86,7 +86,7 @@ def build_attention_backend(
     return SDPAttention(options, config.attention_backend)
 
 
-def comm_type_of(config: TransformerConfig, layer_number: int) -> str:
+def choose_comm_type(config: TransformerConfig, layer_number: int) -> str:
     """How layer `layer_number`, counted from 1, exchanges: one type for all layers, or one for each."""
     types = config.cp_comm_type
     return types[0] if len(types) == 1 else types[layer_number - 1]
@@ -108,7 +108,7 @@ def build_core_attention(
     # Scores are measured only here: the command line refuses it together with context parallelism.
     if groups.cp.size() == 1:
         return MaxLogits(backend, options) if config.measures_attention_logits else backend
-    kind = comm_type_of(config, options.layer_number) if comm_type is None else comm_type
+    kind = choose_comm_type(config, options.layer_number) if comm_type is None else comm_type
     problem = comm_type_problem(kind)
     if problem is not None:  # a layer's own word
         raise ConfigError(problem)

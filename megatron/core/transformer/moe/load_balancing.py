@@ -21,7 +21,7 @@ def mark_choices(affinities: Tensor, k: int) -> Tensor:
         return chosen.scatter_(1, affinities.topk(k, dim=-1).indices, 1.0)
 
 
-def balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: float | Tensor, k: int) -> Tensor:
+def compute_balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: float | Tensor, k: int) -> Tensor:
     """This process's share of the loss, a scalar.
 
     affinities: [T, E], or [T, b, E] for a loss of each of b sequences, whose mean is taken.
@@ -35,6 +35,6 @@ def balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: float | 
     return (sums * tokens_per_expert).sum() * (sums.shape[-1] / (k * sequences)) / tokens**2
 
 
-def z_loss(logits: Tensor, tokens: int) -> Tensor:
+def compute_z_loss(logits: Tensor, tokens: int) -> Tensor:
     """This process's share of the loss, a scalar; tokens: of the microbatch over all processes."""
     return logits.float().logsumexp(dim=-1).square().sum() / tokens

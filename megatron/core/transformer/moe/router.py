@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cud
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.load_balancing import balance_loss, mark_choices, z_loss
+from megatron.core.transformer.moe.load_balancing import compute_balance_loss, compute_z_loss, mark_choices
 from megatron.core.transformer.moe.routing import (
     Routing,
     choose_best,
@@ -167,7 +167,7 @@ class TopKRouter(MegatronModule):
                     share = self._compute_balance_loss(kind, affinities, chosen, sequences, tokens)
                     yield LOSS_NAMES[kind], coefficient, share
         if z_coefficient:
-            yield LOSS_NAMES["z_loss"], z_coefficient, z_loss(logits, tokens)
+            yield LOSS_NAMES["z_loss"], z_coefficient, compute_z_loss(logits, tokens)
 
     def _compute_balance_loss(
         self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int
@@ -180,7 +180,7 @@ class TopKRouter(MegatronModule):
         tokens_per_expert = chosen.sum(dim=0)  # [E] or [b, E]
         if kind != "global_aux_loss":
             all_reduce(tokens_per_expert, self.groups.tp_cp)
-            return balance_loss(affinities, tokens_per_expert, tokens, self.topk)
+            return compute_balance_loss(affinities, tokens_per_expert, tokens, self.topk)
         all_reduce(tokens_per_expert, self.groups.tp_dp_cp)
         step, summed, microbatches = self._step_counts
         # Counts of earlier microbatches have no gradient, so that the sum over the step is a constant for this one.
@@ -191,7 +191,7 @@ class TopKRouter(MegatronModule):
         self._step_counts = (self.auxiliary_loss_scale.step, tokens_per_expert, microbatches)
         # The loss is of one microbatch of this replica, so it takes the mean count of a microbatch over all replicas.
         mean = tokens_per_expert / (microbatches * self.groups.dp.size())
-        return balance_loss(affinities, mean, tokens, self.topk)
+        return compute_balance_loss(affinities, mean, tokens, self.topk)
 
     def take_losses(self) -> dict[str, Tensor]:
         """Return the sums of the auxiliary losses by name, and start new ones."""

@@ -39,13 +39,13 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         super().__init__(kv_channels, rotary_percent, rotary_interleaved, seq_len_interpolation_factor, rotary_base)
         pairs = self.inv_freq.shape[0]
 
-        def pair_of(turns: float) -> float:
+        def find_pair(turns: float) -> float:
             """The (fractional) pair with this many turns in the original length; frequency = base^(-pair / pairs)."""
             wanted = 2 * math.pi * turns / original_max_position_embeddings
             return -pairs * math.log(wanted) / math.log(rotary_base)
 
         # Fast channels know relative places within a few tokens and stay; slow ones are stretched to the new length.
-        first, last = pair_of(beta_fast), pair_of(beta_slow)
+        first, last = find_pair(beta_fast), find_pair(beta_slow)
         if correction_range_round_to_int:
             first, last = math.floor(first), math.ceil(last)
         self.plain_inv_freq = self.inv_freq
