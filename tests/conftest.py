@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,6 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would every program that a test starts and then stops with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# How long one example takes says how busy the machine is, not whether the code is right.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ def test_F2_zero_where_it_makes_no_sense() -> None:
     assert "at least 1" in only(problems("--seq-length", "0"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(VALUED), st.text(max_size=20))
 def test_F2_any_text_is_read_or_refused_with_the_flag_named(flag: Flag, text: str) -> None:
     number = flag.nargs if isinstance(flag.nargs, int) else 1
@@ -384,7 +384,7 @@ def test_F15_patterns() -> None:
     assert len(layer_pattern(f"[1]*{LONGEST}")) == LONGEST  # type: ignore[arg-type]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="[]()*+,0123456789 ", max_size=40))
 def test_F15_any_text_is_a_bounded_list_or_refused(text: str) -> None:
     try:

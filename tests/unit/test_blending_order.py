@@ -67,7 +67,7 @@ WEIGHTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     weights=WEIGHTS,
     size=st.integers(1, 500),

@@ -42,7 +42,7 @@ def drawn_values(draw: st.DrawFn) -> tuple[type[CheckedConfig], dict[str, Any]]:
     return config_class, CONFIGS[config_class] | {name: draw(values_of(declared[name])) for name in names}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(drawn_values())
 def test_a_config_holds_its_rules_or_is_refused(
     drawn: tuple[type[CheckedConfig], dict[str, Any]],
@@ -63,7 +63,7 @@ def test_a_config_holds_its_rules_or_is_refused(
 FLAGS = {flag.dest: flag for flag in declared_flags() if flag.config in ("model", "ddp", "optimizer")}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_values_are_judged_as_on_the_command_line(data: st.DataObject) -> None:
     """Numbers and words that the command line would read into the same value get the same sentence."""

@@ -101,7 +101,7 @@ ENCODERS = {name: both(trained(pattern)) for name, pattern in PATTERNS.items()}
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_equal_on_odd_texts(name: str, text: str) -> None:
     tokenizer, encoder = ENCODERS[name]
@@ -146,7 +146,7 @@ def test_alternatives_of_a_pattern() -> None:
 
 
 @pytest.mark.parametrize("alternative", sorted(set().union(*KNOWN)))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(text=TEXTS)
 def test_engines_agree_on_every_alternative(alternative: str, text: str) -> None:
     """The same pieces of a text match, and what is left between them is the same."""

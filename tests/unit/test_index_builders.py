@@ -45,7 +45,7 @@ def sample_index_by_walking(
     return rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
     epochs=st.integers(1, 3),
@@ -69,7 +69,7 @@ def test_sample_index_equals_the_walk(
     assert ours.tolist() == walked
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tokens=st.integers(2, 500),
     wanted=st.one_of(st.none(), st.integers(1, 300)),

@@ -182,7 +182,7 @@ def made(config_class: type, values: dict[str, Any]) -> tuple[Any, list[str]]:
         return None, error.problems
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(drawn_settings(), st.sampled_from([1, 3, 16]))
 def test_python_says_what_the_command_line_says(drawn: dict[str, Any], world_size: int) -> None:
     """Nonsense in one setting, between the settings of a group, and between groups."""

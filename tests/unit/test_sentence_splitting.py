@@ -60,7 +60,7 @@ def naive(splitter: SentenceSplitter) -> Any:
 PIECES = [*" .?!\n)\"'(,-3aA", "  ", "Mr.", "e.g.", "The", "word", "...", "”", "3.14", "x.y", "U.S."]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_kept_white_space_is_exact(text: str) -> None:
     splitter = SPLITTER

@@ -27,7 +27,7 @@ def shuffle_both(values: Any, seed: int) -> None:
     assert state_of(our_random) == state_of(random)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     count=st.integers(0, 300),
     seed=st.integers(0, 2**32 - 1),

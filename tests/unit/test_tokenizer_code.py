@@ -46,21 +46,23 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.flags("--trust-remote-code")
 def test_L15_code_is_run_only_when_asked_for(with_code: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from megatron.training.recipes.vocabulary import build_tokenizer
+    from megatron.training.recipes import vocabulary
 
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {with_code} --vocab-size 1000"
-    plain = build_tokenizer(run_config(flags))
+    plain = vocabulary.build_tokenizer(run_config(flags))
     assert not (tmp_path / "marker").exists()
     assert plain.tokenize("abc") == build_tokenizer(
         "HuggingFaceTokenizer", tokenizer_model=str(DATA / "tok" / "hf_bpe1k")
     ).tokenize("abc")
-    trusted = build_tokenizer(run_config(f"{flags} --trust-remote-code"))
+    trusted = vocabulary.build_tokenizer(run_config(f"{flags} --trust-remote-code"))
     assert (tmp_path / "marker").read_text() == "code was run"
     assert trusted.tokenize("abc") == [7, *plain.tokenize("cba")]
     assert (trusted.vocab_size, trusted.eod, trusted.max_id) == (plain.vocab_size, plain.eod, plain.max_id)
     assert trusted.apply_chat_template([{"content": "abc"}]) == plain.tokenize("cba")
     assert trusted.detokenize(plain.tokenize("naïve")) == "naïve"
-    bare = build_tokenizer(run_config(f"{flags} --trust-remote-code --tokenizer-hf-no-include-special-tokens"))
+    bare = vocabulary.build_tokenizer(
+        run_config(f"{flags} --trust-remote-code --tokenizer-hf-no-include-special-tokens")
+    )
     assert bare.tokenize("abc") == plain.tokenize("cba")
 
 
@@ -109,7 +111,7 @@ def metadata(folder: Path, content: object) -> Path:
 @pytest.mark.parametrize("is_directory", [False, True])
 def test_metadata_names_library_and_template(is_directory: bool, tmp_path: Path) -> None:
     from megatron.training.flags.read import read_run_config
-    from megatron.training.recipes.vocabulary import build_tokenizer
+    from megatron.training.recipes import vocabulary
 
     path = metadata(tmp_path, {"library": "sentencepiece", "chat_template": "{{ messages[0].content }}!"})
     model = str(DATA / "tok" / "sp_bpe800.model")
@@ -122,7 +124,7 @@ def test_metadata_names_library_and_template(is_directory: bool, tmp_path: Path)
     base = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64"
     flags = f"{base} --micro-batch-size 1 --train-iters 1 --lr 0.01 --mock-data --tokenizer-metadata {named}"
     config = read_run_config([*flags.split(), "--tokenizer-model", model], {})
-    assert build_tokenizer(config).vocab_size == 800
+    assert vocabulary.build_tokenizer(config).vocab_size == 800
 
 
 @pytest.mark.flags("--tokenizer-metadata")

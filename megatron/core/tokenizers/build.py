@@ -14,8 +14,6 @@ from megatron.core.tokenizers.prompt_formats import with_prompt_format
 from megatron.core.tokenizers.tokenizer_options import (
     DEFAULT_TYPE,
     PROMPT_FORMATS,
-    UNSUPPORTED_TYPES,
-    WORKING_TYPES,
     TokenizerOptions,
 )
 
@@ -34,22 +32,12 @@ def tokenizer_from(options: TokenizerOptions) -> Tokenizer:
     if options.metadata_path is not None:
         options = with_metadata(options, options.metadata_path)
     tokenizer_type = options.tokenizer_type or DEFAULT_TYPE
-    check_type(tokenizer_type)
     if options.sft_tokenizer_prompt_format != PROMPT_FORMATS[0]:
         _check_prompt_format(options, tokenizer_type)
     tokenizer = _BUILDERS[tokenizer_type](options)
     if options.chat_template is not None:
         tokenizer.chat_template = _chat_template(options.chat_template)
     return tokenizer
-
-
-def check_type(tokenizer_type: str) -> None:
-    """Raise ConfigError unless this type of tokenizer works today."""
-    works = ", ".join(WORKING_TYPES)
-    if tokenizer_type in UNSUPPORTED_TYPES:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} is not supported (text only); use one of {works}")
-    if tokenizer_type not in WORKING_TYPES:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} is unknown; use one of {works}")
 
 
 def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int = 1) -> int:
@@ -177,8 +165,6 @@ def _null(options: TokenizerOptions) -> Tokenizer:
     vocab_size, eod_id = options.vocab_size, options.null_tokenizer_eod_id
     if vocab_size is None:
         raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size: it has no file to take the size from")
-    if vocab_size < 1:
-        raise ConfigError(f"--vocab-size {vocab_size} must be at least 1")
     if eod_id is not None and not 0 <= eod_id < vocab_size:
         raise ConfigError(f"--null-tokenizer-eod-id {eod_id} is outside --vocab-size {vocab_size}")
     for name, value in (
