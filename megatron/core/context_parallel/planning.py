@@ -133,6 +133,7 @@ class ContextPlan:
 
 def count_ranks_of_sample(length: int, max_tokens_per_rank: int) -> int:
     """The smallest power of two that divides `length` tokens into shares of at most `max_tokens_per_rank`."""
+    # The ceiling of length / most, rounded up to a power of two.
     return 1 << (-(length // -max_tokens_per_rank) - 1).bit_length()
 
 

@@ -51,6 +51,7 @@ def choose_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[
     """The next token of each sequence: logits [b, v] -> int64 [b] on the same device. -inf marks what may not come."""
     if sampling.greedy:
         return logits.argmax(dim=-1)
+    # On the CPU in float32, as the generators are: a seed gives the same text on every device.
     probabilities = torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
     # Row by row, since each row has its own generator.
     drawn = [

@@ -59,4 +59,5 @@ class ActionClock:
         return [TimedAction(action, self._seconds(begun), self._seconds(ended)) for action, begun, ended in self._marks]
 
     def _seconds(self, moment: Mark) -> float:
+        # Marks are of the device's clock, which has no date; the pair read at the start ties it to the machine's.
         return self._zero_seconds + seconds_between(self._zero, moment)

@@ -120,6 +120,7 @@ def needs(action: Action, rank: int, shape: VirtualStages) -> list[tuple[str, in
     if action.kind == "W":
         return [("B", action.microbatch, stage)]
     own = [("F", action.microbatch, stage)]
+    # The last stage makes the loss: its backward begins with its own forward.
     return own + [("B", action.microbatch, stage + 1)] if stage < shape.count - 1 else own
 
 
@@ -167,6 +168,7 @@ def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
 
     Raises DataError for a directory without a complete trace.
     """
+    # The first line of a file describes the pipeline, the others are actions.
     header, *_ = _rows(directory / "stage-0.jsonl")
     try:
         shape = VirtualStages(int(header["stages"]), int(header["chunks"]), bool(header["folded"]))

@@ -123,6 +123,7 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
 
 
 def _pack(rules: tuple[_Rule, ...], kept: Tensor) -> Any:
+    # The innermost rule wins.
     for rule in reversed(rules):
         if rule.concerns(kept):
             return rule.way, rule.way.pack(kept), kept.shape

@@ -78,6 +78,7 @@ class _Mapping(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
+        # Linear maps: backward needs no values of forward, and keeps none.
         ctx.group, ctx.transpose = group, backward
         return forward(x, group)
 

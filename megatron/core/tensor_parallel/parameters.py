@@ -147,6 +147,7 @@ def global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     They are the names inside `module`, but where a part that implements `NamesParameters` says otherwise.
     """
+    # Asked of the class: a wrapper that forwards attributes would answer for the module inside it.
     parts = [(path, part) for path, part in module.named_modules() if hasattr(type(part), "global_parameter_name")]
     for name, parameter in module.named_parameters():
         for path, part in reversed(parts):  # from the inside to the outside: paths of outer parts stay what they are
@@ -198,6 +199,7 @@ def materialise_parameters(
 
 def derive_parameter_seed(seed: int, name: str) -> int:
     """Seed of one parameter's generator; the same on every machine and in every Python process."""
+    # Python's own hash() of a string differs from process to process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch takes a signed number
 

@@ -328,6 +328,7 @@ class CrossAttention(Attention):
         """See Attention; rows of linear_kv are | k v | k v | ..., each group's key and its value."""
         assert key_value_states is not None, "cross-attention needs key_value_states, the other sequence"
         assert rotation is None and not output_gate, "cross-attention has neither rotary positions nor a gate"
+        # Queries come from the decoder's own sequence; only keys and values are the other one's.
         query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
         packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
         return query, packed[..., 0, :], packed[..., 1, :]

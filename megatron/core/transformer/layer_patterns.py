@@ -92,6 +92,7 @@ def pattern_problems(config: HasPatterns) -> Iterator[str]:
             yield f"{flag} {pattern} is not every n-th layer; use 1 or more, or one 0 or 1 per layer"
         if isinstance(pattern, Sequence):
             yield from _list_problems(flag, pattern, config.num_layers)
+    # Upstream has this rule for rotary positions only; windows and experts may end in an incomplete period.
     every = config.no_rope_freq
     if isinstance(every, int) and every > 0 and config.num_layers and config.num_layers % every:
         yield f"--no-rope-freq {every} does not divide --num-layers {config.num_layers}; use a divisor, or a list"

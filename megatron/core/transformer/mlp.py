@@ -47,6 +47,7 @@ def uses_fused_activation(config: TransformerConfig) -> bool:
 
 def build_activation(config: TransformerConfig) -> Activation:
     """The activation with its clamp and offset."""
+    # A copy: the table's entries are shared by all models of the process.
     return dataclasses.replace(
         find_activation(config.activation_func),
         clamp_value=config.activation_func_clamp_value,
@@ -107,6 +108,7 @@ class MLP(MegatronModule):
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], bias [h] or None)."""
         intermediate, bias = self.linear_fc1(hidden_states)  # [s, b, f / tp], gated [s, b, 2 f / tp]
+        # The bias is handed over, so that the fused form adds it in the same pass and keeps the sum only once.
         intermediate = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]
         output: LayerOutput = self.linear_fc2(intermediate)
         return output

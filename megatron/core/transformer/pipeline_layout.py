@@ -47,6 +47,7 @@ def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
 
 def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
     """What lies on each virtual stage. Raises ConfigError where the layers cannot be dealt out so."""
+    # Asked again with the sizes of the real groups, which a caller may have built apart from the config.
     problems = list(config.division_problems(shape.stages, shape.chunks))
     if problems:
         raise ConfigError(problems)

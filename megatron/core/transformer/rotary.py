@@ -46,6 +46,7 @@ def _angles(rotation: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the leading channels of x [s, ..., d]; elementary operations, out of place."""
+    # With --rotary-percent below 1 the rest of a head carries no position.
     turned, passed = x[..., : rotation.channels], x[..., rotation.channels :]
     x1, x2 = _pairs(turned, rotation.interleaved)
     cos, sin = _angles(rotation, x)

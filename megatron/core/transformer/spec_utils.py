@@ -25,6 +25,7 @@ class ModuleSpec:
 def build_module(spec_or_module: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build a module from a spec, or from a bare class."""
     spec = spec_or_module
+    # A bare class is the usual case of a part that needs nothing but the builder's arguments.
     if not isinstance(spec, ModuleSpec):
         return spec(*args, **kwargs)
     if spec.submodules is not None:

@@ -42,6 +42,7 @@ class TransformerConfig(
         assert self.kv_channels is not None
         if self.softmax_scale is not None:
             return self.softmax_scale
+        # muP divides by the width, not by its root: trained queries and keys are no longer independent of each other.
         return self.mup_attention_scale(self.kv_channels) if self.use_mup else self.kv_channels**-0.5
 
     @property

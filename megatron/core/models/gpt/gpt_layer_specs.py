@@ -52,6 +52,7 @@ def get_gpt_layer_local_spec(
             linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
             linear_proj=RowParallelLinear,
+            # Named here for every model; a config without --qk-layernorm leaves them unbuilt.
             q_layernorm=build_norm,
             k_layernorm=build_norm,
         ),
@@ -65,6 +66,7 @@ def get_gpt_layer_local_spec(
             pre_mlp_layernorm=build_norm,
             mlp=get_mlp_module_spec(),
             post_mlp_layernorm=build_norm,
+            # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
             moe=get_moe_module_spec(),
         ),
     )
@@ -82,6 +84,7 @@ def get_gpt_layer_with_transformer_engine_spec(
 ) -> ModuleSpec:
     """The local spec, and a note that says so: layers are not built from Transformer Engine's modules. Arguments as
     there; use_te_op_fuser: TransformerConfig(compile=True) fuses operations."""
+    # A warning, not an error: a script written for Transformer Engine trains the same model here.
     warnings.warn("layers are those of the local spec: Transformer Engine's are not used", stacklevel=2)
     return get_gpt_layer_local_spec(
         num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm, None,
@@ -105,6 +108,7 @@ def get_gpt_decoder_layer_specs(
     pp_rank: int | None = None,
 ) -> list[ModuleSpec]:
     """A spec for each layer of the whole decoder; dense layers and those with experts have one and the same."""
+    # One object in every place: a spec is only read, so that layers may share it.
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
     assert config.num_layers is not None
     return [spec] * config.num_layers
@@ -123,6 +127,7 @@ def get_gpt_decoder_block_spec(
     normalization, qk_l2_norm: of the config, which they must not contradict (ConfigError). vp_stage, pp_rank: part of
     upstream's signature; the block finds its layers itself.
     """
+    # The config builds the norms: another word here would be ignored in silence.
     if normalization not in (None, config.normalization):
         raise ConfigError(
             f"normalization {normalization} contradicts the config's {config.normalization}; leave it out"

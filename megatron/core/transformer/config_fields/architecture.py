@@ -79,6 +79,7 @@ class ArchitectureFields(ModelParallelConfig):
 
     def derive(self) -> None:
         super().derive()
+        # Filled in before anything is checked, so that checks see the numbers the model is built with.
         if self.ffn_hidden_size is None and self.hidden_size is not None:
             width = self.hidden_size
             # SwiGLU: two thirds, so that three matrices hold what two did; a multiple of 64 for the hardware.
@@ -89,16 +90,19 @@ class ArchitectureFields(ModelParallelConfig):
         yield from super().problems()
         if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
             yield f"{self.say('hidden_size')} is too small for a default MLP width; give --ffn-hidden-size"
+        # A flag without effect is a misunderstanding: it is refused rather than ignored.
         if self.fp32_residual_connection and not (self.fp16 or self.bf16):
             yield "--fp32-residual-connection says nothing in a float32 run; add --bf16 or --fp16, or leave it out"
         if self.logit_dtype == "bf16" and not self.bf16:
             yield f"{self.say('logit_dtype')} is the format of a --bf16 model; add --bf16, or leave it out"
         if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te":
             yield f"{self.say('cross_entropy_fusion_impl')} is Transformer Engine's, which is not used; use native"
+        # Upstream refuses this pair, and scripts that rely on the refusal keep their meaning.
         if self.cross_entropy_loss_fusion and self.deterministic_mode:
             yield (
                 f"{self.say('cross_entropy_loss_fusion')} is not deterministic; leave it out with --deterministic-mode"
             )
+        # There would be no norm on the input for the residual path to start behind.
         if self.apply_residual_connection_post_layernorm and self.norm_placement == "output":
             yield (
                 "--apply-residual-connection-post-layernorm needs a norm before attention and MLP; "

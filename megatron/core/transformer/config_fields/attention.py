@@ -88,10 +88,13 @@ class AttentionFields(ArchitectureFields):
     def derive(self) -> None:
         super().derive()
         heads, width = self.num_attention_heads, self.hidden_size
+        # Multi-head attention is the case in which every query head has a group of its own.
         if self.num_query_groups in (None, 0):
             self.num_query_groups = heads
+        # Left None where it does not divide: the check below then says so.
         if self.kv_channels is None and heads and width and width % heads == 0:
             self.kv_channels = width // heads
+        # The factor is undone inside the softmax, which float16 could not hold.
         if self.apply_query_key_layer_scaling:
             self.attention_softmax_in_fp32 = True
 
@@ -101,6 +104,7 @@ class AttentionFields(ArchitectureFields):
         yield from self.head_problems(self.tensor_model_parallel_size)
         yield from self._norms_of_queries_and_keys()
         yield from self._context_exchange_is_known()
+        # A norm after the projection would divide the clipped weights' factor out again.
         if self.qk_clip:
             yield from self.score_measuring_problems("--qk-clip")
             for name in ("qk_layernorm", "qk_l2_norm"):
@@ -129,11 +133,13 @@ class AttentionFields(ArchitectureFields):
                 f"{self.say('num_attention_heads')} cannot be split over {ranks}; "
                 f"use {multiples_near(heads, tp)} heads, or a tensor-parallel size of {divisors_near(heads, tp)}"
             )
+        # Either ranks share groups or groups share ranks; anything else would cut a key-value head.
         if groups and groups != heads and groups % tp and tp % groups:
             yield (
                 f"{self.say('num_query_groups')} must be a multiple or a divisor of {ranks}; "
                 f"use {divisors_near(tp, groups)} groups"
             )
+        # Copies of one group's key on several ranks would count more than once in the mean over all heads.
         if self.qk_layernorm and self.qk_norm_scope == "all" and groups and groups % tp:
             yield (
                 f"{self.say('qk_norm_scope')} cannot share {groups} key-value heads among {ranks}; "
@@ -193,5 +199,6 @@ class AttentionFields(ArchitectureFields):
 
     def score_measuring_problems(self, asked: str) -> Iterator[str]:
         """Where the largest attention scores cannot be measured. asked: the flag that asks for it."""
+        # A ring sees scores block by block, and forgets them: no rank has a head's scores of a whole sequence.
         if self.context_parallel_size > 1:
             yield f"{asked} needs whole sequences on each rank; leave {self.say('context_parallel_size')} out"

@@ -10,6 +10,7 @@ from megatron.core.config_base import derived, flag
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
+# Only FSDP fills one layer after the other; without it the whole model would get its memory at once.
 _DIVIDED_PARAMETERS = Needs("--use-torch-fsdp2 or --use-megatron-fsdp", lambda run: run.use_torch_fsdp2)
 
 
@@ -32,6 +33,7 @@ class InitializationFields(ArchitectureFields):
     init_model_with_meta_device: bool = flag(False, kind="layout", needs=_DIVIDED_PARAMETERS)
     """With --use-torch-fsdp2, build the model without memory and give it to one layer after the other, each of which is
     divided before the next one is filled: no process ever holds the whole model."""
+    # Callables cannot be written on a command line: these three are for models that are built in Python.
     init_method: Callable[..., Any] | None = derived(kind="numerics")
     """Initialiser of input projections, `f(tensor, generator)`; the normal distribution when None."""
     output_layer_init_method: Callable[..., Any] | None = derived(kind="numerics")

@@ -11,6 +11,7 @@ from megatron.core.flag_texts import layer_pattern
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
+# What a flag needs to have any effect; a flag that is given without it is refused, not ignored.
 _EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
 _AUXILIARY_LOSS = Needs(
     "--moe-router-load-balancing-type aux_loss",
@@ -103,6 +104,7 @@ class MoEFields(ArchitectureFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        # A dense model: the other fields have their defaults, or have been refused by what they need.
         if self.num_moe_experts is None:
             if self.expert_model_parallel_size > 1:
                 yield f"{self.say('expert_model_parallel_size')} needs --num-experts; use 1 for a dense model"
@@ -110,6 +112,7 @@ class MoEFields(ArchitectureFields):
         yield from self._experts_divide_over_ranks(self.num_moe_experts)
         yield from self._groups_leave_enough_experts(self.num_moe_experts)
         yield from self._router_is_consistent()
+        # Ranks there run different numbers of microbatches, and would wait in each other's all-to-all for ever.
         if self.hybrid_context_parallel:
             yield (
                 f"--hybrid-context-parallel cannot be combined with {self.say('num_moe_experts')}, whose layers "
@@ -125,6 +128,7 @@ class MoEFields(ArchitectureFields):
                 f"{self.say('num_moe_experts')} cannot be divided over {self.say('expert_model_parallel_size')}; "
                 f"use {multiples_near(experts, ep)} experts, or an expert-parallel size of {divisors_near(experts, ep)}"
             )
+        # Every rank that shares an expert would add the bias of its outputs, which are summed afterwards.
         if self.add_bias_linear and etp > 1:
             yield (
                 f"{self.say('expert_tensor_parallel_size')} cannot divide experts with biases; "
@@ -147,6 +151,7 @@ class MoEFields(ArchitectureFields):
                 f"{self.say('moe_router_group_topk')} is more than {self.say('moe_router_num_groups')} or "
                 f"{self.say('moe_router_topk')}; use {min(groups, topk)} or fewer"
             )
+        # A group is judged by its k / groups best experts, and has to have so many.
         elif groups and kept and (kept * (experts // groups) < topk or topk // kept > experts // groups):
             yield (
                 f"{self.say('moe_router_group_topk')} leaves {kept * (experts // groups)} experts to choose from for "
@@ -157,11 +162,15 @@ class MoEFields(ArchitectureFields):
         score, kinds, weights = (
             self.moe_router_score_function, self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         )  # fmt: skip
+        # A softmax over one chosen expert is 1 for any logits: the router would get no gradient.
         weighs_alike = self.moe_router_topk == 1 and score == "softmax" and not self.moe_router_pre_softmax
         if weighs_alike and "sinkhorn" not in kinds:
             yield "--moe-router-topk 1 with softmax scores gives every token the weight 1; add --moe-router-pre-softmax"
+        # The bias is compared with scores from 0 to about 1; logits, which softmax routing chooses by, have no such
+        # scale.
         if self.moe_router_enable_expert_bias and score not in ("sigmoid", "sqrtsoftplus"):
             yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus"
+        # One loss may be written without a list, and then has one weight.
         if len(kinds) > 1 and len(kinds) != len(weights):
             yield (
                 f"{self.say('moe_router_load_balancing_type')} names {len(kinds)} losses, "
@@ -178,6 +187,7 @@ class MoEFields(ArchitectureFields):
         kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else kinds or ["aux_loss"]
         self.moe_aux_loss_coeff = [weights] if isinstance(weights, float | int) else weights or [0.0]
+        # Upstream's scripts write 0 for a dense model; everything behind asks for None.
         self.num_moe_experts = self.num_moe_experts or None
 
     def derive(self) -> None:

@@ -51,6 +51,7 @@ class MuPFields(InitializationFields):
                 f"{self.say('mup_width_mult')} and {self.say('mup_base_hidden_size')} both say the width; keep the "
                 "latter"
             )
+        # Xavier's deviation follows a matrix's own shape, and cannot be divided by the root of m as well.
         if self.use_mup and self.init_method_xavier_uniform:
             yield "--init-method-xavier-uniform and --use-mup both say how weights scale with the width; keep one"
 
@@ -61,6 +62,7 @@ class MuPFields(InitializationFields):
 
     def mup_attention_scale(self, head_width: int) -> float:
         """Factor on attention scores with --use-mup."""
+        # With p = 1/2 this is 1 / sqrt(width), whatever the base; with p = 1 it falls with the width itself.
         power = self.mup_attn_scale_power
         return float((self.mup_base_head_dim or 1.0) ** (power - 0.5) / head_width**power)
 

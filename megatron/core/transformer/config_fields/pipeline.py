@@ -77,6 +77,7 @@ class PipelineFields(ArchitectureFields):
 
     def derive(self) -> None:
         super().derive()
+        # The size of the virtual pipeline follows from whichever of four flags says it; None stands for one chunk.
         chunks = self._chunks_per_stage()
         if chunks is not None:
             self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
@@ -84,6 +85,7 @@ class PipelineFields(ArchitectureFields):
     def _chunks_per_stage(self) -> int | None:
         """What the other fields say about it; None where they say nothing, or numbers that do not fit."""
         stages, per_chunk = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        # From the most to the least explicit; contradictions between them are reported by `problems`.
         if self.num_virtual_stages_per_pipeline_rank:
             return self.num_virtual_stages_per_pipeline_rank
         if self.pipeline_model_parallel_layout:
@@ -103,6 +105,7 @@ class PipelineFields(ArchitectureFields):
         yield from self._weight_gradients_can_wait()
         if self.overlap_p2p_comm_warmup_flush and not self.overlap_p2p_comm:
             yield "--overlap-p2p-communication-warmup-flush contradicts --no-overlap-p2p-communication; keep one"
+        # A group must be long enough for its first microbatch to come round before the next chunk's turn.
         group, stages = self.microbatch_group_size_per_vp_stage, self.pipeline_model_parallel_size
         if chunks > 1 and self.pipeline_schedule != "zb-v" and group is not None and group < stages:
             yield (
@@ -137,6 +140,7 @@ class PipelineFields(ArchitectureFields):
 
     def _layers_divide_evenly(self, stages: int, chunks: int) -> Iterator[str]:
         layers = self.num_layers
+        # The embedding and the loss each take the place of one layer (True counts as 1).
         counted = layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
         extra = f" (with embedding and loss counted: {counted})" if counted != layers else ""
         if counted % stages:
@@ -151,6 +155,7 @@ class PipelineFields(ArchitectureFields):
                 f"{self.say('num_layers')} cannot be divided over the {stages} stages x 2 chunks of "
                 f"--pipeline-schedule zb-v; use {multiples_near(layers, 2 * stages)} layers"
             )
+        # Before the general rule below: this sentence can name the flag that is wrong.
         elif parts and not self._counts_ends and layers // stages and layers // stages % parts:
             yield (
                 f"{spelled} does not divide the {layers // stages} layers of a stage ({self.say('num_layers')} / "
@@ -164,6 +169,7 @@ class PipelineFields(ArchitectureFields):
 
     def _middle_divides_evenly(self, stages: int, chunks: int) -> Iterator[str]:
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        # A first or last stage of 0 layers is allowed: it has the embedding or the loss alone.
         rest = self.num_layers - (first or 0) - (last or 0)
         middle = max(0, stages - (first is not None) - (last is not None))
         if rest < 0 or (rest % middle if middle else rest):
@@ -185,6 +191,7 @@ class PipelineFields(ArchitectureFields):
     def _written_layout_fits(self, layout: str, stages: int, chunks: int) -> Iterator[str]:
         parts = parse_layout(layout)
         problem = layout_problem(parts)
+        # First, because an `m` is no mistake of the user's: its sentence says that it is still to come.
         if "m" in layout:
             yield from self.layers_to_come()
             return
@@ -218,6 +225,7 @@ class PipelineFields(ArchitectureFields):
             "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
             "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
         )  # fmt: skip
+        # A layout is complete, so that any second word about stages could only contradict it.
         for name in others if self.pipeline_model_parallel_layout else ():
             if getattr(self, name):
                 yield (
@@ -241,10 +249,12 @@ class PipelineFields(ArchitectureFields):
                 f"{self.say('num_layers_per_virtual_pipeline_stage')} and "
                 f"{self.say('num_virtual_stages_per_pipeline_rank')} say the same thing in two ways; keep one"
             )
+        # With blocking transfers two neighbours that both send to each other, as in a ring of two, would wait for ever.
         smallest = 2 if self.overlap_p2p_comm else 3
         if stages < smallest:
             without = "" if self.overlap_p2p_comm else " with --no-overlap-p2p-communication"
             yield f"{spelled}{without} needs --pipeline-model-parallel-size of at least {smallest}, not {stages}"
+        # So many layers to a chunk leave stages of different length with different numbers of chunks.
         if self._has_uneven_ends and per_chunk is not None:
             yield f"{spelled} contradicts uneven first or last stages; use --num-virtual-stages-per-pipeline-rank"
 
@@ -259,6 +269,8 @@ class PipelineFields(ArchitectureFields):
             yield problem
 
     def _weight_gradients_can_wait(self) -> Iterator[str]:
+        # Deferred gradients are added into the buffer when they are computed: autograd has forgotten the weight by
+        # then.
         if not self.gradient_accumulation_fusion:
             yield from self.deferral_problems("--no-gradient-accumulation-fusion")
         if not self.defer_embedding_wgrad_compute:

@@ -10,6 +10,7 @@ from megatron.core.flag_texts import layer_pattern
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.attention import AttentionFields
 
+# YaRN is rotary, too: what rope needs is there with either.
 _ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
 _YARN = Needs("--position-embedding-type yarn", lambda run: run.position_embedding_type == "yarn")
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
@@ -59,6 +60,7 @@ class PositionFields(AttentionFields):
 
     def position_problems(self, kind: str) -> Iterator[str]:
         """What is missing for positions of this kind: the config's, or those that a model is built with."""
+        # No default would do: a wrong length still trains, with the wrong frequencies stretched.
         if kind == "yarn" and self.yarn_original_max_position_embeddings is None:
             yield (
                 "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of "

@@ -44,6 +44,7 @@ class RecomputeFields(PipelineFields):
 
     def derive(self) -> None:
         super().derive()
+        # The default of upstream: what gives back the most memory for the least computation.
         if self.recompute_granularity == "selective" and self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
 
@@ -56,6 +57,7 @@ class RecomputeFields(PipelineFields):
                 if getattr(self, name) is not None:
                     yield f"{self.say(name)} belongs to --recompute-granularity full; leave it out with selective"
         if self.distribute_saved_activations:
+            # Only the inputs of whole layers are equal on all tensor-parallel ranks and kept for long.
             if self.tensor_model_parallel_size == 1 or self.recompute_granularity != "full":
                 yield (
                     "--distribute-saved-activations needs a tensor-parallel size above 1 and --recompute-granularity "
@@ -71,6 +73,7 @@ class RecomputeFields(PipelineFields):
         if layers is None:
             yield "--recompute-granularity full needs --recompute-num-layers"
         elif self.num_layers:
+            # Stages may be uneven; the mean is near enough to tell a misunderstood number.
             per_stage = max(1, self.num_layers // self.pipeline_model_parallel_size)
             if layers > per_stage:
                 yield f"{self.say('recompute_num_layers')} is not from 1 to {per_stage}, the layers of a pipeline stage"

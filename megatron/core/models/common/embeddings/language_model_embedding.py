@@ -78,6 +78,7 @@ class LanguageModelEmbedding(MegatronModule):
         if self.config.fp32_residual_connection:
             # After the split of the sequence: widening the whole of it first would cost tp times the memory.
             hidden_states = hidden_states.float()
+        # After positions are added and before dropout, as Gemma and Granite scale.
         if self.scale != 1.0:
             hidden_states = hidden_states * self.scale
         dropout = self.config.hidden_dropout if self.training else 0.0

@@ -51,14 +51,17 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         self.plain_inv_freq = self.inv_freq
         kept = 1 - _ramp(max(first, 0), min(last, 2 * pairs - 1), pairs, self.inv_freq)
         self.inv_freq = self.plain_inv_freq * (kept + (1 - kept) / scaling_factor)
+        # Upstream's name beside the base class's: the same factor.
         self.mscale = self.magnitude = _magnitude(scaling_factor, mscale) / _magnitude(scaling_factor, mscale_all_dim)
 
 
 def _ramp(first: float, last: float, count: int, like: Tensor) -> Tensor:
     """0 up to index `first`, 1 from index `last` on, linear in between: [count]."""
+    # Equal ends, which rounding may give, would divide by zero.
     width = max(last - first, 0.001)
     return ((torch.arange(count, dtype=like.dtype, device=like.device) - first) / width).clamp(0, 1)
 
 
 def _magnitude(scale: float = 1.0, mscale: float = 1.0) -> float:
+    # A sequence that is not stretched needs no correction of the softmax.
     return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
