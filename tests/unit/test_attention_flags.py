@@ -61,7 +61,7 @@ def test_backends_that_cannot_refuse() -> None:
 def test_auto_on_the_cpu_goes_by_blocks_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(query_blocks, "blocked_causal_attention", lambda q, *rest: called.append(q.shape) or q)
-    backend = query_blocks.CPUAttention(AttentionOptions.of(read_config("--attention-dropout 0.1").model, 1))
+    backend = query_blocks.CPUAttention(AttentionOptions.from_config(read_config("--attention-dropout 0.1").model, 1))
     q, few = torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8)
     longer, mask = torch.randn(7, 2, 4, 8), torch.zeros(1, 1, 6, 6, dtype=torch.bool)
     backend(AttentionInputs(q, q, q))
@@ -77,7 +77,7 @@ def test_auto_on_the_cpu_goes_by_blocks_only_where_it_may(monkeypatch: pytest.Mo
 
 def test_the_reference_is_the_formula() -> None:
     q, k, v = (torch.randn(5, 2, 3, 8) for _ in range(3))
-    options = AttentionOptions.of(read_config("").model, 1)
+    options = AttentionOptions.from_config(read_config("").model, 1)
     found = LocalAttention(options)(AttentionInputs(q, k, v, training=True))
     for batch in range(2):
         for head in range(3):
@@ -120,12 +120,12 @@ def test_attention_dropout(backend: str) -> None:
 def test_softmax_in_fp32() -> None:
     torch.manual_seed(0)
     q, k, v = (2 * torch.randn(16, 2, 4, 8, dtype=torch.bfloat16) for _ in range(3))
-    exact = SDPAttention(AttentionOptions.of(read_config("").model, 1), "unfused")(
+    exact = SDPAttention(AttentionOptions.from_config(read_config("").model, 1), "unfused")(
         AttentionInputs(q.double(), k.double(), v.double())
     )
 
     def error(flags: str) -> float:
-        options = AttentionOptions.of(read_config(f"--attention-backend local {flags}").model, 1)
+        options = AttentionOptions.from_config(read_config(f"--attention-backend local {flags}").model, 1)
         return (LocalAttention(options)(AttentionInputs(q, k, v)).double() - exact).abs().mean().item()
 
     assert error("--bf16 --attention-softmax-in-fp32") < error("--bf16")
@@ -138,7 +138,7 @@ def test_query_key_layer_scaling_saves_float16_scores_from_overflow() -> None:
 
     def attend(flags: str) -> Tensor:
         config = read_config(f"--attention-backend local {flags}").model
-        return LocalAttention(AttentionOptions.of(config, layer_number=8))(AttentionInputs(q, q, v))
+        return LocalAttention(AttentionOptions.from_config(config, layer_number=8))(AttentionInputs(q, q, v))
 
     assert not attend("").isfinite().all()
     means = torch.stack([v[: i + 1].float().mean(0) for i in range(4)]).flatten(2)  # equal scores: running means

@@ -147,7 +147,7 @@ def test_a_mask_hides_more_than_the_window(backend: str) -> None:
 def test_blocks_take_a_mask_that_is_not_causal() -> None:
     q, k, v = (torch.randn(12, 2, 4, 8) for _ in range(3))
     mask = (torch.rand(2, 1, 12, 12) < 0.4) & ~torch.eye(12, dtype=torch.bool)
-    options = AttentionOptions.of(read_config(OPTIONS["cap"]).model, 1)
+    options = AttentionOptions.from_config(read_config(OPTIONS["cap"]).model, 1)
     inputs = AttentionInputs(q, k, v, Visible.build(mask))
     found, expected = (kind(options)(inputs) for kind in (QueryBlocksAttention, LocalAttention))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -186,7 +186,7 @@ def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatc
     """The largest tensor of scores has as many columns as a window and a block, not as the sequence."""
     monkeypatch.setattr(query_blocks, "_BLOCK", 16)
     monkeypatch.setattr(sdpa, "_SMALLEST_BLOCK", 16)
-    backend = QueryBlocksAttention(AttentionOptions.of(read_config("--window-size 20,0").model, 1))
+    backend = QueryBlocksAttention(AttentionOptions.from_config(read_config("--window-size 20,0").model, 1))
     widths = []
     scores = backend.kernel._scores
     monkeypatch.setattr(backend.kernel, "_scores", lambda q, k: widths.append(k.shape[-2]) or scores(q, k))
@@ -368,7 +368,7 @@ def test_the_bound_is_on_whole_scores_with_layer_scaling() -> None:
     """Scores are divided by the layer number for storage only: the bound comes after they are multiplied back."""
     q, k, v = (3 * torch.randn(8, 1, 4, 8) for _ in range(3))
     flags = ("", "--apply-query-key-layer-scaling")
-    options = (AttentionOptions.of(read_config(f"{OPTIONS['cap']} {flag}").model, 5) for flag in flags)
+    options = (AttentionOptions.from_config(read_config(f"{OPTIONS['cap']} {flag}").model, 5) for flag in flags)
     plain, scaled = (LocalAttention(each)(AttentionInputs(q, k, v)) for each in options)
     torch.testing.assert_close(scaled, plain)
 

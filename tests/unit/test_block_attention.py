@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.core_attention.block_kernels import BlockKernel, CPUFlashKernel, Merged, PlainKernel
+from megatron.core.transformer.core_attention.block_kernels import (
+    BlockKernel,
+    CPUFlashKernel,
+    MergedBlocks,
+    PlainKernel,
+)
 
 SCALE = 0.3
 BATCH, HEADS, QUERIES, WIDTH = 2, 4, 6, 8
@@ -33,7 +38,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tu
 def by_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, options: list[dict]) -> list[Tensor]:
     """The same, one block of QUERIES keys after another."""
     pairs = list(zip(k.split(QUERIES, 2), v.split(QUERIES, 2), options, strict=True))
-    merged = Merged(q, v.shape[-1])
+    merged = MergedBlocks(q, v.shape[-1])
     for k_block, v_block, how in pairs:
         merged.add(slice(None), *kernel.forward(q, k_block, v_block, **how))
     whole = (merged.out.to(q.dtype), merged.log_sum)

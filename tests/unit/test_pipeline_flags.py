@@ -29,7 +29,7 @@ def layer_counts(flags: str, **sizes: int) -> list[int]:
 
 def pipeline(flags: str, stages: int = 2) -> Pipeline:
     config = read(flags, stages).model
-    return Pipeline.of(config, pretend(pp=stages), config.virtual_pipeline_model_parallel_size or 1)
+    return Pipeline.from_config(config, pretend(pp=stages), config.virtual_pipeline_model_parallel_size or 1)
 
 
 @pytest.mark.flags("--pipeline-model-parallel-size")

@@ -45,15 +45,15 @@ class SampleCost:
     per_token: float
     per_pair: float
 
-    def of_tokens(self, first: int, end: int) -> float:
+    def estimate_tokens(self, first: int, end: int) -> float:
         """The work of tokens [first, end) of a sample; token i sees i + 1 tokens."""
         # The sum of i + 1 over the tokens.
         pairs = (end * (end + 1) - first * (first + 1)) / 2
         return self.per_token * (end - first) + self.per_pair * pairs
 
-    def of(self, length: int) -> float:
+    def estimate(self, length: int) -> float:
         """The work of a whole sample."""
-        return self.of_tokens(0, length)
+        return self.estimate_tokens(0, length)
 
 
 class Microbatch(NamedTuple):
@@ -93,7 +93,7 @@ class ContextPlan:
         work = [0.0] * self.num_ranks
         for (size, first), samples in self.blocks.items():
             # Zigzag pieces give all ranks of a block the same part of a sample.
-            share = sum(self.cost.of(self.lengths[sample]) for sample in samples) / size
+            share = sum(self.cost.estimate(self.lengths[sample]) for sample in samples) / size
             for rank in range(first, first + size):
                 work[rank] += share
         return tuple(work)
@@ -170,7 +170,7 @@ def plan_step(lengths: Sequence[int], num_ranks: int, max_tokens_per_rank: int, 
         for sample in expensive_first:
             done, first = heapq.heappop(least)
             taken[first].append(sample)
-            heapq.heappush(least, (done + cost.of(lengths[sample]) / size, first))
+            heapq.heappush(least, (done + cost.estimate(lengths[sample]) / size, first))
         for done, first in least:
             work[first : first + size] = [done] * size
         blocks |= {(size, first): tuple(taken[first]) for first in sorted(taken)}
@@ -209,6 +209,6 @@ def _zigzag_costs(lengths: Sequence[int], cp_size: int, cost: SampleCost) -> Ite
                 first = max(start, round(index * piece)) - start
                 end = min(start + length, round((index + 1) * piece)) - start
                 if first < end:
-                    costs.append(cost.of_tokens(first, end))
+                    costs.append(cost.estimate_tokens(first, end))
             start += length
         yield costs

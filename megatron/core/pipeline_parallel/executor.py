@@ -74,7 +74,7 @@ class Executor:
         self.config = config
         self.activation_shape = activation_shape
         self.grad_scale_func = grad_scale_func
-        self.pipeline = Pipeline.of(config, pg_collection, len(self.chunks))
+        self.pipeline = Pipeline.from_config(config, pg_collection, len(self.chunks))
         self.stages = self.pipeline.shape
         self.clock: ActionClock | None = None
         """Where a step's actions are timed; whoever wants that sets one before the step."""
@@ -280,7 +280,7 @@ def _run_whole_model(
             clock.end()
 
 
-class _Waiting(NamedTuple):
+class _KeptForBackward(NamedTuple):
     """What forward of a microbatch leaves for its backward."""
 
     hidden_states_in: Tensor | None
@@ -312,7 +312,7 @@ class _StageStep:
         self.transfers, self.clock = transfers, clock
         self.queue = executor._queue if deferred else None
         self.deferred = deferred
-        self.waiting: dict[tuple[int, int], _Waiting] = {}
+        self.waiting: dict[tuple[int, int], _KeptForBackward] = {}
         self.outgoing: dict[TensorKey, Tensor] = {}
         """Computed, and not yet posted to be sent."""
         self.local: dict[TensorKey, Tensor] = {}
@@ -378,7 +378,7 @@ class _StageStep:
             # Backward needs the place of the output in the graph, not its values. Without a reference of ours they are
             # freed as soon as they are sent, which saves [s, b, h] for each microbatch in flight.
             root = get_gradient_edge(result)
-            self.waiting[action.microbatch, action.chunk] = _Waiting(hidden_states, root, loss)
+            self.waiting[action.microbatch, action.chunk] = _KeptForBackward(hidden_states, root, loss)
 
     def _run_backward(self, action: Action) -> None:
         stage = self.shape.index(self.rank, action.chunk)

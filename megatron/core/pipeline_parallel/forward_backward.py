@@ -83,7 +83,7 @@ def _executor_for(chunks: list[nn.Module], groups: ProcessGroupCollection, confi
         executor is None
         or executor.groups != groups
         or [*map(id, executor.chunks)] != [*map(id, chunks)]
-        or executor.pipeline != Pipeline.of(config, groups, len(chunks))
+        or executor.pipeline != Pipeline.from_config(config, groups, len(chunks))
     ):
         executor = Executor(chunks, groups, config)
         chunks[0].__dict__["_pipeline_executor"] = _Kept(executor)

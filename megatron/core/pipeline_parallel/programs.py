@@ -68,7 +68,7 @@ class Pipeline:
     """Microbatches whose output layer gets its weight gradient after the last backward; 0: all; None: none."""
 
     @classmethod
-    def of(cls, config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
+    def from_config(cls, config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
         """The pipeline that a model's config asks for; 1F1B, or interleaved with several chunks, where it is silent."""
         asked: ScheduleName | None = getattr(config, "pipeline_schedule", None)
         name: ScheduleName = asked or ("1f1b" if chunks == 1 else "interleaved")

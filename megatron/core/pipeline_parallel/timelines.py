@@ -34,7 +34,7 @@ class Costs(NamedTuple):
     transfer: float = 0.0
     """From one process to its neighbour; computing goes on meanwhile."""
 
-    def of(self, action: Action) -> float:
+    def duration(self, action: Action) -> float:
         """Return the duration of an action."""
         return {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind]
 
@@ -144,7 +144,7 @@ def _next_event(
         # Between two chunks of one rank, such as at the turn of a V, nothing travels.
         travels = shape.holder(need[2])[0] != rank
         start = max(start, done[need] + costs.transfer * travels)
-    return Event(rank, action, start, start + costs.of(action))
+    return Event(rank, action, start, start + costs.duration(action))
 
 
 # ---- measured

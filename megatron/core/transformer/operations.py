@@ -30,7 +30,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
         return fused if is_fused else plain
 
-    layers = [AttentionOptions.of(config, index + 1) for index in range(config.num_layers)]
+    layers = [AttentionOptions.from_config(config, index + 1) for index in range(config.num_layers)]
     # Layers may differ (sliding windows), but equal names are said once.
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
     experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device)

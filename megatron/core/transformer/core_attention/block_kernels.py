@@ -181,7 +181,7 @@ class CPUFlashKernel:
         return grad_q, _sum_of_group(grad_k, k), _sum_of_group(grad_v, v)
 
 
-class Merged:
+class MergedBlocks:
     """The running O and L over the blocks that came by, in float32, for queries [b, n, s, d]."""
 
     def __init__(self, q: Tensor, value_width: int) -> None:

@@ -54,7 +54,7 @@ class DotProductAttention(MegatronModule):
         self.tp_size, self.cp_group = groups.tp.size(), groups.cp
         self.num_heads_per_rank = config.num_attention_heads // self.tp_size
         self.attn_mask_type = attn_mask_type
-        options = AttentionOptions.of(config, layer_number)
+        options = AttentionOptions.from_config(config, layer_number)
         self.options = dataclasses.replace(
             options,
             scale=options.scale if softmax_scale is None else softmax_scale,

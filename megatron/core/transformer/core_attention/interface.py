@@ -201,7 +201,7 @@ class AttentionOptions:
     """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
 
     @classmethod
-    def of(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
+    def from_config(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
         """Read the options of layer `layer_number`, counted from 1, from the config."""
         # The config's own checks fill it in; this tells the type checker so.
         assert config.kv_channels is not None

@@ -26,7 +26,7 @@ from megatron.core.context_parallel.sharding import list_positions_of_rank, shar
 from megatron.core.process_groups_config import Group
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
-    Merged,
+    MergedBlocks,
     add_sinks,
     compute_sinks_grad,
     draw_seed,
@@ -138,7 +138,7 @@ class _KeysAndValues:
         self.keys, self.values = keys.view(shapes[0]), values.view(shapes[1])
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor) -> _KeysAndValues:
+    def pack(cls, key: Tensor, value: Tensor) -> _KeysAndValues:
         """Copy keys and values into one stretch of memory."""
         return cls(torch.cat((key.reshape(-1), value.reshape(-1))), (key.shape, value.shape))
 
@@ -151,7 +151,7 @@ class _KeysAndValues:
         return _heads_first(self.keys)[:, :, keys], _heads_first(self.values)[:, :, keys]
 
 
-class _Passing:
+class _RingTransfer:
     """Keys and values, or their gradients, on their way to the next rank, and those coming from the previous one."""
 
     def __init__(self, sent: _KeysAndValues, group: Group, tag: int) -> None:
@@ -171,11 +171,11 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         q, size = _heads_first(query), call.group.size()
         # A copy, because the caller's keys and values are saved for backward and are not next to each other in memory.
-        merged, at_hand = Merged(q, value.shape[-1]), _KeysAndValues.of(key, value)
+        merged, at_hand = MergedBlocks(q, value.shape[-1]), _KeysAndValues.pack(key, value)
         for step in range(size):
             # Sent before they are computed with, so that the next block is here when this one is done. The last block
             # need not go on: backward begins with the own keys again.
-            passing = _Passing(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
+            passing = _RingTransfer(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
             block = call.block(step, query.shape[0], query.device)
             if block is not None:
                 rows, keys, causal, mask = block
@@ -201,10 +201,10 @@ class _RingAttention(torch.autograd.Function):
         # Queries stay at home, so that their gradient only adds up over the steps; in float32, one addend for each
         # rank.
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        at_hand = _KeysAndValues.of(key, value)
-        grads_under_way: _Passing | None = None
+        at_hand = _KeysAndValues.pack(key, value)
+        grads_under_way: _RingTransfer | None = None
         for step in range(size):
-            passing = _Passing(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
+            passing = _RingTransfer(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
             block = call.block(step, query.shape[0], query.device)
             additions: tuple[Tensor, Tensor] | None = None
             if block is not None:
@@ -222,7 +222,7 @@ class _RingAttention(torch.autograd.Function):
                 for target, addition in zip(grads.blocks(block.keys), additions, strict=True):
                     target += addition
             # After the last step the block's owner is the next rank: one more stage, and the gradients are home.
-            grads_under_way = _Passing(grads, call.group, _GRADS_TAG)
+            grads_under_way = _RingTransfer(grads, call.group, _GRADS_TAG)
             at_hand = passing.wait() if passing is not None else at_hand
         assert grads_under_way is not None
         own = grads_under_way.wait()
