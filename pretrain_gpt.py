@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
-from megatron.training.launch.launch import leave, run_job, with_world_size
+from megatron.training.launch.launch import add_world_size, leave, run_job
 from megatron.training.recipes.gpt import (
     build_gpt_model as model_provider,
 )
@@ -40,7 +40,7 @@ def train(config: RunConfig) -> Run:
 
 def main() -> int:
     """Read the flags, then train."""
-    train(read_run_config(sys.argv[1:], with_world_size(os.environ)))
+    train(read_run_config(sys.argv[1:], add_world_size(os.environ)))
     return 0
 
 

@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        loops = compiled_loops(Path(name))
+        loops = compile_loops(Path(name))
         print_conditions(loops is not None)
         compare_indices(arguments, loops, Path(name))
         print(f"\n{arguments.samples:,} blended samples")
@@ -171,7 +171,7 @@ class Dataset:
         self.samples = (self.tokens - 1) // length
         self.lengths = IndexedDataset(self.prefix).sequence_lengths
 
-    def with_numpy(self) -> dict[str, Any]:
+    def build_with_numpy(self) -> dict[str, Any]:
         """As GPTDataset does it."""
         # One generator for documents and samples, in this order, as GPTDataset draws.
         random = np.random.RandomState(SEED)
@@ -181,7 +181,7 @@ class Dataset:
         shuffled = build_shuffle_index(len(rows) - 1, len(rows) - 1, random)
         return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
-    def with_loops(self) -> dict[str, Any]:
+    def build_with_loops(self) -> dict[str, Any]:
         assert self.loops is not None
         lengths = pointer(self.lengths)
         samples = (self.loops.tokens(lengths, self.documents) - 1) // self.length
@@ -192,11 +192,11 @@ class Dataset:
         self.loops.indices(lengths, self.documents, ctypes.c_int64(samples), self.length, SEED, *results)
         return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
-    def class_with_loops(self) -> type[GPTDataset]:
+    def build_class_with_loops(self) -> type[GPTDataset]:
         """A GPTDataset of the same name, as the name is part of what the cache is found by."""
-        return type("GPTDataset", (GPTDataset,), {"_build_indices": lambda _: self.with_loops()})
+        return type("GPTDataset", (GPTDataset,), {"_build_indices": lambda _: self.build_with_loops()})
 
-    def end_to_end(self, dataset_class: type[GPTDataset]) -> None:
+    def build_end_to_end(self, dataset_class: type[GPTDataset]) -> None:
         """A dataset on an empty cache."""
         # A new one each time: a second pass over the same cache would only read.
         cache = tempfile.mkdtemp(dir=self.folder)
@@ -217,20 +217,20 @@ def compare_indices(arguments: argparse.Namespace, loops: ctypes.CDLL | None, fo
     for documents in (arguments.documents // 4, arguments.documents // 2, arguments.documents):
         dataset = Dataset(folder, documents, arguments.sequence_length, loops)
         print(f"\n{documents:,} documents, {dataset.tokens:,} tokens, {dataset.samples:,} samples of {dataset.length}")
-        builders = {"numpy": dataset.with_numpy} | ({"C++": dataset.with_loops} if loops else {})
+        builders = {"numpy": dataset.build_with_numpy} | ({"C++": dataset.build_with_loops} if loops else {})
         best = rounds(builders, arguments.rounds)
         report("indices", best)
-        wholes = {"numpy": partial(dataset.end_to_end, GPTDataset)}
+        wholes = {"numpy": partial(dataset.build_end_to_end, GPTDataset)}
         if loops is not None:
-            wholes["C++"] = partial(dataset.end_to_end, dataset.class_with_loops())
+            wholes["C++"] = partial(dataset.build_end_to_end, dataset.build_class_with_loops())
         best_whole = rounds(wholes, arguments.rounds)
         report("end to end", best_whole)
         if loops is not None:
-            pairs = zip(dataset.with_numpy().values(), dataset.with_loops().values(), strict=True)
+            pairs = zip(dataset.build_with_numpy().values(), dataset.build_with_loops().values(), strict=True)
             assert all((a == b).all() for a, b in pairs), "the two disagree"
         # In a pass of its own: tracing slows allocation down, and would spoil the times.
         tracemalloc.start()
-        dataset.end_to_end(GPTDataset)
+        dataset.build_end_to_end(GPTDataset)
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         print(
@@ -289,7 +289,7 @@ def report(what: str, best: dict[str, float]) -> None:
     print(f"{what:30s} {ratio}   " + "   ".join(f"{name} {seconds:.3f} s" for name, seconds in best.items()))
 
 
-def compiled_loops(folder: Path) -> ctypes.CDLL | None:
+def compile_loops(folder: Path) -> ctypes.CDLL | None:
     compiler = shutil.which("g++")
     if compiler is None:
         return None

@@ -46,7 +46,7 @@ from megatron.training.launch.local_job import run_locally
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Run
 from megatron.training.step import train_step
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import Layout, parse_layout
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, MICROBATCHES = 4, 128, 64, 512, 8
@@ -134,7 +134,7 @@ def _uncounted(packed: Any) -> Any:
     return packed.tensor if isinstance(packed, _Kept) else packed
 
 
-def flags_of(layout: Layout, layers: int) -> list[str]:
+def build_flags(layout: Layout, layers: int) -> list[str]:
     """The run's flags; every replica has as many microbatches."""
     batch, padding = MICROBATCHES * layout.sizes["dp"], VOCABULARY // layout.sizes["tp"]
     flags = f"""--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQUENCE}
@@ -148,18 +148,18 @@ def flags_of(layout: Layout, layers: int) -> list[str]:
 def measure(rank: int, text: str, layers: int) -> Bytes:
     """What a process holds after two steps."""
     layout = parse_layout(text)
-    config = read_run_config(flags_of(layout, layers), {"WORLD_SIZE": str(layout.world_size)})
+    config = read_run_config(build_flags(layout, layers), {"WORLD_SIZE": str(layout.world_size)})
     recipe = build_gpt_recipe(config)
-    with local_run(config, recipe, rank) as run:
+    with open_local_run(config, recipe, rank) as run:
         batches = run.data.open("train", 0)
         train_step(run, batches)
         kept = KeptForBackward()
         with kept.counting():
             train_step(run, batches)
-        return Bytes(*_static_bytes(run), kept.peak)
+        return Bytes(*_count_static_bytes(run), kept.peak)
 
 
-def _static_bytes(run: Run) -> tuple[int, int, int]:
+def _count_static_bytes(run: Run) -> tuple[int, int, int]:
     for chunk in run.model:
         chunk.finish_param_sync()
     held = [param.detach() for chunk in run.model for param in chunk.module.parameters()]
@@ -167,10 +167,10 @@ def _static_bytes(run: Run) -> tuple[int, int, int]:
     grads = [buffer.grad_data for chunk in run.model for buffer in chunk.flat_buffers]
     # The distributed optimizer holds its own slices only, which is the point.
     state = [tensor for kinds in run.optimizer.named_state().values() for tensor in kinds.values()]
-    return _bytes_of(params), _bytes_of(grads), _bytes_of(state)
+    return _count_bytes(params), _count_bytes(grads), _count_bytes(state)
 
 
-def _bytes_of(tensors: list[Tensor]) -> int:
+def _count_bytes(tensors: list[Tensor]) -> int:
     """Each piece of memory once."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes.values())
@@ -191,13 +191,13 @@ def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
     if tp == 1 or "sp" in terms:
         # 1F1B: the first stage holds as many microbatches as there are stages, the last one a single one.
         under_way = min(pp - stage, MICROBATCHES)
-        model = read_run_config(flags_of(layout, LAYERS), {"WORLD_SIZE": str(layout.world_size)}).model
+        model = read_run_config(build_flags(layout, LAYERS), {"WORLD_SIZE": str(layout.world_size)}).model
         last = ends if stage == pp - 1 else 0.0
-        activations = planned_activations(model, layers, under_way, per_layer, last) / (tp * cp)
+        activations = plan_activations(model, layers, under_way, per_layer, last) / (tp * cp)
     return Bytes(4 * elements / shards, 4 * elements / shards, 8 * elements / state_shards, activations)
 
 
-def planned_activations(model: TransformerConfig, layers: int, under_way: int, per_layer: float, ends: float) -> float:
+def plan_activations(model: TransformerConfig, layers: int, under_way: int, per_layer: float, ends: float) -> float:
     """Bytes of a stage, whole: the other microbatches under way, and the one that backward begins with at its peak."""
     x, policy = 4.0 * SEQUENCE * HIDDEN, ActivationPolicy(model)
     if model.recompute_granularity != "full":

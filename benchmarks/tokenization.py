@@ -49,7 +49,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = standard_library(arguments.megabytes)
+        texts = read_standard_library(arguments.megabytes)
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         corpus = folder / "corpus.jsonl"
         corpus.write_text(lines)
@@ -62,7 +62,7 @@ def main() -> None:
             if arguments.tokenizer_model
             else train(texts, arguments.vocab_size, folder / "bpe")
         )
-        unknown = with_unknown_pattern(model, folder / "unknown")
+        unknown = save_unknown_pattern(model, folder / "unknown")
         print_conditions(megabytes, len(texts))
 
         def measure(name: str, run: Callable[[], float], times: int = 1) -> float:
@@ -79,14 +79,18 @@ def main() -> None:
             title = f"ours, {name} pattern, {workers} worker{'s' * (workers > 1)}{size}"
             return measure(title, lambda: preprocess(source, tokenizer, folder, workers), times)
 
-        loop = measure("Hugging Face, one document per call (transformers)", lambda: transformers_loop(model, texts))
-        measure("Hugging Face, one document per call (tokenizers)", lambda: tokenizers_loop(model, texts))
-        alone = measure("our encoder, encoding alone, known pattern", lambda: encoder_alone(model, texts))
+        loop = measure(
+            "Hugging Face, one document per call (transformers)", lambda: time_transformers_loop(model, texts)
+        )
+        measure("Hugging Face, one document per call (tokenizers)", lambda: time_tokenizers_loop(model, texts))
+        alone = measure("our encoder, encoding alone, known pattern", lambda: time_encoder(model, texts))
         known = ours("known", model, 1)
         ours("known", model, 2)
         known_long = ours("known", model, 1, arguments.times)
         known_long_2 = ours("known", model, 2, arguments.times)
-        plain_loop = measure("Hugging Face, unknown pattern (transformers)", lambda: transformers_loop(unknown, texts))
+        plain_loop = measure(
+            "Hugging Face, unknown pattern (transformers)", lambda: time_transformers_loop(unknown, texts)
+        )
         plain = ours("unknown", unknown, 1)
         plain_2 = ours("unknown", unknown, 2)
         print(
@@ -98,10 +102,10 @@ def main() -> None:
             f"2 workers:       {known_long_2 / known_long:.2f}x of 1 (known), "
             f"{plain_2 / plain:.2f}x (unknown) (target 1.6)"
         )
-        print(f"start to first output: {first_output_seconds(corpus, model, folder):.2f} s (target 2)")
+        print(f"start to first output: {time_first_output(corpus, model, folder):.2f} s (target 2)")
 
 
-def standard_library(megabytes: float) -> list[str]:
+def read_standard_library(megabytes: float) -> list[str]:
     """Python sources of this machine's standard library, repeated if they are not enough."""
     texts: list[str] = []
     size = 0
@@ -142,7 +146,7 @@ def train(texts: list[str], vocab_size: int, folder: Path) -> Path:
     return save(tokenizer.to_str(), folder)
 
 
-def with_unknown_pattern(model: Path, folder: Path) -> Path:
+def save_unknown_pattern(model: Path, folder: Path) -> Path:
     """The same tokenizer with a pre-tokenizer that is not in the table of known ones."""
     content = json.loads((model / "tokenizer.json").read_text())
     content["pre_tokenizer"] = {
@@ -163,32 +167,32 @@ def save(tokenizer_json: str, folder: Path) -> Path:
     return folder
 
 
-def transformers_loop(model: Path, texts: list[str]) -> float:
+def time_transformers_loop(model: Path, texts: list[str]) -> float:
     """What Megatron-LM's preprocessing does per worker."""
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(str(model)).encode
-    return seconds_of(lambda: [len(encode(text)) for text in texts])
+    return time_call(lambda: [len(encode(text)) for text in texts])
 
 
-def tokenizers_loop(model: Path, texts: list[str]) -> float:
+def time_tokenizers_loop(model: Path, texts: list[str]) -> float:
     from tokenizers import Tokenizer
 
     encode = Tokenizer.from_file(str(model / "tokenizer.json")).encode
-    return seconds_of(lambda: [len(encode(text).ids) for text in texts])
+    return time_call(lambda: [len(encode(text).ids) for text in texts])
 
 
-def encoder_alone(model: Path, texts: list[str]) -> float:
+def time_encoder(model: Path, texts: list[str]) -> float:
     """What the loops do, with the encoder that tools/preprocess_data.py chooses."""
     from megatron.core.tokenizers.encoders import choose_encoder
     from megatron.core.tokenizers.huggingface import huggingface_tokenizer
 
     encoder = choose_encoder(huggingface_tokenizer(str(model)), texts[:4])
     # One text per call, as in the loops it is compared with.
-    return seconds_of(lambda: [len(ids) for text in texts for ids in encoder.encode_batch([text])])
+    return time_call(lambda: [len(ids) for text in texts for ids in encoder.encode_batch([text])])
 
 
-def seconds_of(run: Callable[[], object]) -> float:
+def time_call(run: Callable[[], object]) -> float:
     started_at = time.perf_counter()
     run()
     return time.perf_counter() - started_at
@@ -212,10 +216,10 @@ def command(corpus: Path, model: Path, folder: Path, workers: int) -> list[str]:
 
 def preprocess(corpus: Path, model: Path, folder: Path, workers: int) -> float:
     """Seconds of the whole process."""
-    return seconds_of(lambda: subprocess.run(command(corpus, model, folder, workers), check=True, capture_output=True))
+    return time_call(lambda: subprocess.run(command(corpus, model, folder, workers), check=True, capture_output=True))
 
 
-def first_output_seconds(corpus: Path, model: Path, folder: Path) -> float:
+def time_first_output(corpus: Path, model: Path, folder: Path) -> float:
     started_at = time.perf_counter()
     process = subprocess.Popen(command(corpus, model, folder, 1), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert process.stderr is not None

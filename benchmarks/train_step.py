@@ -58,12 +58,12 @@ class Sizes:
 
 
 # The least that any implementation has to compute, without memory traffic of its own.
-def floor_step(sizes: Sizes) -> Step:
+def build_floor_step(sizes: Sizes) -> Step:
     """The matrix products alone."""
     h, f, t = sizes.hidden, sizes.ffn, sizes.tokens
-    layer = [linear_products(t, *shape) for shape in ((h, 3 * h), (h, h), (h, 2 * f), (f, h))]
-    layer.append(attention_products(sizes.batch * sizes.heads, sizes.sequence, h // sizes.heads))
-    head = linear_products(t, h, sizes.vocab)
+    layer = [build_linear_products(t, *shape) for shape in ((h, 3 * h), (h, h), (h, 2 * f), (f, h))]
+    layer.append(build_attention_products(sizes.batch * sizes.heads, sizes.sequence, h // sizes.heads))
+    head = build_linear_products(t, h, sizes.vocab)
 
     def step() -> None:
         for _ in range(sizes.layers):
@@ -74,7 +74,7 @@ def floor_step(sizes: Sizes) -> Step:
     return step
 
 
-def linear_products(tokens: int, inputs: int, outputs: int) -> Step:
+def build_linear_products(tokens: int, inputs: int, outputs: int) -> Step:
     """Y = X W^T, dX = dY W, dW = dY^T X."""
     x, weight, grad = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
     y, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
@@ -87,7 +87,7 @@ def linear_products(tokens: int, inputs: int, outputs: int) -> Step:
     return products
 
 
-def attention_products(heads: int, sequence: int, width: int) -> Step:
+def build_attention_products(heads: int, sequence: int, width: int) -> Step:
     """S = Q K^T, O = P V; dV = P^T dO, dP = dO V^T, dQ = dS K, dK = dS^T Q, all as full squares."""
     q = torch.randn(heads, sequence, width)
     scores = torch.randn(heads, sequence, sequence)
@@ -103,7 +103,7 @@ def attention_products(heads: int, sequence: int, width: int) -> Step:
     return products
 
 
-def our_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step:
+def build_our_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step:
     """Our GPTModel, data-parallel wrapper and optimizer."""
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -154,7 +154,7 @@ def our_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step:
     return step
 
 
-def hugging_face_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step | None:
+def build_hugging_face_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step | None:
     """Hugging Face's Llama with torch's fused AdamW; None where transformers is not installed."""
     if not available("transformers"):
         print("transformers is not installed: no comparison with Hugging Face")
@@ -256,13 +256,13 @@ def main() -> None:
     sizes = Sizes()
     describe_machine(sizes)
     tokens = torch.randint(0, sizes.vocab, (sizes.batch, sizes.sequence + 1))
-    variants: dict[str, Step | None] = {"floor": floor_step(sizes), "ours": our_step(sizes, tokens, False)}
+    variants: dict[str, Step | None] = {"floor": build_floor_step(sizes), "ours": build_our_step(sizes, tokens, False)}
     if arguments.compile:
-        variants["ours compiled"] = our_step(sizes, tokens, True)
+        variants["ours compiled"] = build_our_step(sizes, tokens, True)
     if not arguments.no_hf:
-        variants["hf"] = hugging_face_step(sizes, tokens, False)
+        variants["hf"] = build_hugging_face_step(sizes, tokens, False)
         if arguments.compile:
-            variants["hf compiled"] = hugging_face_step(sizes, tokens, True)
+            variants["hf compiled"] = build_hugging_face_step(sizes, tokens, True)
     report(measure({name: step for name, step in variants.items() if step}, arguments.rounds), sizes.tokens)
 
 

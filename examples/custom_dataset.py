@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
-from megatron.training.launch.launch import leave, run_job, with_world_size  # noqa: E402
+from megatron.training.launch.launch import add_world_size, leave, run_job  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,7 @@ def extra_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    config = read_run_config(sys.argv[1:], with_world_size(os.environ), extra_flags)
+    config = read_run_config(sys.argv[1:], add_world_size(os.environ), extra_flags)
     from megatron.training.recipes.gpt import build_gpt_recipe
     from megatron.training.training import run_recipe
 

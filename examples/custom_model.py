@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
-from megatron.training.launch.launch import leave, run_job, with_world_size  # noqa: E402
+from megatron.training.launch.launch import add_world_size, leave, run_job  # noqa: E402
 
 
 def model_provider(config: RunConfig, vocab_size: int, pre_process: bool = True, post_process: bool = True) -> Any:
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     """Read the flags, then train."""
-    config = read_run_config(sys.argv[1:], with_world_size(os.environ), add_flags)
+    config = read_run_config(sys.argv[1:], add_world_size(os.environ), add_flags)
     from megatron.training.recipes.gpt import build_gpt_recipe
     from megatron.training.training import run_recipe
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
-from megatron.training.verify.parity import Share, run_share
+from megatron.training.verify.parity import RankTrace, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.golden import test_train_curves as curves
 from tests.parallel import test_layouts
@@ -38,7 +38,7 @@ EXPERT_LAYOUTS = (
 )
 
 
-def digest_of(share: Share) -> tuple[str, str, str]:
+def digest_of(share: RankTrace) -> tuple[str, str, str]:
     """Digests of one rank's losses and gradient norms, gradients, and weights."""
     curve = hashlib.sha256(repr((share.losses, share.grad_norms)).encode())
     grads, weights = hashlib.sha256(), hashlib.sha256()
@@ -52,14 +52,14 @@ def digest_of(share: Share) -> tuple[str, str, str]:
 def layout_digest(flags: str, layout: str) -> tuple[str, str, str]:
     """One rank's part of a small run."""
     config, recipe = training(flags, layout)
-    return digest_of(run_share(config, recipe, rank=own_rank(config), iterations=test_layouts.ITERATIONS))
+    return digest_of(trace_rank(config, recipe, rank=own_rank(config), iterations=test_layouts.ITERATIONS))
 
 
 def reference_digest(case: str, reference: Path, scratch: Path) -> tuple[str, str, str]:
     """A reference run on one process."""
     config = read_run_config(curves.command_line(case, reference, scratch), {"WORLD_SIZE": "1"})
     recipe = build_gpt_recipe(config)
-    return digest_of(run_share(config, recipe, rank=0, iterations=50))
+    return digest_of(trace_rank(config, recipe, rank=0, iterations=50))
 
 
 def show(name: str, digests: list[tuple[str, str, str]]) -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, StorageError, command_line  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
-from megatron.training.launch.launch import with_world_size  # noqa: E402
+from megatron.training.launch.launch import add_world_size  # noqa: E402
 
 
 def describe(name: str, dataset: Any) -> str:
@@ -39,7 +39,7 @@ def main() -> int:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__.strip())
         return 0
-    config = read_run_config([item for item in sys.argv[1:] if item != "--traceback"], with_world_size(os.environ))
+    config = read_run_config([item for item in sys.argv[1:] if item != "--traceback"], add_world_size(os.environ))
     if config.data.mock_data:
         raise ConfigError("--mock-data has no files and keeps no indices; give the job's --data-path")
 

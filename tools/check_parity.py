@@ -25,7 +25,7 @@ from megatron.training.flags.read import read_run_config  # noqa: E402
 from megatron.training.verify.parity_layouts import Layout, choose_padding, find_guilty_parts, parse_layout  # noqa: E402
 
 if TYPE_CHECKING:
-    from megatron.training.verify.parity import Share, Trace
+    from megatron.training.verify.parity import RankTrace, Trace
 
 _USAGE = "give the flags of pretrain_gpt.py, then --layouts and one or more layouts such as tp2 tp2,sp,pp2"
 _LISTED = 8
@@ -53,15 +53,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[str], list[Layout], int]:
     return flags, layouts, iterations
 
 
-def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> Share:
+def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> RankTrace:
     """One rank's part of the run, in a process of its own."""
     # Imported here, in the forked process: the parent answers mistakes without loading torch.
     from megatron.training.recipes.gpt import build_gpt_recipe
-    from megatron.training.verify.parity import run_share
+    from megatron.training.verify.parity import trace_rank
 
     config = read_run_config(argv, {"WORLD_SIZE": str(world_size)})
     recipe = build_gpt_recipe(config)
-    return run_share(config, recipe, rank=rank, iterations=iterations)
+    return trace_rank(config, recipe, rank=rank, iterations=iterations)
 
 
 class Comparison:

@@ -97,7 +97,7 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
 # ---- terminal
 
 
-def as_text(drawing: Drawing, ranks: int) -> str:
+def format_drawing(drawing: Drawing, ranks: int) -> str:
     """One line for each rank; dots are idle."""
     events = drawing.timeline.events
     label = max(len(_label(event, drawing.chunks)) for event in events) + 1
@@ -224,7 +224,7 @@ def main() -> int:
         drawings = [played(name, arguments) for name in names]
     ranks = len(drawings[0].timeline.peak_in_flight)
     if arguments.output is None:
-        print("\n\n".join(as_text(drawing, ranks) for drawing in drawings))
+        print("\n\n".join(format_drawing(drawing, ranks) for drawing in drawings))
         return 0
     save_picture(drawings, ranks, arguments.output)
     print(*(drawing.title for drawing in drawings), f"wrote {arguments.output}", sep="\n")

@@ -58,7 +58,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
+def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
     """Each prompt with what the model adds to it."""
     # torch takes seconds to import: mistakes in the command line are found before that.
     from megatron.core.inference.generate import generate
@@ -104,7 +104,7 @@ def main() -> int:
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1")
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
-    for number, text in enumerate(continuations(arguments, prompts)):
+    for number, text in enumerate(generate_continuations(arguments, prompts)):
         if number:
             print(_SEPARATOR)
         print(text, flush=True)

@@ -44,15 +44,15 @@ This file is written by `python tools/list_flags.py --write`.
 """
 
 
-def all_listed() -> list[Flag]:
+def list_all_flags() -> list[Flag]:
     return [*program_flags(), *declared_flags(), *table_flags()]
 
 
-def with_status(status: Status) -> list[Flag]:
-    return [flag for flag in all_listed() if flag.status == status]
+def select_by_status(status: Status) -> list[Flag]:
+    return [flag for flag in list_all_flags() if flag.status == status]
 
 
-def noted() -> list[FormerFlag]:
+def list_noted_flags() -> list[FormerFlag]:
     return [former for former in former_flags() if not former.is_refused]
 
 
@@ -64,14 +64,14 @@ def document() -> str:
 def _counts() -> Iterator[str]:
     yield "| status | flags |\n|---|---|"
     for status in STATUSES:
-        yield f"| {status} | {len(with_status(status))} |"
-    yield f"| spellings of other releases, understood with a note | {len(noted())} |"
-    yield f"| spellings of other releases, refused | {len(former_flags()) - len(noted())} |"
+        yield f"| {status} | {len(select_by_status(status))} |"
+    yield f"| spellings of other releases, understood with a note | {len(list_noted_flags())} |"
+    yield f"| spellings of other releases, refused | {len(former_flags()) - len(list_noted_flags())} |"
 
 
 def _works() -> Iterator[str]:
     yield "\n## Works"
-    for group, flags in groupby(with_status("works"), key=lambda flag: flag.group):
+    for group, flags in groupby(select_by_status("works"), key=lambda flag: flag.group):
         yield f"\n### {group}\n\n| flag | value | default | meaning |\n|---|---|---|---|"
         for flag in flags:
             default = "" if flag.default is None else f"`{shown_value(flag, flag.default)}`"
@@ -81,17 +81,17 @@ def _works() -> Iterator[str]:
 
 def _notes() -> Iterator[str]:
     yield "\n## Understood with a note\n\n| flag | note |\n|---|---|"
-    for former in noted():
+    for former in list_noted_flags():
         yield f"| `{former.name}` | {_cell(former.text)} |"
 
 
 def _planned() -> Iterator[str]:
     yield "\n## Planned\n\nAlso the values in parentheses of flags that work otherwise:\n"
-    for flag in with_status("works"):
+    for flag in select_by_status("works"):
         if flag.planned_choices:
             yield f"- `{flag.name}` ({', '.join(map(str, flag.planned_choices))}) comes with {flag.explanation}"
     # groupby only joins neighbours, hence sorted first.
-    flags = sorted(with_status("planned"), key=lambda flag: flag.explanation)
+    flags = sorted(select_by_status("planned"), key=lambda flag: flag.explanation)
     for capability, members in groupby(flags, key=lambda flag: flag.explanation):
         yield f"\n### With {capability}\n\n| flag | accepted now | until then |\n|---|---|---|"
         for flag in members:
@@ -103,7 +103,7 @@ def _planned() -> Iterator[str]:
 
 def _not_supported() -> Iterator[str]:
     yield "\n## Not supported"
-    flags = sorted(with_status("not supported"), key=lambda flag: (flag.explanation, flag.alternative))
+    flags = sorted(select_by_status("not supported"), key=lambda flag: (flag.explanation, flag.alternative))
     for (reason, alternative), members in groupby(flags, key=lambda flag: (flag.explanation, flag.alternative)):
         yield f"\n{_sentence(reason)}: {alternative}.\n"
         yield ", ".join(_spelled(flag.spellings) for flag in members)
@@ -128,10 +128,10 @@ def _sentence(text: str) -> str:
 
 def list_status(status: Status) -> None:
     """One line per flag: spellings, then the capability or the reason."""
-    for flag in with_status(status):
+    for flag in select_by_status(status):
         print(" ".join(flag.spellings), flag.explanation, sep="\t" if flag.explanation else "")
     if status == "works":
-        for former in noted():
+        for former in list_noted_flags():
             # Spellings that only older releases knew are left out of the count of upstream's flags.
             if former.is_upstream:
                 print(former.name, f"{former.text} (a note)", sep="\t")
@@ -153,8 +153,8 @@ def main() -> int:
             raise ConfigError("docs/flags.md is not current; write it anew with: python tools/list_flags.py --write")
     else:
         for status in STATUSES:
-            print(f"{len(with_status(status)):4d} {status}")
-        print(f"{len(noted()):4d} of other releases, understood with a note")
+            print(f"{len(select_by_status(status)):4d} {status}")
+        print(f"{len(list_noted_flags()):4d} of other releases, understood with a note")
     return 0
 
 

@@ -169,7 +169,7 @@ def parse_arguments(argv: list[str], parser: Parser) -> tuple[argparse.Namespace
     return arguments, tokenizer.config()
 
 
-def options_of(arguments: argparse.Namespace, tokenizer: TokenizerConfig) -> PreprocessOptions:
+def build_options(arguments: argparse.Namespace, tokenizer: TokenizerConfig) -> PreprocessOptions:
     """The settings of the job."""
     names = {field.name for field in dataclasses.fields(PreprocessOptions)}
     options = {name: value for name, value in vars(arguments).items() if name in names}
@@ -207,7 +207,7 @@ def main() -> int:
     # One thread per worker: the number of processes is the user's choice, and forked thread pools are a hazard.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGTERM, end_on_sigterm)
-    options = options_of(arguments, tokenizer)
+    options = build_options(arguments, tokenizer)
     if options.use_gigatoken:
         print(
             "note: --use-gigatoken: the fast encoder here is tiktoken's, over the converted vocabulary", file=sys.stderr

@@ -21,7 +21,7 @@ from megatron.core.errors import command_line  # noqa: E402
 from megatron.planner.memory import MemoryEstimate, Workload, describe_memory, estimate_memory  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
-from megatron.training.launch.launch import with_world_size  # noqa: E402
+from megatron.training.launch.launch import add_world_size  # noqa: E402
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def estimate(config: RunConfig) -> MemoryEstimate:
 
 def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
     """The settings of a job with these flags; WORLD_SIZE of the environment is its number of processes."""
-    return read_run_config(list(flags), with_world_size(environment))
+    return read_run_config(list(flags), add_world_size(environment))
 
 
 @command_line

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.datasets.preprocessing.verification import Verified, verify_tokenization  # noqa: E402
 from megatron.core.errors import command_line  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
-from tools.preprocess_data import Parser, make_parser, options_of, parse_arguments  # noqa: E402
+from tools.preprocess_data import Parser, build_options, make_parser, parse_arguments  # noqa: E402
 
 
 def make_verification_parser() -> Parser:
@@ -53,7 +53,7 @@ def main() -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if tokenizer.use_gigatoken:
         print("note: --use-gigatoken has no effect: tokens are compared with the tokenizer's own", file=sys.stderr)
-    report(verify_tokenization(options_of(arguments, tokenizer), tokenizer_from(tokenizer), arguments.documents))
+    report(verify_tokenization(build_options(arguments, tokenizer), tokenizer_from(tokenizer), arguments.documents))
     return 0
 
 

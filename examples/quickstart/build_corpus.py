@@ -18,7 +18,7 @@ from pathlib import Path
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-def source_files(root: Path) -> list[Path]:
+def list_source_files(root: Path) -> list[Path]:
     """Every .py file of the standard library but its tests and installed packages, sorted."""
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -51,7 +51,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = source_files(root)
+    files = list_source_files(root)
     if not files:
         print(f"error: no Python sources under {root}; this Python has no readable standard library", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
-def unigram_entropy(prefix: str) -> float:
+def compute_unigram_entropy(prefix: str) -> float:
     """Entropy of the token frequencies of a .bin/.idx dataset, in nats per token."""
     dataset = IndexedDataset(prefix)
     counts = np.zeros(0, dtype=np.int64)
@@ -79,7 +79,7 @@ def main() -> int:
     if not training:
         print(f"error: {arguments.metrics_dir}/metrics.jsonl has no iterations yet", file=sys.stderr)
         return 2
-    entropy = unigram_entropy(arguments.data_path) if arguments.data_path else None
+    entropy = compute_unigram_entropy(arguments.data_path) if arguments.data_path else None
     last = [loss for _, loss in training[-10:]]
     print(f"iterations trained:          {training[-1][0]}")
     print(f"first training loss:         {training[0][1]:.3f} nats per token")

@@ -47,7 +47,7 @@ class AttentionLogits:
         groups: ProcessGroupCollection,
     ) -> None:
         self.config, self.optimizer, self.groups = config, optimizer, groups
-        self.layers = [layer for chunk in model for layer in measured_layers(chunk)]
+        self.layers = [layer for chunk in model for layer in find_measured_layers(chunk)]
         # A stage may hold no attention of ours (an embedding alone): only the whole pipeline can be refused.
         if not any(all_gather_object(len(self.layers), groups.pp)):
             raise ConfigError(
@@ -88,12 +88,12 @@ class AttentionLogits:
         for param in (linear.weight, linear.bias):
             if param is not None:
                 placement = placement_of(param, "linear_qkv")
-                factors = row_factors(gamma, placement, self.config)
+                factors = compute_row_factors(gamma, placement, self.config)
                 rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
                 self.optimizer.scale_rows(placement.name, rows.take(factors))
 
 
-def measured_layers(module: nn.Module) -> list[_Layer]:
+def find_measured_layers(module: nn.Module) -> list[_Layer]:
     """Every self-attention whose backend measures."""
     found = []
     for part in module.modules():
@@ -104,7 +104,7 @@ def measured_layers(module: nn.Module) -> list[_Layer]:
     return found
 
 
-def row_factors(gamma: Tensor, placement: Placement, config: TransformerConfig) -> Tensor:
+def compute_row_factors(gamma: Tensor, placement: Placement, config: TransformerConfig) -> Tensor:
     """gamma of every query head of the model, [heads] -> the factor of every row of linear_qkv, [rows] of the whole.
 
     placement: of its weight or bias; its parts are each query group's queries, key and value.

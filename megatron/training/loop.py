@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.training.run import Run
-from megatron.training.step import mean_losses, train_step
+from megatron.training.step import reduce_losses, train_step
 
 if TYPE_CHECKING:
     from megatron.core.timers import Timer
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook."""
     # One iterator for the whole run: its loader processes read ahead of the step that is computed.
-    batches = timed(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
+    batches = time_batches(
+        run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2)
+    )
     try:
         run.hooks.on_train_start(run)
         step = run.hooks.wrap_step(iterate)
@@ -38,7 +40,7 @@ def iterate(run: Run, batches: Iterator[Batch]) -> None:
     run.hooks.on_step_end(run, result)
 
 
-def timed(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:
+def time_batches(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:
     """The same microbatches; the timer runs while one is waited for."""
     while True:
         with timer:
@@ -61,4 +63,4 @@ def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, f
         ).loss_dicts
     for chunk in run.model:
         chunk.train()
-    return {name: float(loss) for name, loss in mean_losses(run, loss_dicts).items()}
+    return {name: float(loss) for name, loss in reduce_losses(run, loss_dicts).items()}

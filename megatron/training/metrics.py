@@ -151,12 +151,12 @@ class Metrics:
                     # Only now has the device done what the function asks about, such as the time between two marks.
                     value = value()
                 of_names.setdefault(name, (reduce, []))[1].append(value)
-            row.values = {name: reduced(values, how) for name, (how, values) in of_names.items()}
+            row.values = {name: reduce_values(values, how) for name, (how, values) in of_names.items()}
             row.losses = {name: row[name] for name in losses}
         return [row for row, _, _ in rows]
 
 
-def reduced(values: Iterable[float | None], how: Reduction) -> float | None:
+def reduce_values(values: Iterable[float | None], how: Reduction) -> float | None:
     """Several values as one; those that are not known do not count, and one alone stays as it is."""
     known = [value for value in values if value is not None]
     if len(known) == 1:

@@ -142,7 +142,7 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
             module = recipe.build_model(
                 pre_process=content.has_embedding,
                 post_process=content.has_loss,
-                **_accepted(recipe.build_model, offered),
+                **_select_accepted(recipe.build_model, offered),
             )
         declare_vocabulary(module, recipe.vocab_size)
         if config.model.compile:
@@ -165,7 +165,7 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
     return [DistributedDataParallel(config.model, config.ddp, module, pg_collection=groups) for module in modules]
 
 
-def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
     """Those arguments that the function has a name for. Raises ConfigError where it must have one."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -48,12 +48,12 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     if not update.skipped:
         run.scheduler.step(samples)
 
-    losses = mean_losses(run, outputs.loss_dicts)
+    losses = reduce_losses(run, outputs.loss_dicts)
     return StepResult(
         losses=losses,
         grad_norm=update.grad_norm,
         skipped=update.skipped,
-        learning_rate=learning_rate(run),
+        learning_rate=get_learning_rate(run),
         samples=samples,
         began=began,
         ended=mark(),
@@ -61,7 +61,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     )
 
 
-def mean_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def reduce_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Sum of losses over sum of tokens, over all microbatches and data-parallel ranks; on every stage the last one's.
 
     loss_dicts: for each microbatch, name -> [2] = (sum over its tokens, number of its tokens); empty before the last
@@ -72,10 +72,10 @@ def mean_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict
         total = torch.stack([losses[name].detach() for losses in loss_dicts]).sum(dim=0)
         all_reduce(total, run.groups.dp_cp)
         means[name] = total[0] / total[1].clamp(min=1)
-    return from_last_stage(run, means)
+    return broadcast_from_last_stage(run, means)
 
 
-def from_last_stage(run: Run, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def broadcast_from_last_stage(run: Run, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The last pipeline stage's scalars on all stages, so that the rank that logs has them."""
     stages = run.groups.pp
     if stages.size() == 1:
@@ -92,6 +92,6 @@ def from_last_stage(run: Run, means: dict[str, torch.Tensor]) -> dict[str, torch
     return dict(zip(run.loss_names, values.unbind(), strict=True))
 
 
-def learning_rate(run: Run) -> float:
+def get_learning_rate(run: Run) -> float:
     """The learning rate without multipliers, as the progress line shows it."""
     return float(run.scheduler.get_lr({"lr_mult": 1.0}))

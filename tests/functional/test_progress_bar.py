@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron.training.hooks.console import ProgressBar, clock
+from megatron.training.hooks.console import ProgressBar, format_duration
 from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment, run
 
 
@@ -31,8 +31,8 @@ def test_rate_follows_slowly() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (86, "1:26"), (3700, "1:01:40")])
-def test_clock(seconds: int, text: str) -> None:
-    assert clock(seconds) == text
+def test_duration_is_readable(seconds: int, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 def test_on_a_terminal_and_in_a_file() -> None:

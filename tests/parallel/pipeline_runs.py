@@ -9,13 +9,13 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
-from megatron.training.launch.initialize import Process, rank_grid
+from megatron.training.launch.initialize import Process, build_rank_grid
 from megatron.training.launch.launch import Launch
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Run
 from megatron.training.setup import setup
-from megatron.training.verify.parity import Share, run_share
+from megatron.training.verify.parity import RankTrace, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 
 ITERATIONS = 3
@@ -32,16 +32,16 @@ STYLES = {
 }
 
 
-def share(style: str, text: str) -> Share:
+def share(style: str, text: str) -> RankTrace:
     """This process's part of three iterations; all of them where the layout is one process."""
     config, recipe = _read(style, text)
-    return run_share(config, recipe, rank=_rank(), iterations=ITERATIONS)
+    return trace_rank(config, recipe, rank=_rank(), iterations=ITERATIONS)
 
 
 def prepared_run(style: str, text: str) -> Run:
     """A run before its first step."""
     config, recipe = _read(style, text)
-    groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), _rank())
+    groups = ProcessGroupCollection.build(build_rank_grid(config, config.world_size), _rank())
     launch = Launch(rank=_rank(), world_size=config.world_size, local_rank=_rank())
     return setup(config, Process(launch, torch.device("cpu"), groups), recipe)
 

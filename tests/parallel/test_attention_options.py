@@ -17,7 +17,7 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-from megatron.training.verify.parity import Share, Trace, compare, join, run_share
+from megatron.training.verify.parity import RankTrace, Trace, compare, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
@@ -111,10 +111,10 @@ STYLE = """--normalization RMSNorm --swiglu --ffn-hidden-size 48 --group-query-a
 ITERATIONS = 3
 
 
-def share(text: str) -> Share:
+def share(text: str) -> RankTrace:
     """One rank's part of the run; the whole run where the layout is one process."""
     config, recipe = training(STYLE, text)
-    return run_share(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
 
 
 @functools.cache

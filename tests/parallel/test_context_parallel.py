@@ -29,7 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.read import read_run_config
-from megatron.training.launch.initialize import rank_grid
+from megatron.training.launch.initialize import build_rank_grid
 from tests.parallel.harness import run_distributed
 
 VOCABULARY, LENGTH, BATCH, STEPS, MICROBATCHES = 32, 16, 2, 4, 2
@@ -255,7 +255,7 @@ def exchanges_of_layers(flags: str) -> list[str]:
     """What attention calls itself in each layer."""
     world = dist.get_world_size()
     config = read_run_config([*MODEL.split(), *flags.split()], {"WORLD_SIZE": str(world)})
-    groups = ProcessGroupCollection.build(rank_grid(config, world), dist.get_rank())
+    groups = ProcessGroupCollection.build(build_rank_grid(config, world), dist.get_rank())
     return [DotProductAttention(config.model, layer, pg_collection=groups).backend.name for layer in (1, 2)]
 
 

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.flags.read import read_run_config
-from megatron.training.launch.initialize import Process, rank_grid, set_seeds
+from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.setup import setup
@@ -33,7 +33,7 @@ def work(world_size: int, flags: str, iterations: int) -> None:
     """Set up (and load), train so many steps, save."""
     rank = dist.get_rank() if world_size > 1 else 0
     config = read_run_config([*SMALL.split(), *flags.split()], {"WORLD_SIZE": str(world_size)})
-    groups = ProcessGroupCollection.build(rank_grid(config, world_size), rank)
+    groups = ProcessGroupCollection.build(build_rank_grid(config, world_size), rank)
     set_seeds(config.model.seed, groups)
     recipe = build_gpt_recipe(config)
     process = Process(Launch(rank=rank, world_size=world_size, local_rank=rank), torch.device("cpu"), groups)

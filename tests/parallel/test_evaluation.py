@@ -9,7 +9,7 @@ import pytest
 
 from megatron.training.loop import train
 from megatron.training.run import Evaluation, Hook, Run
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 
@@ -34,7 +34,7 @@ def evaluated(layout: str) -> tuple[int, str | None, list[float]]:
         "--exit-signal-handler,--exit-signal=SIGUSR1"
     )
     config, recipe = training(STYLES["gpt2"], f"{layout},{flags}")
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         watch = Watch()
         run.hooks.hooks.append(watch)  # type: ignore[attr-defined]
         train(run)

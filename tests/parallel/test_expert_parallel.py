@@ -20,7 +20,15 @@ from megatron.training.checkpoint.save_and_load import load_checkpoint, save_che
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.hooks.measures import routers
 from megatron.training.step import train_step
-from megatron.training.verify.parity import Share, Trace, compare, find_largest_differences, join, local_run, run_share
+from megatron.training.verify.parity import (
+    RankTrace,
+    Trace,
+    compare,
+    find_largest_differences,
+    join,
+    open_local_run,
+    trace_rank,
+)
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, own_rank, training
@@ -43,10 +51,10 @@ LARGE = [
 LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
 
 
-def share(text: str, style: str = "moe") -> Share:
+def share(text: str, style: str = "moe") -> RankTrace:
     """One rank's part of the run; the whole run where the layout is one process."""
     config, recipe = training(EXPERTS[style], text)
-    return run_share(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
 
 
 @functools.cache
@@ -81,7 +89,7 @@ def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str
 def expert_bytes(text: str) -> tuple[int, int]:
     """(bytes of this process's weights of experts, of its gradients of them)."""
     config, recipe = training(EXPERTS["moe"], text)
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         chunk = run.model[0]
         params = [p for n, p in chunk.module.named_parameters() if placement_of(p, n).is_expert]
         return sum(p.nbytes for p in params), sum(b.grad_data.nbytes for b in chunk.flat_buffers if b.is_expert)
@@ -98,7 +106,7 @@ def biases_and_losses(text: str, directory: str, save: bool) -> tuple[list[torch
     logged losses and its loss."""
     flags = f"{EXPERTS['picky']} --save {directory} --save-interval 99 --moe-per-layer-logging"
     config, recipe = training(flags if save else f"{flags} --load {directory}", text)
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         if not save:
             load_checkpoint(run)
         batches = run.data.open("train", run.progress.consumed_train_samples)

@@ -16,7 +16,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFul
 from megatron.core.errors import ConfigError
 from megatron.core.placement import placement_of
 from megatron.training.step import train_step
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from tests.parallel.checkpoint_contents import saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import COMMON, STYLES, own_rank, training
@@ -27,7 +27,7 @@ from tests.unit.run_flags import run_config
 def kept(layout: str, flags: str) -> dict[str, Any]:
     """Elements that this process keeps after a step, and in which number format."""
     config, recipe = training(STYLES["llama"] + flags, layout)
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         train_step(run, run.data.open("train", 0))
         (chunk,) = run.model
         chunk.finish_param_sync()
@@ -62,7 +62,7 @@ def gathered(strategy_flags: list[str]) -> list[dict[str, bool]]:
     found = []
     for flags in strategy_flags:
         config, recipe = training(STYLES["llama"] + flags, "dp2,fsdp2")
-        with local_run(config, recipe, own_rank(config)) as run:
+        with open_local_run(config, recipe, own_rank(config)) as run:
             network = run.model[0].module
             layer: nn.Module = network.decoder.layers[0]  # type: ignore[assignment, union-attr, index]
             weight = layer.self_attention.linear_qkv  # type: ignore[union-attr]
@@ -154,7 +154,7 @@ def built(flags: str) -> tuple[list[int], dict[str, Any]]:
     TorchFullyShardedDataParallel._shard = recorded_shard  # type: ignore[method-assign]
     TorchFullyShardedDataParallel._prepare = recorded_prepare  # type: ignore[method-assign]
     try:
-        with local_run(config, recipe, own_rank(config)) as run:
+        with open_local_run(config, recipe, own_rank(config)) as run:
             train_step(run, run.data.open("train", 0))
             run.model[0].finish_param_sync()
             named = run.model[0].module.named_parameters()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron.training.hooks.measures import TrafficHook
 from megatron.training.loop import train
 from megatron.training.step import train_step
-from megatron.training.verify.parity import Share, find_largest_differences, join, local_run, run_share
+from megatron.training.verify.parity import RankTrace, find_largest_differences, join, open_local_run, trace_rank
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -49,11 +49,11 @@ class Kept(NamedTuple):
     """Of the whole model."""
 
 
-def kept_in(formats: list[str]) -> list[tuple[Kept, Share]]:
+def kept_in(formats: list[str]) -> list[tuple[Kept, RankTrace]]:
     found = []
     for flags in formats:
         config, recipe = training(f"{SHORT} {flags} --log-comm-volume", "dp2,fsdp2")
-        with local_run(config, recipe, own_rank(config)) as run:
+        with open_local_run(config, recipe, own_rank(config)) as run:
             train(run)
             (hook,) = (hook for hook in run.hooks.hooks if isinstance(hook, TrafficHook))  # type: ignore[attr-defined]
             params = list(run.model[0].module.parameters())
@@ -65,7 +65,7 @@ def kept_in(formats: list[str]) -> list[tuple[Kept, Share]]:
                 hook.step["dp", "reduce_scatter"],
                 sum(param.numel() for param in params),
             )
-        found.append((kept, run_share(config, recipe, rank=own_rank(config), iterations=2)))
+        found.append((kept, trace_rank(config, recipe, rank=own_rank(config), iterations=2)))
     return found
 
 
@@ -75,7 +75,7 @@ def kept_in(formats: list[str]) -> list[tuple[Kept, Share]]:
 def test_number_formats() -> None:
     """The band is that of test_bf16_band.py."""
     config, recipe = training(SHORT, "1")
-    reference = join([run_share(config, recipe, rank=0, iterations=2)])
+    reference = join([trace_rank(config, recipe, rank=0, iterations=2)])
     ranks = run_distributed(kept_in, 2, list(FORMATS), timeout=240.0)
     for flags, results in zip(FORMATS, zip(*ranks, strict=True), strict=True):
         params, grads, sent = FORMATS[flags]
@@ -121,7 +121,7 @@ def gathered_with(flag_list: list[str]) -> list[tuple[bool, bool, float]]:
     found = []
     for flags in flag_list:
         config, recipe = training(f"{STYLES['llama']} {flags}", "dp2,fsdp2")
-        with local_run(config, recipe, own_rank(config)) as run:
+        with open_local_run(config, recipe, own_rank(config)) as run:
             layers: nn.ModuleList = run.model[0].module.decoder.layers  # type: ignore[assignment, union-attr]
             seen: list[tuple[bool, bool]] = []
 
@@ -158,7 +158,7 @@ def memory_asked_for(flags: str) -> int:
     FSDPModule.set_allocate_memory_from_process_group_for_comm = recorded  # type: ignore[method-assign]
     try:
         config, recipe = training(f"{STYLES['llama']} {flags}", "dp2,fsdp2")
-        with local_run(config, recipe, own_rank(config)) as run:
+        with open_local_run(config, recipe, own_rank(config)) as run:
             train_step(run, run.data.open("train", 0))
             assert len(asked) in (0, sum(isinstance(part, FSDPModule) for part in run.model[0].modules()))
         return len(asked)
@@ -179,7 +179,7 @@ def test_registered_memory() -> None:
 def divided(flags: str) -> tuple[int, int, int]:
     """Elements of parameters, gradients and moments that this process keeps."""
     config, recipe = training(STYLES["llama"], f"dp4,--use-megatron-fsdp,--micro-batch-size=1,{flags}")
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         train_step(run, run.data.open("train", 0))
         run.model[0].finish_param_sync()
         params = list(run.model[0].module.parameters())
@@ -196,6 +196,6 @@ def test_each_instance_divides_a_copy() -> None:
     ranks = run_distributed(divided, 4, "--num-distributed-optimizer-instances=2")
     assert len({ranks[0], ranks[2]}) == len({ranks[1], ranks[3]}) == 1
     config, recipe = training(STYLES["llama"], "1")
-    with local_run(config, recipe, 0) as run:
+    with open_local_run(config, recipe, 0) as run:
         whole = sum(param.numel() for param in run.model[0].parameters())
     assert [a + b for a, b in zip(ranks[0], ranks[1], strict=True)] == [whole] * 3

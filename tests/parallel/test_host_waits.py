@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.loop import train
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
 from tests.unit.test_host_waits import ALLOWED, LOADING, Watch
@@ -15,7 +15,7 @@ def places(style: str, layout: str) -> set[tuple[str, str]]:
     """Where the host waits, beside loading, in the second and third iteration; the progress line is after the fifth."""
     flags = f"{(STYLES | EXPERTS)[style]} --log-interval 5 --train-iters 5"
     config, recipe = training(flags, layout)
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         run.hooks.hooks.append(watch := Watch())  # type: ignore[attr-defined]
         train(run)
     return {place for iteration in (2, 3) for place in watch.by_iteration[iteration] if place[0] != LOADING}

@@ -16,7 +16,15 @@ import pytest
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe
-from megatron.training.verify.parity import Share, Trace, compare, find_largest_differences, join, local_run, run_share
+from megatron.training.verify.parity import (
+    RankTrace,
+    Trace,
+    compare,
+    find_largest_differences,
+    join,
+    open_local_run,
+    trace_rank,
+)
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
@@ -63,7 +71,7 @@ def training(flags: str, layout_text: str) -> Any:
     return config, build_gpt_recipe(config, Letters())
 
 
-def share_and_microbatches(flags: str, layout: str) -> tuple[Share, list[tuple[int, int]]]:
+def share_and_microbatches(flags: str, layout: str) -> tuple[RankTrace, list[tuple[int, int]]]:
     """One rank's part of the run, and (tokens on this rank, ranks that share them) of its microbatches."""
     config, recipe = training(flags, layout)
     microbatches = []
@@ -75,7 +83,7 @@ def share_and_microbatches(flags: str, layout: str) -> tuple[Share, list[tuple[i
         return recipe.forward_step(iter([batch]), model)
 
     recording = dataclasses.replace(recipe, forward_step=forward_step)
-    return run_share(config, recording, rank=own_rank(config), iterations=ITERATIONS), microbatches
+    return trace_rank(config, recording, rank=own_rank(config), iterations=ITERATIONS), microbatches
 
 
 @functools.cache
@@ -104,7 +112,7 @@ def test_it_is_the_run_of_one_process(style: str, layout: str, sizes: set[int], 
 
 def train_on(flags: str, layout: str) -> None:
     config, recipe = training(flags, layout)
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         train(run)
 
 

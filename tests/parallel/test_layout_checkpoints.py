@@ -14,7 +14,7 @@ from megatron.core.placement import placement_of
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.loop import train
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
@@ -41,7 +41,7 @@ def train_on(flags: str, layout: str) -> list[float]:
     """Go on from where --load is, or start, to --train-iters, and save; the gradient norms on the way."""
     config, recipe = training(flags, layout)
     norms = []
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         update = run.optimizer.step
 
         def recorded() -> Any:

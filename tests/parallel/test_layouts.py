@@ -15,7 +15,7 @@ import os
 
 import pytest
 
-from megatron.training.verify.parity import Share, Trace, compare, find_largest_differences, join, run_share
+from megatron.training.verify.parity import RankTrace, Trace, compare, find_largest_differences, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
@@ -56,10 +56,10 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROWS = [(style, layout) for layout in dict.fromkeys([*sum(SMALL.values(), []), *LARGE]) for style in STYLES]
 
 
-def share(style: str, text: str) -> Share:
+def share(style: str, text: str) -> RankTrace:
     """One rank's part of the run; the whole run where the layout is one process."""
     config, recipe = training(f"{(STYLES | OPTIONS)[style]} {MICRO_BATCH}", text)
-    return run_share(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=ITERATIONS)
 
 
 @functools.cache

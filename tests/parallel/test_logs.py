@@ -10,7 +10,7 @@ from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
 from megatron.training.hooks.measures import flat_buffers
 from megatron.training.run import Hook, Run
 from megatron.training.step import train_step
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -29,7 +29,7 @@ class Counting(Hook):
 def statistics(layout: str) -> Statistics:
     """Norms and zeros after a step, and what the timers report."""
     config, recipe = training(STYLES["llama"], f"{layout},--timing-log-level=1")
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         run.hooks = found = Counting()
         train_step(run, run.data.open("train", 0))
         parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.training.step import train_step
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -21,7 +21,7 @@ def train(layout: str) -> list[tuple[bool, float, float, float]]:
     """(skipped, loss scale, loss, gradient norm) of each step; in one of them the last process has an infinity."""
     config, recipe = training(FLAGS, layout)
     found: list[tuple[bool, float, float, float]] = []
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         update = run.optimizer.step
 
         def overflowing() -> Any:

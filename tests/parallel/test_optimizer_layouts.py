@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.verify.parity import Share, Tolerances, Trace, compare, join, run_share
+from megatron.training.verify.parity import RankTrace, Tolerances, Trace, compare, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
@@ -33,9 +33,9 @@ CASES = [
 ]
 
 
-def share(flags: str, layout: str) -> Share:
+def share(flags: str, layout: str) -> RankTrace:
     config, recipe = training(f"{STYLES['llama']} {flags}", layout)
-    return run_share(config, recipe, rank=own_rank(config), iterations=4)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=4)
 
 
 @functools.cache
@@ -50,9 +50,9 @@ def test_layout_is_the_same_run(flags: str, layout: str, tolerances: Tolerances)
     assert compare(reference(flags), trace, tolerances) == []
 
 
-def clipped_share(flags: str, layout: str) -> Share:
+def clipped_share(flags: str, layout: str) -> RankTrace:
     config, recipe = training(f"--qk-clip --init-method-std 0.2 {flags}", layout)
-    return run_share(config, recipe, rank=own_rank(config), iterations=3)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=3)
 
 
 @pytest.mark.flags("--qk-clip")

@@ -11,7 +11,7 @@ from megatron.core.errors import DataError
 from megatron.core.pipeline_parallel.schedules import Action, build_tables
 from megatron.core.pipeline_parallel.timelines import needs, read_trace
 from megatron.training.loop import train
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from tests.functional.test_draw_schedule import draw
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -20,7 +20,7 @@ from tests.parallel.small_training import STYLES, own_rank, training
 def traced(layout: str, directory: str) -> list[str]:
     flags = f"--pipeline-trace-dir={directory},--profile-step-start=1,--profile-step-end=3,--train-iters=4"
     config, recipe = training(STYLES["gpt2"], f"{layout},{flags},--timing-log-level=2,--log-interval=100")
-    with local_run(config, recipe, own_rank(config)) as run:
+    with open_local_run(config, recipe, own_rank(config)) as run:
         train(run)
         return run.timers.names()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.training.verify.parity import Share, run_share
+from megatron.training.verify.parity import RankTrace, trace_rank
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 
@@ -22,10 +22,10 @@ CASES = [
 ]
 
 
-def share(style: str, layout: str) -> Share:
+def share(style: str, layout: str) -> RankTrace:
     dropout = "--hidden-dropout=0.1,--attention-dropout=0.1,--attention-backend=local"
     config, recipe = training(STYLES[style], f"{layout},{dropout}" if "cp2" not in layout else layout)
-    return run_share(config, recipe, rank=own_rank(config), iterations=2)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=2)
 
 
 def differing() -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.training.hooks.measures import TrafficHook
 from megatron.training.loop import train
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -37,7 +37,7 @@ def sent(layout: str) -> tuple[Sent, int, str]:
     flags = "--log-comm-volume,--log-interval=2,--train-iters=2,--lr-warmup-iters=0"
     config, recipe = training(STYLES["gpt2"], f"{layout},{flags}")
     printed = io.StringIO()
-    with local_run(config, recipe, own_rank(config)) as run, contextlib.redirect_stdout(printed):
+    with open_local_run(config, recipe, own_rank(config)) as run, contextlib.redirect_stdout(printed):
         train(run)
         (hook,) = (hook for hook in run.hooks.hooks if isinstance(hook, TrafficHook))  # type: ignore[attr-defined]
         gradient_bytes = sum(buffer.grad_data.nbytes for chunk in run.model for buffer in chunk.flat_buffers)

@@ -297,7 +297,7 @@ def test_the_fast_encoder_or_none(tmp_path: Path) -> None:
         argv = ["--input", str(source), "--output-prefix", str(tmp_path / name), "--workers", "1", "--use-gigatoken"]
         argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / f"{name}.json")]
         arguments, flags = preprocess_data.parse_arguments(argv, preprocess_data.make_parser())
-        parsed[name] = (preprocess_data.options_of(arguments, flags), tokenizer_from(flags))
+        parsed[name] = (preprocess_data.build_options(arguments, flags), tokenizer_from(flags))
     assert preprocess(*parsed["known"]).encoder.startswith("tiktoken encoder")
     with pytest.raises(ConfigError, match="--use-gigatoken asks for the fast encoder.*no faster encoder.*leave"):
         preprocess(*parsed["unknown"])

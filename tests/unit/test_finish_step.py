@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.recipes.gpt import build_gpt_model
 from megatron.training.step import train_step
-from megatron.training.verify.parity import local_run
+from megatron.training.verify.parity import open_local_run
 from tests.parallel.small_training import EXPERTS, training
 
 STEPS = 3  # an odd number: a bias that went up and down is not where it began
@@ -44,7 +44,7 @@ def test_a_library_user_moves_expert_biases_as_training_does() -> None:
             seen.append({name: tensor.clone() for name, tensor in batch.items()})
             yield batch
 
-    with local_run(config, recipe, 0) as run:
+    with open_local_run(config, recipe, 0) as run:
         batches = recorded(run.data.open("train", 0))
         for _ in range(STEPS):
             run.hooks.on_step_start(run)

@@ -39,8 +39,10 @@ ALLOWED = {
     ("megatron/core/optimizer/soap.py", "update"): "the number of the update decides what is computed",
     ("megatron/core/transformer/moe/grouped_products.py", "_count_rows"): "products of single experts need their sizes",
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch"): "how many rows other ranks send",
-    ("megatron/training/hooks/iterations.py", "largest_of_all"): "--exit-duration-in-mins, --exit-signal-handler: all "
-    "ranks stop after the same iteration",
+    (
+        "megatron/training/hooks/iterations.py",
+        "reduce_to_maximum",
+    ): "--exit-duration-in-mins, --exit-signal-handler: all ranks stop after the same iteration",
 }
 """(file, function) -> why the host needs the value; docs/logging.md has the list for users."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
 from megatron.training.launch import initialize as subject
-from megatron.training.launch.initialize import explain_lost_peer, initialize, rank_grid, shut_down
+from megatron.training.launch.initialize import build_rank_grid, explain_lost_peer, initialize, shut_down
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 
@@ -111,7 +111,7 @@ def test_order_of_the_ranks() -> None:
     def pipelines(flags: str) -> list[list[int]]:
         config = run_config(flags)
         model = dataclasses.replace(config.model, num_layers=2, pipeline_model_parallel_size=2)
-        return rank_grid(dataclasses.replace(config, model=model, world_size=4), 4).groups("pp")
+        return build_rank_grid(dataclasses.replace(config, model=model, world_size=4), 4).groups("pp")
 
     assert pipelines("") == [[0, 2], [1, 3]]
     assert pipelines("--use-tp-pp-dp-mapping") == [[0, 1], [2, 3]]

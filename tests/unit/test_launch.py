@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.errors import ConfigError
 from megatron.training.launch import launch
-from megatron.training.launch.launch import Launch, first_host, read_launch, run_job, with_world_size
+from megatron.training.launch.launch import Launch, add_world_size, find_first_host, read_launch, run_job
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29400"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[003-006,009]"}
@@ -42,9 +42,9 @@ def test_torchrun_inside_slurm_counts() -> None:
 
 
 def test_world_size_for_reading_flags() -> None:
-    assert with_world_size(SLURM)["WORLD_SIZE"] == "8"
-    assert with_world_size(SLURM | TORCHRUN)["WORLD_SIZE"] == "4"
-    assert "WORLD_SIZE" not in with_world_size({})
+    assert add_world_size(SLURM)["WORLD_SIZE"] == "8"
+    assert add_world_size(SLURM | TORCHRUN)["WORLD_SIZE"] == "4"
+    assert "WORLD_SIZE" not in add_world_size({})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_world_size_for_reading_flags() -> None:
     ],
 )
 def test_first_host(nodelist: str, host: str | None) -> None:
-    assert first_host(nodelist) == host
+    assert find_first_host(nodelist) == host
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.optional_deps import available
-from megatron.training.hooks.progress_history import first_start
+from megatron.training.hooks.progress_history import find_first_start
 from megatron.training.run import Hook, Run
 from tests.unit.tiny_training import finish, prepare, train_tiny
 
@@ -167,9 +167,9 @@ def test_cumulative_throughput_counts_jobs_of_the_same_size() -> None:
         f"2026-01-01 00:00:0{second}\t# GPUs: {gpus}\tStarting job\tIteration: 0\tFloating-point operations: {flops}\n"
         for second, gpus, flops in ((1, 8, 10.0), (2, 4, 20.0), (3, 8, 30.0), (4, 8, 40.0))
     )
-    start = first_start(text, 8)
+    start = find_first_start(text, 8)
     assert start is not None and start.flops == 30.0
-    assert first_start(text, 4) is None
+    assert find_first_start(text, 4) is None
 
 
 @pytest.mark.flags("--logging-level")

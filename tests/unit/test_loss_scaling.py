@@ -13,7 +13,7 @@ from megatron.core.errors import ConfigError, NonFiniteError
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.training.hooks.writers import row_points
+from megatron.training.hooks.writers import build_row_points
 from megatron.training.metrics import Row
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import loss_of, tiny_network, train, wrapped
@@ -184,4 +184,4 @@ def test_a_run_skips_overflows_reports_them_and_resumes_bit_for_bit(
 @pytest.mark.flags("--log-loss-scale-to-tensorboard")
 def test_the_scale_in_tensorboard() -> None:
     for flag, expected in (("", True), ("--no-log-loss-scale-to-tensorboard", False)):
-        assert ("loss-scale" in row_points(Row(1, {"loss_scale": 64.0}), run_config(flag).logger, 1)) is expected
+        assert ("loss-scale" in build_row_points(Row(1, {"loss_scale": 64.0}), run_config(flag).logger, 1)) is expected

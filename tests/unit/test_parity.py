@@ -9,20 +9,23 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
-from megatron.training.verify.parity import Held, Share, Trace, compare, join
+from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, compare, join
 from megatron.training.verify.parity_layouts import choose_padding, find_guilty_parts, parse_layout, split_layout
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)
 
 
-def shares(factor: float = 1.0, second_bias: float = 1.0) -> list[Share]:
+def shares(factor: float = 1.0, second_bias: float = 1.0) -> list[RankTrace]:
     """Two tensor-parallel ranks: a weight cut in two, whose gradient is `factor` times itself, and a bias."""
     found = []
     for rank in range(2):
         cut, bias = Placement("cut", (4, 3), (Split(0, "tp", 2, rank),)), Placement("bias", (2,))
         own = cut.take(FULL)
-        held = [Held(cut, factor * own, own), Held(bias, torch.ones(2), torch.full((2,), second_bias if rank else 1.0))]
-        found.append(Share([{"lm loss": 2.0}], [3.0], held))
+        held = [
+            HeldParameter(cut, factor * own, own),
+            HeldParameter(bias, torch.ones(2), torch.full((2,), second_bias if rank else 1.0)),
+        ]
+        found.append(RankTrace([{"lm loss": 2.0}], [3.0], held))
     return found
 
 

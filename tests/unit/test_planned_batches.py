@@ -100,7 +100,7 @@ def test_a_growing_batch_is_planned_as_it_grows() -> None:
 def test_cyclic_data_are_those_of_all_ranks() -> None:
     settings = LoaderSettings(1, 0, 2, torch.device("cpu"), "cyclic")
     first, second = (
-        itertools.islice(LoaderSettings(1, rank, 2, settings.device, "cyclic").sampler(24, 0, repeats=False), 4)
+        itertools.islice(LoaderSettings(1, rank, 2, settings.device, "cyclic").build_sampler(24, 0, repeats=False), 4)
         for rank in range(2)
     )
     plan = plans_of(0, 2, dataloader_type="cyclic").at(0)

@@ -17,7 +17,7 @@ from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_on_rank, count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
-from megatron.training.launch.initialize import rank_grid
+from megatron.training.launch.initialize import build_rank_grid
 from megatron.training.recipes.gpt import build_gpt_model
 from tests.unit.gpt_models import build_model
 
@@ -33,7 +33,7 @@ def read_case(name: str, further: str = "") -> RunConfig:
 
 def build_stage(config: RunConfig, rows: int, rank: int) -> GPTModel:
     """The chunk of a rank that holds one, on the meta device."""
-    groups = ProcessGroupCollection.pretend(rank_grid(config, config.world_size), rank)
+    groups = ProcessGroupCollection.pretend(build_rank_grid(config, config.world_size), rank)
     content = build_pipeline_layout(config.model, build_virtual_stages(config.model))[groups.pp.rank()]
     chunk = build_gpt_model(
         config, rows, pre_process=content.has_embedding, post_process=content.has_loss, pg_collection=groups
@@ -48,7 +48,7 @@ def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
     config, rows = read_case(name), 51200
     model, untied = config.model, config.gpt.untie_embeddings_and_output_weights
     formula = count_parameters(model, padded_vocab_size=rows, untied=untied)
-    groups = ProcessGroupCollection.pretend(rank_grid(config, config.world_size), 0)
+    groups = ProcessGroupCollection.pretend(build_rank_grid(config, config.world_size), 0)
     stages = groups.pp.size()
     ranks_of_a_pipeline = range(0, config.world_size, config.world_size // stages)
     chunks = [build_stage(config, rows, rank) for rank in ranks_of_a_pipeline]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.core.config_base import settings_of
 from megatron.core.errors import ConfigError
 from megatron.core.setting import Setting
-from megatron.training.checkpoint.differences import shape_differences, trajectory_differences
+from megatron.training.checkpoint.differences import describe_shape_differences, describe_trajectory_differences
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.training import TrainingConfig
@@ -83,15 +83,17 @@ def test_a_changed_shape_is_named(group: str, setting: Setting) -> None:
     config = run_config()
     saved = config.to_dict()
     saved[group][setting.dest] = another(setting, saved[group][setting.dest])
-    assert f"; settings: {setting.name} is " in shape_differences(saved, config)
-    assert shape_differences(config.to_dict(), config) == ""
+    assert f"; settings: {setting.name} is " in describe_shape_differences(saved, config)
+    assert describe_shape_differences(config.to_dict(), config) == ""
 
 
 def test_layouts_and_kernels_are_the_same_run() -> None:
     config = run_config()
     saved = run_config("--tensor-model-parallel-size 2 --num-workers 0 --log-interval 7", world_size=2).to_dict()
-    assert trajectory_differences(saved, config) == ""
-    assert "--lr is 0.01 in the checkpoint" in trajectory_differences(config.to_dict(), run_config("--lr 0.02"))
+    assert describe_trajectory_differences(saved, config) == ""
+    assert "--lr is 0.01 in the checkpoint" in describe_trajectory_differences(
+        config.to_dict(), run_config("--lr 0.02")
+    )
 
 
 def test_saved_settings_load_although_a_rule_refuses_them_now() -> None:

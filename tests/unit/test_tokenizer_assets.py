@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.tokenizers.build import tokenizer_from
-from megatron.training.checkpoint.tokenizer_assets import tokenizer_files, use_saved_files
+from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files, use_saved_files
 from megatron.training.config.data import TokenizerConfig
 from tests.preprocess_runs import DATA, gpt2_flags
 
@@ -64,7 +64,7 @@ def test_same_tokenizer_from_the_checkpoint(kind: str, tmp_path: Path) -> None:
     before = tokenizer_from(config)
     checkpoint = tmp_path / "checkpoint"
     (checkpoint / "tokenizer").mkdir(parents=True)
-    for name, path in tokenizer_files(config).items():
+    for name, path in list_tokenizer_files(config).items():
         shutil.copy(path, checkpoint / name)
     shutil.rmtree(source)
     after = tokenizer_from(use_saved_files(config, checkpoint))

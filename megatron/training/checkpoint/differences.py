@@ -11,18 +11,18 @@ from megatron.core.setting import FieldKind
 from megatron.training.config.container import RunConfig, group_classes
 
 
-def shape_differences(saved: dict[str, Any], config: RunConfig) -> str:
+def describe_shape_differences(saved: dict[str, Any], config: RunConfig) -> str:
     """`; settings: --num-layers is 4 in the checkpoint, 2 in this run`, or nothing: what may explain other tensor
     shapes."""
-    return _listed("settings", _differences(saved, config, ("shape",)))
+    return _join_differences("settings", _list_differences(saved, config, ("shape",)))
 
 
-def trajectory_differences(saved: dict[str, Any], config: RunConfig) -> str:
+def describe_trajectory_differences(saved: dict[str, Any], config: RunConfig) -> str:
     """`; settings that changed: ...`, or nothing: what makes the resumed run another one than the saved."""
-    return _listed("settings that changed", _differences(saved, config, ("shape", "numerics")))
+    return _join_differences("settings that changed", _list_differences(saved, config, ("shape", "numerics")))
 
 
-def _differences(saved: dict[str, Any], config: RunConfig, kinds: Container[FieldKind | None]) -> list[str]:
+def _list_differences(saved: dict[str, Any], config: RunConfig, kinds: Container[FieldKind | None]) -> list[str]:
     """A sentence for every flag of these kinds whose value changed."""
     try:
         then = RunConfig.from_dict(saved).flag_values()
@@ -39,5 +39,5 @@ def _differences(saved: dict[str, Any], config: RunConfig, kinds: Container[Fiel
     ]
 
 
-def _listed(title: str, differences: list[str]) -> str:
+def _join_differences(title: str, differences: list[str]) -> str:
     return f"; {title}: {'; '.join(differences)}" if differences else ""

@@ -22,20 +22,20 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 _STREAM = "stream."
 
 
-def torch_states() -> dict[str, torch.Tensor]:
+def get_torch_states() -> dict[str, torch.Tensor]:
     """This process's states by name: "cpu", "cuda", "stream.<name>"; uint8."""
     # A prefix, so that a stream called "cpu" would not be taken for the generator of the CPU.
     streams = {_STREAM + name: state for name, state in get_cuda_rng_tracker().get_states().items()}
     return get_rng_state() | streams
 
 
-def sharded_rng_state(rank: int) -> ShardedStateDict:
+def build_sharded_rng_state(rank: int) -> ShardedStateDict:
     """The states as entries of a checkpoint. Loading fills them; `restore` then makes them effective."""
-    entries = (ShardedTensor.whole(f"{RNG_PREFIX}{rank}.{name}", state) for name, state in torch_states().items())
+    entries = (ShardedTensor.whole(f"{RNG_PREFIX}{rank}.{name}", state) for name, state in get_torch_states().items())
     return {entry.key: entry for entry in entries}
 
 
-def rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any]:
+def build_rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any]:
     """What is not a tensor: one entry for each rank, and the sizes of the parallel axes."""
     # Both generators have states of a few thousand numbers: small enough for JSON, which can be looked at.
     version, internal, gauss_next = random.getstate()
@@ -43,12 +43,12 @@ def rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any]:
     entry = {
         "python": [version, list(internal), gauss_next],
         "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": {state: values.numel() for state, values in torch_states().items()},
+        "torch": {state: values.numel() for state, values in get_torch_states().items()},
     }
     return {"layout": dict(layout), "ranks": all_gather_object(entry, group)}
 
 
-def why_not_restorable(document: dict[str, Any], group: Group, layout: Mapping[str, int]) -> str | None:
+def explain_unrestorable_state(document: dict[str, Any], group: Group, layout: Mapping[str, int]) -> str | None:
     """None when this job can continue the saved states; otherwise the reason, the same on all ranks."""
     if len(document["ranks"]) != group.size():
         return f"it was saved by {len(document['ranks'])} processes, this run has {group.size()}"
@@ -56,7 +56,7 @@ def why_not_restorable(document: dict[str, Any], group: Group, layout: Mapping[s
     then = document.get("layout", dict(layout))
     if list(then.items()) != list(layout.items()):
         return f"it was saved with the layout {_layout_text(then)}, this run has {_layout_text(layout)}"
-    ours = {name: values.numel() for name, values in torch_states().items()}
+    ours = {name: values.numel() for name, values in get_torch_states().items()}
     # Names and lengths differ between a CPU and a GPU; a state of one means nothing to the other.
     fits = ours == document["ranks"][group.rank()]["torch"]
     return None if all(all_gather_object(fits, group)) else "it was saved on another kind of device"
@@ -69,7 +69,7 @@ def _layout_text(layout: Mapping[str, int]) -> str:
 
 
 def restore(document: dict[str, Any], tensors: ShardedStateDict, rank: int) -> None:
-    """Continue this process's generators from the document and from the loaded entries of `sharded_rng_state`."""
+    """Continue this process's generators from the document and from the loaded entries of `build_sharded_rng_state`."""
     entry = document["ranks"][rank]
     version, internal, gauss_next = entry["python"]
     random.setstate((version, tuple(internal), gauss_next))

@@ -41,8 +41,8 @@ from megatron.core.mesh import RankGrid
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
-from megatron.training.checkpoint.differences import shape_differences, trajectory_differences
-from megatron.training.checkpoint.tokenizer_assets import tokenizer_files
+from megatron.training.checkpoint.differences import describe_shape_differences, describe_trajectory_differences
+from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.run import Run
 
@@ -59,21 +59,21 @@ def save_checkpoint(run: Run) -> Path:
     """
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
-    tensors = sharded_model_state(run)
+    tensors = build_sharded_model_state(run)
     # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
-        tensors |= _sharded_optimizer_state(run)
+        tensors |= _build_sharded_optimizer_state(run)
         state["optimizer"] = run.optimizer.state_dict()
         state["scheduler"] = run.scheduler.state_dict()
     if hooks := run.hooks.state_dict():
         state["hooks"] = hooks
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
     if not settings.no_save_rng:
-        tensors |= rng_state.sharded_rng_state(world.rank())
-        documents[RNG] = rng_state.rng_document(world, describe_layout(run.groups.grid))
+        tensors |= rng_state.build_sharded_rng_state(world.rank())
+        documents[RNG] = rng_state.build_rng_document(world, describe_layout(run.groups.grid))
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
-    attachments = tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
+    attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     return serialization.save(
         tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world
     )
@@ -155,19 +155,19 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         # Before anything is loaded: a state that this optimizer cannot continue must leave the run as it was.
         run.optimizer.check_state(state["optimizer"])
     # Asked before anything is loaded: a refusal must leave the run as it was.
-    random_numbers = _rng_document(found, run) if with_rng else None
+    random_numbers = _read_rng_document(found, run) if with_rng else None
 
-    tensors = sharded_model_state(run, main=not with_optimizer)
+    tensors = build_sharded_model_state(run, main=not with_optimizer)
     if with_optimizer:
-        tensors |= _sharded_optimizer_state(run)
+        tensors |= _build_sharded_optimizer_state(run)
     if random_numbers is not None:
-        tensors |= rng_state.sharded_rng_state(world.rank())
+        tensors |= rng_state.build_sharded_rng_state(world.rank())
     # Read for the messages only: settings of a run are those of its own flags, never the checkpoint's.
     saved_config = serialization.read_document(found.path, CONFIG)
     try:
         serialization.load(tensors, found, world)
     except ModelMismatchError as error:
-        raise CheckpointError(f"{found.path}: {error}{shape_differences(saved_config, run.config)}") from None
+        raise CheckpointError(f"{found.path}: {error}{describe_shape_differences(saved_config, run.config)}") from None
 
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -186,7 +186,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     run.progress.load_state_dict(state["progress"])
     run.hooks.load_state_dict(state.get("hooks", {}))  # older checkpoints have none
     _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples"
-                f"{trajectory_differences(saved_config, run.config)}")  # fmt: skip
+                f"{describe_trajectory_differences(saved_config, run.config)}")  # fmt: skip
 
 
 def describe_layout(grid: RankGrid) -> dict[str, int]:
@@ -194,13 +194,13 @@ def describe_layout(grid: RankGrid) -> dict[str, int]:
     return grid.dense_sizes | grid.expert_sizes
 
 
-def _rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
+def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
     """The saved random-number state; None, with a sentence, where this job cannot continue it."""
     world = run.groups.world
     if f"{RNG}.json" not in found.manifest.files:
         raise CheckpointError(f"{found.path} was saved with --no-save-rng; pass --no-load-rng or --finetune")
     document: dict[str, Any] = serialization.read_document(found.path, RNG)
-    reason = rng_state.why_not_restorable(document, world, describe_layout(run.groups.grid))
+    reason = rng_state.explain_unrestorable_state(document, world, describe_layout(run.groups.grid))
     if reason is not None:
         _warn(world, f"random numbers start from --seed instead of continuing: {reason}")
         return None
@@ -221,13 +221,13 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
         return
 
     # Stages hold different layers: what one does not know, another may.
-    elsewhere = set().union(*all_gather_object(set(sharded_model_state(run)), run.groups.pp))
+    elsewhere = set().union(*all_gather_object(set(build_sharded_model_state(run)), run.groups.pp))
 
     def fill() -> int:
         weights = read_legacy_weights(legacy)
         try:
             with torch.no_grad():
-                fill_from_full(_weights_in_full_precision(run), weights.tensors, elsewhere)
+                fill_from_full(_list_full_precision_weights(run), weights.tensors, elsewhere)
         except ModelMismatchError as error:
             raise CheckpointError(f"{legacy}: {error}") from None
         return len(weights.ignored)
@@ -242,7 +242,7 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
 # ---- the run as a checkpoint sees it
 
 
-def sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
+def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
     """The parameters of this process's pipeline chunks, or its slices of them.
 
     main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
@@ -250,7 +250,7 @@ def sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
     """
     starts: dict[str, int] = {}
     held: list[tuple[torch.Tensor, Placement]] = []
-    for chunk, parameter, placement in _placed_parameters(run):
+    for chunk, parameter, placement in _iterate_placed_parameters(run):
         data, start = chunk.held_part(parameter, main=main)
         held.append((data, placement))
         if start is not None:
@@ -258,8 +258,8 @@ def sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
     return model_state(held, starts)
 
 
-def _sharded_optimizer_state(run: Run) -> ShardedStateDict:
-    placements = {placement.name: placement for _, _, placement in _placed_parameters(run)}
+def _build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
+    placements = {placement.name: placement for _, _, placement in _iterate_placed_parameters(run)}
     slices = run.optimizer.named_slices()
     # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
     starts = {name: found.start for name, found in slices.items() if not found.is_whole}
@@ -267,13 +267,16 @@ def _sharded_optimizer_state(run: Run) -> ShardedStateDict:
     return state | whole_optimizer_state(run.optimizer.whole_state())
 
 
-def _weights_in_full_precision(run: Run) -> list[ShardedTensor]:
+def _list_full_precision_weights(run: Run) -> list[ShardedTensor]:
     """The parameters, and the main parameters behind them under the same names."""
-    main = (tensor for tensor in _sharded_optimizer_state(run).values() if tensor.fallback_key is not None)
-    return [*sharded_model_state(run).values(), *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main)]
+    main = (tensor for tensor in _build_sharded_optimizer_state(run).values() if tensor.fallback_key is not None)
+    return [
+        *build_sharded_model_state(run).values(),
+        *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main),
+    ]
 
 
-def _placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
+def _iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
     """Parameters, each with its chunk and placement."""
     for chunk in run.model:
         # With --overlap-param-gather a gather may still be under way, and the parameters old.

@@ -19,7 +19,7 @@ _BESIDE_A_FILE = _FILE_NAMES[1:5]
 _MERGES_NAME, _GIVEN_TEMPLATE, _METADATA = "merges.txt", "given_chat_template.jinja", "tokenizer_metadata.json"
 
 
-def tokenizer_files(settings: TokenizerConfig) -> dict[str, Path]:
+def list_tokenizer_files(settings: TokenizerConfig) -> dict[str, Path]:
     """Name in the checkpoint -> file. Empty for a tokenizer without files, and for files that are gone meanwhile."""
     files: dict[str, Path] = {}
     if settings.tokenizer_model is not None:
@@ -30,7 +30,7 @@ def tokenizer_files(settings: TokenizerConfig) -> dict[str, Path]:
             # A tokenizer.json alone does not say its special tokens or its chat template; the files beside it do.
             beside = {name: model.with_name(name) for name in _BESIDE_A_FILE}
             files = {model.name: model, **beside}
-    named = ((_vocab_name(settings), settings.vocab_file), (_MERGES_NAME, settings.merge_file))
+    named = ((_choose_vocab_name(settings), settings.vocab_file), (_MERGES_NAME, settings.merge_file))
     files |= {name: Path(path) for name, path in named if path is not None}
     if settings.chat_template is not None and is_file_name(settings.chat_template):
         files[_GIVEN_TEMPLATE] = Path(settings.chat_template)
@@ -52,7 +52,7 @@ def use_saved_files(settings: TokenizerConfig, checkpoint: Path) -> TokenizerCon
         file = directory / Path(settings.tokenizer_model).name
         changes["tokenizer_model"] = str(file if file.is_file() else directory)
     names = (
-        ("vocab_file", _vocab_name(settings)),
+        ("vocab_file", _choose_vocab_name(settings)),
         ("merge_file", _MERGES_NAME),
         ("chat_template", _GIVEN_TEMPLATE),
         ("metadata_path", _METADATA),
@@ -63,6 +63,6 @@ def use_saved_files(settings: TokenizerConfig, checkpoint: Path) -> TokenizerCon
     return dataclasses.replace(settings, **changes)
 
 
-def _vocab_name(settings: TokenizerConfig) -> str:
+def _choose_vocab_name(settings: TokenizerConfig) -> str:
     """GPT-2's vocabulary is JSON, BERT's has a token per line."""
     return "vocab.txt" if settings.merge_file is None else "vocab.json"

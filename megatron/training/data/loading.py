@@ -57,7 +57,7 @@ class LoaderSettings:
     vocabulary_limit: int | None = None
     """Token ids must be below this: the padded vocabulary size."""
 
-    def sampler(self, total_samples: int, consumed_samples: int, *, repeats: bool) -> Iterable[list[int]]:
+    def build_sampler(self, total_samples: int, consumed_samples: int, *, repeats: bool) -> Iterable[list[int]]:
         """Which samples come next on this rank."""
         # Both samplers are functions of the samples consumed: nothing about the data needs to stand in a checkpoint.
         place = (total_samples, consumed_samples, self.micro_batch_size, self.dp_rank, self.dp_size)
@@ -127,10 +127,10 @@ class TrainingData:
         dataset = parts[part] if parts else None
         # Evaluation is never planned: its batches are those of the run without plans, so losses stay comparable.
         if self.planned is not None and split == "train":
-            return self._opened(self.planned(consumed_samples))
+            return self._register(self.planned(consumed_samples))
         if self.settings.dataloader_type == "external" and dataset is not None:
-            return self._opened(read_external_batches(dataset, split, consumed_samples, self.settings))
-        return self._opened(read_microbatches(dataset, split, consumed_samples, self.settings.choose_split(split)))
+            return self._register(read_external_batches(dataset, split, consumed_samples, self.settings))
+        return self._register(read_microbatches(dataset, split, consumed_samples, self.settings.choose_split(split)))
 
     def open_whole(self, split: str, part: int, num_microbatches: int) -> Generator[Batch, None, None]:
         """The same for every sample of a dataset once; the rest of `num_microbatches` are samples without loss.
@@ -149,7 +149,7 @@ class TrainingData:
         while self._open:
             self._open.pop().close()
 
-    def _opened(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+    def _register(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         # Remembered, so that `close` ends the loader processes also after an error in the middle of a step.
         self._open.append(batches)
         return batches
@@ -169,7 +169,7 @@ def read_microbatches(
             f"the {split} data has {total} samples, fewer than one microbatch over all ranks needs ({step}); "
             "use more data, a smaller --micro-batch-size or fewer ranks"
         )
-    sampler = settings.sampler(total, consumed_samples, repeats=split != "train")
+    sampler = settings.build_sampler(total, consumed_samples, repeats=split != "train")
     yield from load_samples(dataset, split, sampler, settings)
     # Evaluation repeats its data, so only training gets here.
     raise build_used_up_error(split, total, consumed_samples)
@@ -231,7 +231,7 @@ def load_samples(
         generator=torch.Generator(),
         worker_init_fn=_Behaviour(settings.ignored_signal),
     )
-    for batch in _supervised(loader, settings):
+    for batch in _supervise(loader, settings):
         if isinstance(batch, MegatronError):
             raise batch
         yield {
@@ -259,7 +259,7 @@ def say_unless_cut_off(kind: type[BaseException], error: BaseException, tracebac
         sys.__excepthook__(kind, error, traceback)
 
 
-def _supervised(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[Any]:
+def _supervise(loader: DataLoader[Any], settings: LoaderSettings) -> Iterator[Any]:
     """The loader's batches; what its processes do wrong becomes a TemporaryError."""
     batches = iter(loader)
     while True:

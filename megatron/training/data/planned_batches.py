@@ -66,8 +66,10 @@ class Layout:
         most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
         assert most is not None and seq_length is not None, "checked by read_run_config"
         cost = SampleCost(*count_products(config.model, padded_vocab_size=padded_vocab_size))
-        sharers = groups.tp.size() if config.model.sequence_parallel else 1
-        return cls(groups.dp_cp.rank(), groups.dp_cp.size(), groups.cp.size(), most, seq_length, cost, sharers)
+        sequence_parallel_ranks = groups.tp.size() if config.model.sequence_parallel else 1
+        return cls(
+            groups.dp_cp.rank(), groups.dp_cp.size(), groups.cp.size(), most, seq_length, cost, sequence_parallel_ranks
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class StepPlans:
         # Every rank plays the samplers of all ranks: the plan needs all lengths, and reading them is cheaper than
         # sending.
         ranks = [dataclasses.replace(self.settings, dp_rank=rank) for rank in range(self.settings.dp_size)]
-        samplers = [iter(rank.sampler(len(self.dataset), consumed_samples, repeats=False)) for rank in ranks]
+        samplers = [iter(rank.build_sampler(len(self.dataset), consumed_samples, repeats=False)) for rank in ranks]
         while True:
             count = self.batch_size.num_microbatches(consumed_samples)
             samples = [list(itertools.islice(sampler, count)) for sampler in samplers]

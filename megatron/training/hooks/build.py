@@ -9,7 +9,7 @@ from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.evaluation import EvaluationHook, NonLossDataHook
 from megatron.training.hooks.guards import NonFiniteHook, OutlierHook
 from megatron.training.hooks.housekeeping import CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook
-from megatron.training.hooks.iterations import ExitConditionsHook, ExitSignalHook, PassOverHook
+from megatron.training.hooks.iterations import ExitConditionsHook, ExitSignalHook, SkipIterationsHook
 from megatron.training.hooks.measures import (
     AttentionLogitsHook,
     BalanceHook,
@@ -32,7 +32,7 @@ HOOKS: tuple[type[Hook], ...] = (
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL
     NonFiniteHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook, EvaluationHook,
-    NonLossDataHook, PassOverHook, ExitConditionsHook, ExitSignalHook,
+    NonLossDataHook, SkipIterationsHook, ExitConditionsHook, ExitSignalHook,
     # Phase.SAVE
     CheckpointHook,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.placement import placement_of
 from megatron.planner.parameters import count_whole
 from megatron.training.config.container import RunConfig
-from megatron.training.metrics import Row, Shown, reduced
+from megatron.training.metrics import Row, Shown, reduce_values
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run, StepResult
 
 # Rewriting the line costs a system call, which a step of a tiny model would feel.
@@ -59,10 +59,10 @@ class Interval:
         counted = max(1, self.steps - self.skipped - self.nan)
         return {name: total / counted for name, total in self.losses.items()}
 
-    def texts(self, shown: Mapping[str, Shown]) -> Iterator[str]:
+    def describe(self, shown: Mapping[str, Shown]) -> Iterator[str]:
         """What metrics have to say in the progress line."""
         for name, (reduce, text) in shown.items():
-            value = reduced(self.values.get(name, []), reduce)
+            value = reduce_values(self.values.get(name, []), reduce)
             if value is not None:
                 yield text(value)
 
@@ -86,7 +86,7 @@ class ConsoleHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """What is about to be trained, on what."""
         # Counting gathers from all stages, so it stands before the other ranks leave.
-        parameters, active = parameter_count(run)
+        parameters, active = count_parameters(run)
         own = sum(p.numel() for chunk in run.model for p in chunk.parameters())
         if not run.is_first_rank:
             return
@@ -122,8 +122,8 @@ class ConsoleHook(Hook):
         for row in rows:
             self.interval.add(row)
             if row.iteration % self.log_interval == 0:
-                texts = [*self.interval.texts(run.metrics.shown), *row.texts]
-                self._print(progress_line(row, self.interval, run.progress.target_iterations, texts))
+                texts = [*self.interval.describe(run.metrics.shown), *row.texts]
+                self._print(format_progress_line(row, self.interval, run.progress.target_iterations, texts))
                 self.interval = Interval()
             for table in row.tables:
                 self._print(table)
@@ -133,7 +133,7 @@ class ConsoleHook(Hook):
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Loss and perplexity."""
         if run.is_first_rank:
-            line = evaluation_line(run.progress.iteration, evaluation)
+            line = format_evaluation_line(run.progress.iteration, evaluation)
             self._print("\n".join(("-" * len(line), line, "-" * len(line))))
 
     def on_save(self, run: Run) -> None:
@@ -157,7 +157,7 @@ class ConsoleHook(Hook):
             self.bar.redraw()
 
 
-def parameter_count(run: Run) -> tuple[int, int]:
+def count_parameters(run: Run) -> tuple[int, int]:
     """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
     router chooses. Every rank calls this."""
     # Placements instead of sizes: a part that several ranks hold must be counted once.
@@ -170,7 +170,7 @@ def parameter_count(run: Run) -> tuple[int, int]:
     return counts.total, counts.active(model.moe_router_topk, model.num_moe_experts)
 
 
-def progress_line(row: Row, interval: Interval, target_iterations: int, texts: Sequence[str] = ()) -> str:
+def format_progress_line(row: Row, interval: Interval, target_iterations: int, texts: Sequence[str] = ()) -> str:
     """One line in upstream's wording: means over the interval for loss and time, the last step for the rest."""
     seconds = interval.elapsed_seconds / interval.steps
     # The row's rates are those of its own step; this factor makes them the rates of the interval's mean step.
@@ -179,8 +179,8 @@ def progress_line(row: Row, interval: Interval, target_iterations: int, texts: S
         f"iteration {row.iteration:8d}/{target_iterations:8d}",
         f"consumed samples: {row['consumed_samples']:12d}",
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_known(row.values.get('tflops'), '.3g', speed)}",
-        f"MFU (%): {_known(row.values.get('mfu'), '.1f', speed * 100)}",
+        f"throughput per GPU (TFLOP/s/GPU): {_format_known(row.values.get('tflops'), '.3g', speed)}",
+        f"MFU (%): {_format_known(row.values.get('mfu'), '.1f', speed * 100)}",
         f"tokens per second: {interval.tokens / interval.elapsed_seconds:.0f}",
         f"learning rate: {row['lr']:.6E}",
         f"global batch size: {row['global_batch_size']:5d}",
@@ -202,11 +202,11 @@ def progress_line(row: Row, interval: Interval, target_iterations: int, texts: S
     return f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] " + " | ".join(fields) + " |"
 
 
-def _known(value: float | None, form: str, factor: float) -> str:
+def _format_known(value: float | None, form: str, factor: float) -> str:
     return "n/a" if value is None else format(value * factor, form)
 
 
-def evaluation_line(iteration: int, evaluation: Evaluation) -> str:
+def format_evaluation_line(iteration: int, evaluation: Evaluation) -> str:
     """Loss and perplexity, exp(loss), capped as upstream caps it so that an untrained model prints a finite number."""
     where = f"iteration {iteration}" + (f" on {evaluation.split} set" if evaluation.final else "")
     fields = [
@@ -249,7 +249,7 @@ class ProgressBar:
         line = f"iteration {self.iteration}/{self.target} [{'#' * filled}{'-' * (20 - filled)}]"
         if self.seconds_per_step:
             left = round((self.target - self.iteration) * self.seconds_per_step)
-            line += f" {1 / self.seconds_per_step:.2f} it/s, {clock(left)} left{self._loss_text}"
+            line += f" {1 / self.seconds_per_step:.2f} it/s, {format_duration(left)} left{self._loss_text}"
         # A line as wide as the terminal would wrap, and the carriage return would no longer reach its start.
         return line[: columns - 1]
 
@@ -265,7 +265,7 @@ class ProgressBar:
         sys.stdout.flush()
 
 
-def clock(seconds: int) -> str:
+def format_duration(seconds: int) -> str:
     """86 -> "1:26", 3700 -> "1:01:40"."""
     minutes, second = divmod(seconds, 60)
     hours, minute = divmod(minutes, 60)

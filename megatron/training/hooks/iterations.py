@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROGRAM_STARTED_AT = time.monotonic()
 
 
-class PassOverHook(Hook):
+class SkipIterationsHook(Hook):
     """Takes the data of some iterations, counted from 0, and does nothing with it.
 
     Neither weights nor the learning rate change, and nothing periodic happens.
@@ -34,14 +34,14 @@ class PassOverHook(Hook):
         self.iterations = frozenset(iterations)
 
     @classmethod
-    def build(cls, config: RunConfig, context: HookContext) -> PassOverHook | None:
+    def build(cls, config: RunConfig, context: HookContext) -> SkipIterationsHook | None:
         """Of --iterations-to-skip."""
         return cls(config.training.iterations_to_skip) if config.training.iterations_to_skip else None
 
     def wrap_step(self, step: Step) -> Step:
         """The step, or in its place as many microbatches as it would use."""
 
-        def step_or_pass_over(run: Run, batches: Iterator[Batch]) -> None:
+        def step_or_skip(run: Run, batches: Iterator[Batch]) -> None:
             if run.progress.iteration not in self.iterations:
                 step(run, batches)
                 return
@@ -56,7 +56,7 @@ class PassOverHook(Hook):
                 done = run.progress.iteration
                 print(f"iteration {done} is passed over: --iterations-to-skip {done - 1}")
 
-        return step_or_pass_over
+        return step_or_skip
 
 
 class ExitConditionsHook(Hook):
@@ -79,7 +79,7 @@ class ExitConditionsHook(Hook):
         """Compare. Clocks differ between ranks, so the duration is decided together, for which the host waits."""
         if self.longest_seconds is not None:
             # All ranks must stop after the same iteration, or the others would wait for ever in the next collective.
-            elapsed = largest_of_all(run, time.monotonic() - self._started_at)
+            elapsed = reduce_to_maximum(run, time.monotonic() - self._started_at)
             if elapsed > self.longest_seconds:
                 run.request_stop(f"exiting program after {elapsed / 60:.1f} minutes")
         if self.interval is not None and run.progress.iteration % self.interval == 0:
@@ -106,7 +106,7 @@ class ExitSignalHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Ask all ranks, for which the host waits."""
-        if largest_of_all(run, float(self._received)):
+        if reduce_to_maximum(run, float(self._received)):
             run.request_stop(f"exiting program after signal {self.signal.name}")
 
     def on_close(self, run: Run) -> None:
@@ -119,7 +119,7 @@ class ExitSignalHook(Hook):
         self._received = True
 
 
-def largest_of_all(run: Run, number: float) -> float:
+def reduce_to_maximum(run: Run, number: float) -> float:
     """The largest of all ranks' numbers. Every rank takes part."""
     # On the device, because NCCL only communicates between GPUs.
     largest = torch.tensor(number, device=run.device)

@@ -24,7 +24,7 @@ from megatron.training.metrics import Row
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 
-def flat_buffers(run: Run) -> list[FlatBuffer]:
+def list_flat_buffers(run: Run) -> list[FlatBuffer]:
     """The buffers of all chunks of this process."""
     return [buffer for chunk in run.model for buffer in chunk.flat_buffers]
 
@@ -58,7 +58,7 @@ class StepHook(Hook):
     def on_gradients(self, run: Run) -> None:
         """Count zeros if asked to."""
         if run.config.logger.log_num_zeros_in_grad:
-            self._zeros = count_zeros(flat_buffers(run), run.optimizer.model_sum)
+            self._zeros = count_zeros(list_flat_buffers(run), run.optimizer.model_sum)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record everything. How long the step took is known only when the device has done it."""
@@ -122,7 +122,7 @@ class ExpertsHook(Hook):
         if not names:
             return
         # Stays on the device; the host does not wait for it here.
-        means = self._means(run, layers, names, result.samples)
+        means = self._reduce_losses(run, layers, names, result.samples)
         over_layers = means.cumsum(0)[-1] / len(layers)
         for place, name in enumerate(names):
             run.metrics.record(name, over_layers[place], reduce="last", text=partial("{}: {:.6E}".format, name))
@@ -130,18 +130,18 @@ class ExpertsHook(Hook):
                 for layer, value in zip(layers, means[:, place].unbind(), strict=True):
                     run.metrics.record(f"{name} layer {layer}", value, reduce="last")
 
-    def _means(self, run: Run, layers: list[int], names: list[str], samples: int) -> Tensor:
+    def _reduce_losses(self, run: Run, layers: list[int], names: list[str], samples: int) -> Tensor:
         """[layers, names], of the last step, which had so many samples."""
         # One tensor for all layers, so that one all-reduce brings everything together.
         own = torch.zeros(len(layers), len(names), dtype=torch.float64, device=run.device)
-        for router in routers(run):
+        for router in list_routers(run):
             for name, summed in router.take_losses().items():
                 own[layers.index(router.layer_number), names.index(name)] += summed
         all_reduce(own, run.groups.world)  # each process has what its own tokens add to its own layers' losses
         return own * run.batch_size.micro_batch_size / samples
 
 
-def routers(run: Run) -> Iterator[TopKRouter]:
+def list_routers(run: Run) -> Iterator[TopKRouter]:
     """Those of this process's layers."""
     for chunk in run.model:
         yield from (module for module in chunk.module.modules() if isinstance(module, TopKRouter))
@@ -251,21 +251,21 @@ class LayerNormsHook(Hook):
         """Measure before clipping. Every rank takes part."""
         if (run.progress.iteration + 1) % self.log_interval == 0:
             # With --fp16 gradients are those of the loss times the loss scale until the update.
-            scaled = layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
+            scaled = layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "gradients")
             self._gradients = {layer: norm / run.optimizer.loss_scale for layer, norm in scaled.items()}
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Measure parameters and record, at the interval. Every rank takes part."""
         if run.progress.iteration % self.log_interval:
             return
-        parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
+        parameters = layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "parameters")
         for layer, norm in parameters.items():
             run.metrics.record(f"params-norm {layer}", norm, reduce="last")
             run.metrics.record(f"grad-norm {layer}", self._gradients[layer], reduce="last")
-        run.metrics.add_table(table_of_norms(run.progress.iteration, parameters, self._gradients))
+        run.metrics.add_table(format_layer_norms(run.progress.iteration, parameters, self._gradients))
 
 
-def table_of_norms(iteration: int, parameters: dict[str, float], gradients: dict[str, float]) -> str:
+def format_layer_norms(iteration: int, parameters: dict[str, float], gradients: dict[str, float]) -> str:
     """A line for each layer."""
     width = max(map(len, parameters))
     lines = [f" norms by layer at iteration {iteration} | {'parameters':>12s} | {'gradients':>12s} |"]
@@ -295,11 +295,11 @@ class MemoryHook(Hook):
         own = (device.memory_stats(), device.device_memory_used())
         # Gathered as an object over the host: a few numbers, at intervals that a user has asked for.
         of_all = all_gather_object(own, run.groups.world)
-        lines = (memory_line(run.progress.iteration, rank, *found) for rank, found in enumerate(of_all))
+        lines = (format_memory_line(run.progress.iteration, rank, *found) for rank, found in enumerate(of_all))
         run.metrics.add_table("\n".join(lines))
 
 
-def memory_line(iteration: int, rank: int, stats: dict[str, int], used: int) -> str:
+def format_memory_line(iteration: int, rank: int, stats: dict[str, int], used: int) -> str:
     """What one process holds, and what all processes of its device or machine do."""
     return (
         f" [rank {rank}] memory (MB) after iteration {iteration}: allocated {stats['allocated_bytes'] / 2**20:.0f} | "

@@ -56,8 +56,10 @@ class ProgressHistoryHook(Hook):
             return
         now = Start(time.time(), self._flops(run))
         gpus = run.groups.world.size()
-        job = _teraflops(self._started, now, gpus)
-        all_jobs = _teraflops(first_start(self.path.read_text(encoding="utf-8"), gpus) or self._started, now, gpus)
+        job = _compute_teraflops(self._started, now, gpus)
+        all_jobs = _compute_teraflops(
+            find_first_start(self.path.read_text(encoding="utf-8"), gpus) or self._started, now, gpus
+        )
         tokens = run.progress.consumed_train_samples * run.seq_length
         self._append(run, f"Saved checkpoint\tIteration: {run.progress.iteration}\t"
                           f"Job throughput: {job:.3g} TFLOP/s/GPU\tCumulative throughput: {all_jobs:.3g} TFLOP/s/GPU\t"
@@ -78,7 +80,7 @@ class ProgressHistoryHook(Hook):
             raise StorageError(f"{self.path} cannot be written ({error.strerror}); free some space") from error
 
 
-def first_start(text: str, gpus: int) -> Start | None:
+def find_first_start(text: str, gpus: int) -> Start | None:
     """The first start since the number of GPUs became what it is; None where no line says so."""
     found = None
     for line in text.splitlines():
@@ -95,5 +97,5 @@ def first_start(text: str, gpus: int) -> Start | None:
     return found
 
 
-def _teraflops(start: Start, now: Start, gpus: int) -> float:
+def _compute_teraflops(start: Start, now: Start, gpus: int) -> float:
     return (now.flops - start.flops) / max(now.seconds - start.seconds, 1e-3) / gpus / 1e12

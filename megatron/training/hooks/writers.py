@@ -169,7 +169,7 @@ CURVE_NAMES = {
 """Numbers of every step -> the curve's name; None: there is no such curve. Other metrics keep their names."""
 
 
-def row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[str, float]:
+def build_row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[str, float]:
     """The points of one iteration, by curve: the numbers of the step at every --tensorboard-log-interval, and what else
     was measured in this iteration whenever it was."""
     wanted = {"learning-rate", "batch-size", "grad-norm", "params-norm", "num-zeros"}
@@ -195,7 +195,7 @@ def row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[str, flo
     return points
 
 
-def evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dict[str, float]:
+def build_evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dict[str, float]:
     """The points of one evaluation."""
     points = {f"{name} {evaluation.name}": loss for name, loss in evaluation.losses.items()}
     if config.log_validation_ppl_to_tensorboard:
@@ -237,12 +237,12 @@ class TensorBoardHook(Hook):
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Points of each iteration."""
         for row in rows if run.is_first_rank else ():
-            self._write(run, row_points(row, self.config, run.groups.world.size()), row.iteration)
+            self._write(run, build_row_points(row, self.config, run.groups.world.size()), row.iteration)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Points of the evaluation."""
         if run.tensorboard_writer is not None:
-            self._write(run, evaluation_points(evaluation, self.config), run.progress.iteration)
+            self._write(run, build_evaluation_points(evaluation, self.config), run.progress.iteration)
 
     def on_close(self, run: Run) -> None:
         """Write what is still in memory."""
@@ -297,7 +297,7 @@ class WandbHook(Hook):
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Points of each iteration."""
         for row in rows if self.writer is not None else ():
-            points = row_points(row, self.config, run.groups.world.size())
+            points = build_row_points(row, self.config, run.groups.world.size())
             if points:
                 # Steps must not go down; rows come once each and in order, so they never do.
                 self.writer.log(points, step=row.iteration)
@@ -305,7 +305,7 @@ class WandbHook(Hook):
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Points of the evaluation."""
         if self.writer is not None:
-            self.writer.log(evaluation_points(evaluation, self.config), step=run.progress.iteration)
+            self.writer.log(build_evaluation_points(evaluation, self.config), step=run.progress.iteration)
 
     def on_close(self, run: Run) -> None:
         """Send, or write, what is still in memory."""

@@ -27,7 +27,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
-from megatron.training.launch.launch import Launch, read_launch, with_world_size
+from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.rendezvous import StartupCheck, open_store
 
 
@@ -60,10 +60,10 @@ def initialize(config: RunConfig) -> Process:
         keep_freed_host_memory()
     device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
     # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
-    grid = rank_grid(config, launch.world_size)
+    grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     if launch.world_size > 1:
-        backend = _backend(config, device)
+        backend = _choose_backend(config, device)
         store = open_store(launch, timeout.total_seconds())
         # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
         StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
@@ -89,7 +89,7 @@ def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any
         if value is not False and value is not None:
             # In front of the user's flags, because the last one of a repeated flag wins.
             leading += [f"--{setting.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return read_run_config([*leading, *sys.argv[1:]], with_world_size(os.environ), extra_flags)
+    return read_run_config([*leading, *sys.argv[1:]], add_world_size(os.environ), extra_flags)
 
 
 def shut_down() -> None:
@@ -131,14 +131,14 @@ def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
     model_parallel_cuda_manual_seed(seed, pg_collection=groups)
 
 
-def _backend(config: RunConfig, device: torch.device) -> str:
+def _choose_backend(config: RunConfig, device: torch.device) -> str:
     wanted = config.distributed.distributed_backend or device_module.backend_for(device)
     if wanted == "nccl" and not device_module.is_cuda(device):
         raise ConfigError("--distributed-backend nccl needs a CUDA device, and this process has none; use gloo")
     return wanted
 
 
-def rank_grid(config: RunConfig, world_size: int) -> RankGrid:
+def build_rank_grid(config: RunConfig, world_size: int) -> RankGrid:
     """Who is who among `world_size` processes. Raises TopologyError for a layout that does not fit."""
     model = config.model
     divides = config.ddp.use_distributed_optimizer or config.ddp.use_torch_fsdp2
@@ -154,11 +154,11 @@ def rank_grid(config: RunConfig, world_size: int) -> RankGrid:
         folded=model.pipeline_schedule == "zb-v",
         order=PIPELINE_BEFORE_DATA_ORDER if config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         optimizer_instances=instances,
-        hybrid_cp=_most_ranks_of_a_sequence(config),
+        hybrid_cp=_count_ranks_of_longest_sequence(config),
     )
 
 
-def _most_ranks_of_a_sequence(config: RunConfig) -> int:
+def _count_ranks_of_longest_sequence(config: RunConfig) -> int:
     """With --hybrid-context-parallel, the ranks that share the longest sequence; 0 without."""
     most_tokens, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
     if not config.model.hybrid_context_parallel or most_tokens is None or seq_length is None:

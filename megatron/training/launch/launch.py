@@ -49,27 +49,27 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     # RANK decides: torchrun started inside of a SLURM job sets it, and the SLURM variables then describe torchrun
     # itself. WORLD_SIZE alone is what some SLURM scripts export for the program to read.
     if "RANK" in environ or ("WORLD_SIZE" in environ and "SLURM_PROCID" not in environ):
-        return _from_torchrun(environ)
+        return _read_torchrun_launch(environ)
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
-        return _from_slurm(environ)
+        return _read_slurm_launch(environ)
     return Launch()
 
 
-def with_world_size(environ: Mapping[str, str]) -> dict[str, str]:
+def add_world_size(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment with WORLD_SIZE also where only SLURM says how many processes there are."""
     if "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ or "SLURM_NTASKS" not in environ:
         return dict(environ)
     return {**environ, "WORLD_SIZE": environ["SLURM_NTASKS"]}
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> Launch:
+def _read_torchrun_launch(environ: Mapping[str, str]) -> Launch:
     problems: list[str] = []
-    world_size = _whole(environ, "WORLD_SIZE", problems, minimum=1)
+    world_size = _read_whole_number(environ, "WORLD_SIZE", problems, minimum=1)
     if world_size is None and "WORLD_SIZE" not in environ:
         problems.append(
             "RANK is set but WORLD_SIZE is missing from the environment; start with torchrun, or unset RANK"
         )
-    rank = _whole(environ, "RANK", problems)
+    rank = _read_whole_number(environ, "RANK", problems)
     if rank is None and "RANK" not in environ:
         if world_size == 1:
             rank = 0
@@ -78,7 +78,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch:
                 f"WORLD_SIZE={environ['WORLD_SIZE']} but RANK is missing from the environment; start with torchrun, "
                 "or unset WORLD_SIZE to train in one process"
             )
-    local_rank = _whole(environ, "LOCAL_RANK", problems)
+    local_rank = _read_whole_number(environ, "LOCAL_RANK", problems)
     if world_size is not None and rank is not None and rank >= world_size:
         problems.append(f"RANK={rank} is not below WORLD_SIZE={world_size}; ranks count from 0 to {world_size - 1}")
     if problems:
@@ -86,7 +86,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch:
     assert rank is not None and world_size is not None
     if world_size == 1:
         return Launch(local_rank=local_rank or 0)
-    addr, port = _meeting_point(environ)
+    addr, port = _read_meeting_point(environ)
     return Launch(
         rank=rank,
         world_size=world_size,
@@ -95,13 +95,13 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch:
         master_port=port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         # A value that cannot be read is torchrun's affair, so its problem goes to a list that nobody reads.
-        attempt=_whole(environ, "TORCHELASTIC_RESTART_COUNT", []) or 0,
+        attempt=_read_whole_number(environ, "TORCHELASTIC_RESTART_COUNT", []) or 0,
     )
 
 
-def _meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
+def _read_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     problems: list[str] = []
-    port = _whole(environ, "MASTER_PORT", problems, minimum=1, maximum=65535)
+    port = _read_whole_number(environ, "MASTER_PORT", problems, minimum=1, maximum=65535)
     problems += [
         f"{name} is missing from the environment; it is needed with WORLD_SIZE={environ['WORLD_SIZE']}; "
         "start with torchrun, or set it to the host and port of rank 0"
@@ -114,16 +114,16 @@ def _meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     return environ["MASTER_ADDR"], port
 
 
-def _from_slurm(environ: Mapping[str, str]) -> Launch:
+def _read_slurm_launch(environ: Mapping[str, str]) -> Launch:
     problems: list[str] = []
-    world_size = _whole(environ, "SLURM_NTASKS", problems, minimum=1)
-    rank = _whole(environ, "SLURM_PROCID", problems)
-    local_rank = _whole(environ, "SLURM_LOCALID", problems)
-    port = _whole(environ, "MASTER_PORT", problems, minimum=1, maximum=65535)
+    world_size = _read_whole_number(environ, "SLURM_NTASKS", problems, minimum=1)
+    rank = _read_whole_number(environ, "SLURM_PROCID", problems)
+    local_rank = _read_whole_number(environ, "SLURM_LOCALID", problems)
+    port = _read_whole_number(environ, "MASTER_PORT", problems, minimum=1, maximum=65535)
     if world_size is not None and rank is not None and rank >= world_size:
         problems.append(f"SLURM_PROCID={rank} is not below SLURM_NTASKS={world_size}")
     # The nodes of the step, which may be some of the job's: rank 0 runs on the first of them.
-    host = environ.get("MASTER_ADDR") or first_host(
+    host = environ.get("MASTER_ADDR") or find_first_host(
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     )
     if world_size is not None and world_size > 1 and not host:
@@ -145,7 +145,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     )
 
 
-def first_host(nodelist: str) -> str | None:
+def find_first_host(nodelist: str) -> str | None:
     """First host of a SLURM node list: "gpu[003-006,9],login1" -> "gpu003". None when there is none."""
     match = re.match(r"\s*([^,\[\s]+)(?:\[([0-9]+)[^\]]*\]([^,\[\s]*))?", nodelist)
     if match is None:
@@ -154,7 +154,7 @@ def first_host(nodelist: str) -> str | None:
     return prefix + (number or "") + (suffix or "")
 
 
-def _whole(
+def _read_whole_number(
     environ: Mapping[str, str], name: str, problems: list[str], *, minimum: int = 0, maximum: int = _LARGEST_WORLD
 ) -> int | None:
     """The variable as a number in range; None, with a sentence in `problems`, when it is there but is not one."""

@@ -121,8 +121,8 @@ class StartupCheck:
         self._check_world_size()
         self.store.set(f"flags/{self.rank}", json.dumps(flags, sort_keys=True))
         self.store.add("present", 1)
-        self._wait_for_all("present", self._missing_ranks)
-        difference = self._difference_to_first()
+        self._wait_for_all("present", self._describe_missing_ranks)
+        difference = self._find_difference_to_first()
         if difference:
             self._abort(difference)
         # A second round: without it a rank could go on to its first collective while another still reports a
@@ -154,12 +154,12 @@ class StartupCheck:
         if self.store.check(["abort"]):
             raise ConfigError(self.store.get("abort").decode())
 
-    def _missing_ranks(self) -> str:
+    def _describe_missing_ranks(self) -> str:
         missing = [rank for rank in range(self.world_size) if not self.store.check([f"flags/{rank}"])]
         listing = ", ".join(map(str, missing[:_SHOWN_RANKS])) + (", …" if len(missing) > _SHOWN_RANKS else "")
         return f"rank(s) {listing} of WORLD_SIZE={self.world_size} never joined"
 
-    def _difference_to_first(self) -> str | None:
+    def _find_difference_to_first(self) -> str | None:
         mine, first = (json.loads(self.store.get(f"flags/{rank}")) for rank in (self.rank, 0))
         for flag in sorted(mine.keys() | first.keys()):
             if mine.get(flag) != first.get(flag):

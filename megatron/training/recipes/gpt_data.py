@@ -87,7 +87,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     if data.sft:
         return SFTDataset, GPTDatasetConfig(**settings)
     if data.fim_data:
-        return GPTFIMDataset, GPTFIMDatasetConfig(**settings, **_fill_in_the_middle_settings(data))
+        return GPTFIMDataset, GPTFIMDatasetConfig(**settings, **_read_fill_in_the_middle_settings(data))
     return MockGPTDataset if data.mock_data else GPTDataset, GPTDatasetConfig(**settings)
 
 
@@ -157,7 +157,7 @@ def _read_text(path: str, flag: str) -> str:
         raise DataError(f"{flag} {path}: {reason}; give a file that can be read") from error
 
 
-def _fill_in_the_middle_settings(data: DataConfig) -> dict[str, Any]:
+def _read_fill_in_the_middle_settings(data: DataConfig) -> dict[str, Any]:
     """The settings of GPTFIMDatasetConfig beyond those of GPTDatasetConfig."""
     roles = ("prefix", "middle", "suffix", "pad", "eod")
     return {

@@ -1,6 +1,6 @@
 """One configuration under several layouts: is it the same run?
 
-    layout "tp2,sp,pp2"  ->  flags and processes  ->  a Share on every rank  ->  join  ->  Trace  ->  compare
+    layout "tp2,sp,pp2"  ->  flags and processes  ->  a RankTrace on every rank  ->  join  ->  Trace  ->  compare
 
 A Trace holds what must not depend on the layout: each iteration's loss and gradient norm, the gradients of the first
 iteration and the weights after the last, as full tensors under their global names. Joining also checks that processes
@@ -25,7 +25,7 @@ from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
-from megatron.training.launch.initialize import Process, rank_grid, set_seeds
+from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
@@ -35,7 +35,7 @@ from megatron.training.step import train_step
 # ---- on every rank
 
 
-class Held(NamedTuple):
+class HeldParameter(NamedTuple):
     """One parameter as this process holds it."""
 
     placement: Placement
@@ -46,19 +46,19 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class RankTrace:
     """What one process saw."""
 
     losses: list[dict[str, float]]
     grad_norms: list[float]
-    held: list[Held]
+    held: list[HeldParameter]
 
 
 @contextlib.contextmanager
-def local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence[Hook] = ()) -> Iterator[Run]:
+def open_local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence[Hook] = ()) -> Iterator[Run]:
     """A run on this machine's CPU, ready to step, in a process whose torch.distributed is initialised if there are
     several; closed afterwards."""
-    groups = ProcessGroupCollection.build(rank_grid(config, config.world_size), rank)
+    groups = ProcessGroupCollection.build(build_rank_grid(config, config.world_size), rank)
     # As `initialize` does: a model or a script may ask for the current groups.
     groups.set_current()
     set_seeds(config.model.seed, groups)
@@ -72,10 +72,10 @@ def local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence[Hook
         ProcessGroupCollection.clear_current()
 
 
-def run_share(config: RunConfig, recipe: Recipe, *, rank: int, iterations: int) -> Share:
+def trace_rank(config: RunConfig, recipe: Recipe, *, rank: int, iterations: int) -> RankTrace:
     """Train for some iterations and keep what must not depend on the layout."""
     first = FirstGradients()
-    with local_run(config, recipe, rank, [first]) as run:
+    with open_local_run(config, recipe, rank, [first]) as run:
         return _train(run, iterations, first)
 
 
@@ -92,7 +92,7 @@ class FirstGradients(Hook):
             self.grads = _gather_grads(run)
 
 
-def _train(run: Run, iterations: int, first: FirstGradients) -> Share:
+def _train(run: Run, iterations: int, first: FirstGradients) -> RankTrace:
     losses, grad_norms = [], []
     batches = run.data.open("train", 0)
     for _ in range(iterations):
@@ -102,10 +102,10 @@ def _train(run: Run, iterations: int, first: FirstGradients) -> Share:
     for chunk in run.model:
         chunk.finish_param_sync()
     held = [
-        Held(placement, grad, _gather_whole(param).float().clone())
+        HeldParameter(placement, grad, _gather_whole(param).float().clone())
         for (placement, param), grad in zip(list_placed_parameters(run), first.grads, strict=True)
     ]
-    return Share(losses, grad_norms, held)
+    return RankTrace(losses, grad_norms, held)
 
 
 def _gather_grads(run: Run) -> list[Tensor]:
@@ -169,13 +169,13 @@ class Trace:
     """Processes that hold other values of the same elements, in words."""
 
 
-def join(shares: Sequence[Share]) -> Trace:
+def join(shares: Sequence[RankTrace]) -> Trace:
     """All ranks' shares as full tensors. Losses are taken from rank 0; the others' must be equal."""
     trace = Trace(shares[0].losses, shares[0].grad_norms)
     for rank, share in enumerate(shares):
         if (share.losses, share.grad_norms) != (trace.losses, trace.grad_norms):
             trace.disagreements.append(f"rank {rank} reports other losses or gradient norms than rank 0")
-    by_name: dict[str, list[tuple[int, Held]]] = {}
+    by_name: dict[str, list[tuple[int, HeldParameter]]] = {}
     for rank, share in enumerate(shares):
         for held in share.held:
             by_name.setdefault(held.placement.name, []).append((rank, held))
