@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.core.setting import Status, expected  # noqa: E402
+from megatron.core.setting import Status, describe_expected  # noqa: E402
 from megatron.training.flags.declarations import Flag, FormerFlag, declared_flags, former_flags, table_flags  # noqa: E402  # noqa: E402
 from megatron.training.flags.parser import program_flags  # noqa: E402
 from megatron.training.flags.read import shown_value  # noqa: E402
@@ -75,7 +75,7 @@ def _works() -> Iterator[str]:
         yield f"\n### {group}\n\n| flag | value | default | meaning |\n|---|---|---|---|"
         for flag in flags:
             default = "" if flag.default is None else f"`{shown_value(flag, flag.default)}`"
-            value = "" if flag.is_switch else _cell(expected(flag))
+            value = "" if flag.is_switch else _cell(describe_expected(flag))
             yield f"| {_spelled(flag.spellings)} | {value} | {default} | {_cell(flag.help)} |"
 
 

@@ -54,8 +54,8 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: boo
     """Combine the tensors of all members, element by element; every member gets the result."""
     if isinstance(group, SingleRankGroup):
         return None
-    counted = _counted(group, "all_reduce", tensor)
-    reduce_op, divide = _reduce_op(counted, op)
+    counted = _count_call(group, "all_reduce", tensor)
+    reduce_op, divide = _choose_reduce_op(counted, op)
     work = dist.all_reduce(tensor, op=reduce_op, group=counted, async_op=async_op)
     return _finish(work, tensor, group.size() if divide else 1)
 
@@ -68,8 +68,8 @@ def reduce_scatter_tensor(
         _copy(output, input)
         return None
     # The whole tensor is what traffic.py calls B, not the slice that is left.
-    counted = _counted(group, "reduce_scatter", input)
-    reduce_op, divide = _reduce_op(counted, op)
+    counted = _count_call(group, "reduce_scatter", input)
+    reduce_op, divide = _choose_reduce_op(counted, op)
     work = _reduce_scatter_single(output, input, op=reduce_op, group=counted, async_op=async_op)
     return _finish(work, output, group.size() if divide else 1)
 
@@ -81,7 +81,7 @@ def all_gather_into_tensor(
     if isinstance(group, SingleRankGroup):
         _copy(output, input)
         return None
-    counted = _counted(group, "all_gather", output)
+    counted = _count_call(group, "all_gather", output)
     work: Handle | None = _all_gather_single(output, input, group=counted, async_op=async_op)
     return work
 
@@ -113,7 +113,7 @@ class _WideSum:
         self.slice.copy_(total.div_(self.divisor))
 
 
-def reduce_scatter_wide(tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: bool = False) -> Handle | None:
+def reduce_scatter_in_fp32(tensor: torch.Tensor, group: Group, op: Op = "sum", async_op: bool = False) -> Handle | None:
     """As reduce_scatter_in_place for one-dimensional tensors in 16 bits ("sum" or "avg"), but summed in float32.
 
     What is sent is as large; only the result is rounded, not each partial sum.
@@ -152,7 +152,7 @@ def all_to_all_single(
     # An equal share stays here, or as many rows as the splits say.
     rows, size = input.shape[0], group.size()
     stays = rows // size if input_splits is None else input_splits[group.rank()]
-    counted = _counted(group, "all_to_all", input, share=(rows - stays) / max(rows, 1))
+    counted = _count_call(group, "all_to_all", input, share=(rows - stays) / max(rows, 1))
     work: Handle | None = dist.all_to_all_single(
         output, input, output_splits, input_splits, group=counted, async_op=async_op
     )
@@ -163,7 +163,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: boo
     """Overwrite every member's tensor with that of `source`, a rank within the group."""
     if isinstance(group, SingleRankGroup):
         return None
-    counted = _counted(group, "broadcast", tensor)
+    counted = _count_call(group, "broadcast", tensor)
     work: Handle | None = dist.broadcast(tensor, src=group_ranks(group)[source], group=counted, async_op=async_op)
     return work
 
@@ -171,7 +171,7 @@ def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: boo
 def send(tensor: torch.Tensor, group: Group, to: int, tag: int = 0) -> Handle:
     """Begin to send to a rank within the group, which must receive as much under the same tag."""
     assert not isinstance(group, SingleRankGroup), "a group of one has nobody to send to"
-    work: Handle = dist.isend(tensor, group=_counted(group, "send", tensor), group_dst=to, tag=tag)  # type: ignore[assignment]
+    work: Handle = dist.isend(tensor, group=_count_call(group, "send", tensor), group_dst=to, tag=tag)  # type: ignore[assignment]
     return work
 
 
@@ -187,7 +187,7 @@ def pass_on(sent: torch.Tensor, received: torch.Tensor, group: Group, tag: int =
     assert not isinstance(group, SingleRankGroup), "a ring of one passes nothing on"
     ranks, rank, size = group_ranks(group), group.rank(), group.size()
     # What arrives is counted where it is sent.
-    counted = _counted(group, "send", sent)
+    counted = _count_call(group, "send", sent)
     outgoing = dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], counted, tag)
     incoming = dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], counted, tag)
     # In one batch: NCCL would hang where every member sends before it receives.
@@ -218,7 +218,7 @@ def broadcast_object(value: T | None, group: Group, source: int = 0) -> T:
     return result
 
 
-def _counted(
+def _count_call(
     group: dist.ProcessGroup | MeteredGroup | PretendGroup, kind: Kind, tensor: torch.Tensor, share: float = 1.0
 ) -> dist.ProcessGroup:
     """torch's group; where traffic is counted, count this call. share: how much of the tensor the call is about."""
@@ -227,7 +227,7 @@ def _counted(
     return torch_group(group)
 
 
-def _reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:
+def _choose_reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:
     """torch's operation, and whether the result must still be divided by the group's size."""
     # NCCL has an average of its own.
     divide = op == "avg" and dist.get_backend(group) == "gloo"

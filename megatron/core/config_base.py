@@ -5,9 +5,9 @@ literal below it) are enough for most flags; `flag(...)` adds what they cannot s
 kind of fact the field is, and what it needs to have an effect. `megatron/training/flags` turns this into `--flags`.
 
 Whoever makes a config - the command line, a YAML file, a Python caller - gets the same sentences for the same mistake:
-`value_problem` judges one value, `CheckedConfig.problems` the relations of a config's fields, and construction raises
-`ConfigError` with all of them. This module and every config module import neither torch nor numpy, so that `--help`
-answers at once.
+`find_value_problem` judges one value, `CheckedConfig.problems` the relations of a config's fields, and construction
+raises `ConfigError` with all of them. This module and every config module import neither torch nor numpy, so that
+`--help` answers at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron.core.errors import ConfigError
-from megatron.core.setting import FieldKind, Needs, Setting, field_problem, has_type, type_problem
+from megatron.core.setting import FieldKind, Needs, Setting, describe_type_problem, find_field_problem, has_type
 
 _FLAG = "flag"
 
@@ -108,14 +108,14 @@ def flag_spec(field: dataclasses.Field[Any]) -> FlagSpec:
     return spec
 
 
-def settings_of(config_class: Any) -> dict[str, Setting]:
+def get_settings(config_class: Any) -> dict[str, Setting]:
     """The Setting of every field of a config class, hidden ones too, by name and in the order of the dataclass."""
-    return _settings_of(config_class)
+    return _read_settings(config_class)
 
 
 # Evaluating annotations is slow, and every check and every flag asks.
 @functools.cache
-def _settings_of(config_class: type) -> dict[str, Setting]:
+def _read_settings(config_class: type) -> dict[str, Setting]:
     hints = _annotations(config_class)
     kinds: dict[str, FieldKind | None] = {}
     # Bases first, so that the class that declares a field again decides.
@@ -183,13 +183,15 @@ def _value_type(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:
     return (hint if origin is None and isinstance(hint, type) else object), None, None
 
 
-def field_problems(config: Any) -> list[str]:
+def find_field_problems(config: Any) -> list[str]:
     """What is wrong with each field of a config alone, in the sentences of the command line."""
     return list(_broken_fields(config).values())
 
 
 def _broken_fields(config: Any) -> dict[str, str]:
-    found = {name: field_problem(setting, getattr(config, name)) for name, setting in settings_of(type(config)).items()}
+    found = {
+        name: find_field_problem(setting, getattr(config, name)) for name, setting in get_settings(type(config)).items()
+    }
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
@@ -220,11 +222,11 @@ class CheckedConfig:
 
     def say(self, name: str) -> str:
         """A field as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
-        return settings_of(type(self))[name].spelling_for(getattr(self, name))
+        return get_settings(type(self))[name].spell(getattr(self, name))
 
     def flag(self, name: str) -> str:
         """A field's flag: `--micro-batch-size`."""
-        return settings_of(type(self))[name].name
+        return get_settings(type(self))[name].name
 
 
 AnyConfigT = TypeVar("AnyConfigT")
@@ -237,7 +239,7 @@ def check(config: CheckedConfig, reported: Collection[str] = ()) -> list[str]:
     A field whose value is wrong gets its default, so that the relations of all others can be checked; sentences that
     name its flag are left out. reported: fields of which the caller has complained already.
     """
-    settings = settings_of(type(config))
+    settings = get_settings(type(config))
     config.normalize()
     broken = _broken_fields(config)
     for name in broken:
@@ -273,7 +275,7 @@ def restore(config_class: type[ConfigT], saved: Mapping[str, Any]) -> ConfigT:
     usable. Names that this version does not know are ignored. Raises ConfigError for values of the wrong type or
     missing ones, which are no settings of any version.
     """
-    settings = settings_of(config_class)
+    settings = get_settings(config_class)
     config = unchecked(config_class, {name: value for name, value in saved.items() if name in settings})
     config.normalize()
     problems = [_restored_problem(setting, getattr(config, name)) for name, setting in settings.items()]
@@ -285,8 +287,8 @@ def restore(config_class: type[ConfigT], saved: Mapping[str, Any]) -> ConfigT:
 
 def _restored_problem(setting: Setting, value: Any) -> str | None:
     if value is None:
-        return field_problem(setting, None) if setting.example is not None else None
-    return None if has_type(value, setting.annotation) else type_problem(setting, str(value))
+        return find_field_problem(setting, None) if setting.example is not None else None
+    return None if has_type(value, setting.annotation) else describe_type_problem(setting, str(value))
 
 
 def unchecked(config_class: type[AnyConfigT], values: Mapping[str, Any]) -> AnyConfigT:
@@ -302,13 +304,13 @@ def unchecked(config_class: type[AnyConfigT], values: Mapping[str, Any]) -> AnyC
     return config
 
 
-def multiples_near(value: int, unit: int) -> str:
+def name_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` around a value that is none, for a sentence: `8 or 16`."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below > 0 else str(unit)
 
 
-def divisors_near(number: int, value: int) -> str:
+def name_divisors(number: int, value: int) -> str:
     """The divisors of `number` around a value that is none, for a sentence: `4 or 8`. Looks 4096 steps either way."""
     # Bounded, because the number may be a count of tokens in the billions.
     below = next((n for n in range(value - 1, max(0, value - 4096), -1) if number % n == 0), 1)

@@ -77,12 +77,12 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def backend_for(device: torch.device) -> str:
+def choose_backend(device: torch.device) -> str:
     """The torch.distributed backend that moves this device's tensors."""
     return "nccl" if is_cuda(device) else "gloo"
 
 
-def communication_options(high_priority: bool) -> object | None:
+def make_communication_options(high_priority: bool) -> object | None:
     """NCCL's options for a group whose communication may overtake other kernels; None where the defaults will do."""
     if not high_priority or not cuda_is_usable():
         return None
@@ -114,7 +114,7 @@ def device_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float | None:
+def get_dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float | None:
     """Dense matrix peak of this GPU (or of the named one) in FLOP/s; None where no data sheet is known, as on CPUs.
 
     For float32 it is the TF32 peak when torch.set_float32_matmul_precision allows that.
@@ -127,12 +127,12 @@ def dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float | Non
     # In the order of the table: "H100 PCIe" has to come before "H100", which is in its name.
     for product, peaks in DENSE_PEAKS.items():
         if re.search(rf"\b{product}\b", name):
-            teraflops = _peak_of(peaks, dtype)
+            teraflops = _choose_peak(peaks, dtype)
             return None if teraflops is None else teraflops * 1e12
     return None
 
 
-def _peak_of(peaks: Peaks, dtype: torch.dtype) -> float | None:
+def _choose_peak(peaks: Peaks, dtype: torch.dtype) -> float | None:
     if dtype == torch.float32:
         tf32_allowed = torch.get_float32_matmul_precision() != "highest"
         return peaks.tf32 if tf32_allowed and peaks.tf32 else peaks.float32
@@ -164,7 +164,7 @@ def mark() -> Mark:
     return event
 
 
-def seconds_between(earlier: Mark, later: Mark) -> float:
+def measure_seconds_between(earlier: Mark, later: Mark) -> float:
     """The time between two marks; the device must have reached both."""
     if isinstance(earlier, float) or isinstance(later, float):
         assert isinstance(earlier, float) and isinstance(later, float), "one mark on the CPU, one on the device"
@@ -173,7 +173,7 @@ def seconds_between(earlier: Mark, later: Mark) -> float:
     return float(earlier.elapsed_time(later)) / 1000
 
 
-def profiler_activities() -> list[torch.profiler.ProfilerActivity]:
+def list_profiler_activities() -> list[torch.profiler.ProfilerActivity]:
     """What torch.profiler can see here: the CPU, and the GPU where this process computes on one."""
     activity = torch.profiler.ProfilerActivity
     return [activity.CPU, *([activity.CUDA] if is_cuda(current_device()) else [])]
@@ -222,7 +222,7 @@ def dump_memory_snapshot(path: Path) -> None:
 # ---- memory
 
 
-def memory_stats() -> dict[str, int]:
+def read_memory_stats() -> dict[str, int]:
     """allocated_bytes and peak_bytes of this process: on the device, or resident memory on the CPU."""
     device = current_device()
     if is_cuda(device):
@@ -230,9 +230,9 @@ def memory_stats() -> dict[str, int]:
             "allocated_bytes": torch.cuda.memory_allocated(device),
             "peak_bytes": torch.cuda.max_memory_allocated(device),
         }
-    resident = _resident_bytes()
+    resident = _read_resident_bytes()
     # The kernel keeps the two counts separately and lets the peak lag a little behind.
-    return {"allocated_bytes": resident, "peak_bytes": max(resident, _peak_resident_bytes())}
+    return {"allocated_bytes": resident, "peak_bytes": max(resident, _read_peak_resident_bytes())}
 
 
 def reset_peak_memory() -> None:
@@ -252,7 +252,7 @@ def allow_bf16_reduced_precision_sums(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
 
 
-def total_memory_bytes() -> int:
+def read_total_memory_bytes() -> int:
     """Memory of the GPU, or of the machine."""
     device = current_device()
     if is_cuda(device):
@@ -260,7 +260,7 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def device_memory_used() -> int:
+def read_used_memory_bytes() -> int:
     """Bytes of the device's memory, or of the machine's, that all processes together use."""
     device = current_device()
     if is_cuda(device):
@@ -270,15 +270,15 @@ def device_memory_used() -> int:
     return os.sysconf("SC_PAGE_SIZE") * (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES"))
 
 
-def _resident_bytes() -> int:
+def _read_resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         # In pages: the size of the program, then what of it is resident.
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return _peak_resident_bytes()
+    return _read_peak_resident_bytes()
 
 
-def _peak_resident_bytes() -> int:
+def _read_peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ru_maxrss is bytes on macOS and KiB on Linux.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -21,7 +21,7 @@ Range = tuple[int, int]
 """(start, stop) in elements."""
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def find_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The elements [start, stop) of a contiguous tensor as boxes, in their order; each box is contiguous, too.
 
     At most 2 n - 1 boxes for n dimensions: the end of one row, whole rows, the beginning of another, and so inside.
@@ -41,7 +41,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return head + middle + _in_row(shape, last, last * row, stop)
 
 
-def ranges_of_box(shape: Sequence[int], box: Box) -> list[Range]:
+def find_ranges(shape: Sequence[int], box: Box) -> list[Range]:
     """The flat ranges that a box of a contiguous tensor is, in ascending order; neighbours are merged."""
     if any(length == 0 for _, length in box):
         return []
@@ -56,10 +56,10 @@ def ranges_of_box(shape: Sequence[int], box: Box) -> list[Range]:
     start, length = box[whole - 1]
     stride = strides[whole - 1]
     first = [sum(offsets) + start * stride for offsets in itertools.product(*outer)]
-    return merged((begin, begin + length * stride) for begin in first)
+    return merge_ranges((begin, begin + length * stride) for begin in first)
 
 
-def merged(ranges: Iterable[Range]) -> list[Range]:
+def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """The ranges in ascending order, those that touch joined."""
     joined: list[Range] = []
     for start, stop in sorted(ranges):
@@ -70,7 +70,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     return joined
 
 
-def common(first: Iterable[Range], second: Sequence[Range]) -> list[Range]:
+def intersect_ranges(first: Iterable[Range], second: Sequence[Range]) -> list[Range]:
     """What both lists of ranges hold, each list ascending and without overlaps; pieces stay apart where either cuts."""
     found: list[Range] = []
     position = 0
@@ -88,4 +88,4 @@ def common(first: Iterable[Range], second: Sequence[Range]) -> list[Range]:
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     """Boxes of elements that all lie in one index of the first dimension."""
     offset = row * math.prod(shape[1:])
-    return [((row, 1), *box) for box in boxes_of_range(shape[1:], start - offset, stop - offset)]
+    return [((row, 1), *box) for box in find_boxes(shape[1:], start - offset, stop - offset)]

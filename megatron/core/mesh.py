@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megatron.core.config_base import divisors_near
+from megatron.core.config_base import name_divisors
 from megatron.core.errors import TopologyError
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -263,13 +263,13 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
     if world_size < 1 or world_size % per_copy:
         problems.append(
             f"{written('tp', 'pp', 'cp')} = {per_copy} processes per model copy does not divide the {world_size} "
-            f"processes of the job (WORLD_SIZE); use sizes whose product is {divisors_near(world_size, per_copy)}"
+            f"processes of the job (WORLD_SIZE); use sizes whose product is {name_divisors(world_size, per_copy)}"
         )
     available, per_expert = world_size // sizes["pp"], sizes["etp"] * sizes["ep"]
     if available % per_expert and (not problems or per_expert != sizes["tp"]):
         problems.append(
             f"{written('etp', 'ep')} = {per_expert} does not divide the {available} processes of a pipeline stage "
-            f"({world_size} / {written('pp')}); use sizes whose product is {divisors_near(available, per_expert)}"
+            f"({world_size} / {written('pp')}); use sizes whose product is {name_divisors(available, per_expert)}"
         )
     return problems
 

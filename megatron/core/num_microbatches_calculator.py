@@ -57,9 +57,9 @@ class NumMicrobatchesCalculator:
         else:
             refused = sorted(size for size in sizes if size % unit or size < unit)
         if refused:
-            raise ConfigError([self._refusal(size) for size in refused])
+            raise ConfigError([self._describe_refusal(size) for size in refused])
 
-    def _refusal(self, size: int) -> str:
+    def _describe_refusal(self, size: int) -> str:
         unit = self.samples_per_microbatch
         below = size // unit * unit
         nearest = f"{below} or {below + unit}" if below else f"{unit}"
@@ -111,13 +111,13 @@ def build_num_microbatches_calculator(
     elif rampup_batch_size is not None:
         if global_batch_size is None:
             raise ConfigError("--rampup-batch-size needs --global-batch-size, the size it grows to")
-        steps = rampup_steps(rampup_batch_size, global_batch_size)
+        steps = compute_rampup_steps(rampup_batch_size, global_batch_size)
     else:
         steps = (BatchSizeStep(0, global_batch_size or micro_batch_size * data_parallel_size),)
     return NumMicrobatchesCalculator(steps, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
 
 
-def rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tuple[BatchSizeStep, ...]:
+def compute_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tuple[BatchSizeStep, ...]:
     """Staircase of --rampup-batch-size START INCREMENT SAMPLES: equally long steps that end after SAMPLES."""
     text = f"--rampup-batch-size {' '.join(map(str, rampup_batch_size))}"
     if len(rampup_batch_size) != 3:

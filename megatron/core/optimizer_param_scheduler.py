@@ -9,8 +9,8 @@
         └────┴───┴───────── num_steps
           lr_warmup_steps  lr_decay_steps
 
-Steps are counted in samples, so that a run may change its batch size and keep its curve. `scheduler_steps` turns the
-flags, which may be in iterations, into them.
+Steps are counted in samples, so that a run may change its batch size and keep its curve. `compute_scheduler_steps`
+turns the flags, which may be in iterations, into them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SchedulerSteps(NamedTuple):
     wsd_decay_steps: int | None
 
 
-def scheduler_steps(
+def compute_scheduler_steps(
     *,
     global_batch_size: int,
     train_iters: int | None = None,
@@ -128,13 +128,13 @@ class OptimizerParamScheduler:
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
         self.num_steps = 0
-        problems = self._contradictions()
+        problems = self._find_contradictions()
         if problems:
             raise ConfigError(problems)
         # The first update comes before the first step of the schedule and needs a rate.
         self.step(0)
 
-    def _contradictions(self) -> list[str]:
+    def _find_contradictions(self) -> list[str]:
         problems = []
         if not 0 <= self.min_lr <= self.max_lr:
             problems.append(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.max_lr}")
@@ -185,18 +185,18 @@ class OptimizerParamScheduler:
             # At least 1, for a run without warm-up and for its first step.
             warmup_steps, num_steps = max(self.lr_warmup_steps, 1), max(self.num_steps, 1)
             return max(min_lr, max_lr * math.sqrt(warmup_steps) / math.sqrt(num_steps))
-        return min_lr + self._decay_coefficient() * (max_lr - min_lr)
+        return min_lr + self._compute_decay() * (max_lr - min_lr)
 
-    def _decay_coefficient(self) -> float:
+    def _compute_decay(self) -> float:
         """1 where the decay starts, 0 where it ends."""
         if self.lr_decay_style == "WSD":
-            return self._wsd_coefficient()
+            return self._compute_wsd_decay()
         decayed = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
         if self.lr_decay_style == "cosine":
             return 0.5 * (math.cos(math.pi * decayed) + 1.0)
         return 1.0 - decayed
 
-    def _wsd_coefficient(self) -> float:
+    def _compute_wsd_decay(self) -> float:
         """Flat, then down over the last `wsd_decay_steps` (Hu et al., 2024, MiniCPM, section 4)."""
         assert self.wsd_decay_steps is not None, "checked on construction"
         # Counted back from the end of the decay, so that a longer run stays flat for longer.

@@ -120,13 +120,13 @@ def pack_batch(
         description |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), batch["max_seqlen"].max())
     if "local_cp_size" in batch:
         # int() reads the host's memory: the loader leaves this one there.
-        description["cp_group"] = _group_of_size(int(batch["local_cp_size"]), hybrid_cp)
+        description["cp_group"] = _find_group(int(batch["local_cp_size"]), hybrid_cp)
     left_out = ("cu_seqlens", "cu_seqlens_argmin", "max_seqlen", "attention_mask", "local_cp_size")
     packed = {name: x.reshape(1, samples * length, *x.shape[2:]) for name, x in batch.items() if name not in left_out}
     return packed, PackedSeqParams(**description)
 
 
-def _group_of_size(size: int, groups: Sequence[Group]) -> Group:
+def _find_group(size: int, groups: Sequence[Group]) -> Group:
     for group in groups:
         if group.size() == size:
             return group

@@ -123,7 +123,7 @@ class Split:
         """
         # By the start in the full tensor, which is the same on all shards.
         held = {run.start: run.local_start for part, run in self._part_runs(size) if part.replicated}
-        parts = self.parts_of(size)
+        parts = self.list_parts(size)
         starts = itertools.accumulate((part.size for part in parts), initial=0)
         return [(part.size, held.get(start)) for part, start in zip(parts, starts, strict=False) if part.replicated]
 
@@ -131,7 +131,7 @@ class Split:
         """Length of this shard along the dimension."""
         return sum(run.length for _, run in self._part_runs(size))
 
-    def parts_of(self, size: int) -> tuple[Part, ...]:
+    def list_parts(self, size: int) -> tuple[Part, ...]:
         """The parts, or the whole dimension as one."""
         return self.parts if self.parts is not None else (Part(size),)
 
@@ -142,7 +142,7 @@ class Split:
             raise TopologyError(
                 f"{where} is cut into {self.num_shards} shards over {self.axis}; found shard {self.index}"
             )
-        parts = self.parts_of(size)
+        parts = self.list_parts(size)
         if sum(part.size for part in parts) != size:
             raise TopologyError(f"{where} has parts of {[part.size for part in parts]}, which add up to another size")
         for part in parts:
@@ -157,7 +157,7 @@ class Split:
 
     def _part_runs(self, size: int) -> Iterator[tuple[Part, Run]]:
         start = local_start = 0
-        for part in self.parts_of(size):
+        for part in self.list_parts(size):
             first, last = part.shards or (0, self.num_shards)
             if first <= self.index < last:
                 length = part.size if part.replicated else part.size // (last - first)
@@ -188,12 +188,12 @@ class Placement:
     partial_grad_axes: tuple[str, ...] = ()
     """Axes over which each process computes a partial sum of the gradient, to be summed before the update."""
     kind: Kind | None = None
-    """What the parameter is; when None, what its name and shape suggest (`suggested_kind`). Never None afterwards."""
+    """What the parameter is; when None, what its name and shape suggest (`suggest_kind`). Never None afterwards."""
 
     def __post_init__(self) -> None:
         if self.kind is None:
             # Past the freezing: this is still construction.
-            object.__setattr__(self, "kind", suggested_kind(self.name, self.full_shape))
+            object.__setattr__(self, "kind", suggest_kind(self.name, self.full_shape))
         dims = [split.dim for split in self.splits]
         if len(set(dims)) != len(dims) or any(not 0 <= dim < len(self.full_shape) for dim in dims):
             raise TopologyError(f"{self.name}: splits of dimensions {dims} do not fit the shape {self.full_shape}")
@@ -283,7 +283,7 @@ class Placement:
         """(name, start, length) of the parts along `dim` of the whole tensor, such as each query group's query, key and
         value; one without a name where it has no parts."""
         size = self.full_shape[dim]
-        parts = next((split.parts_of(size) for split in self.splits if split.dim == dim), (Part(size),))
+        parts = next((split.list_parts(size) for split in self.splits if split.dim == dim), (Part(size),))
         starts = itertools.accumulate((part.size for part in parts), initial=0)
         return [(part.name, start, part.size) for part, start in zip(parts, starts, strict=False)]
 
@@ -385,13 +385,13 @@ class Placement:
         return dataclasses.replace(split, parts=tuple(dataclasses.replace(part, size=n) for part, n in parts))
 
 
-def grouped_parts(num_groups: int, blocks: Sequence[Part], num_shards: int) -> tuple[Part, ...]:
+def make_grouped_parts(num_groups: int, blocks: Sequence[Part], num_shards: int) -> tuple[Part, ...]:
     """The parts of a matrix made of equal groups of blocks, such as (queries, key, value) for every query group.
 
     With at least as many groups as shards a shard holds whole groups. With fewer, several shards share a group: they
     cut its blocks, and each holds a copy of those marked `replicated`. Raises TopologyError when neither works.
 
-        >>> [p.shards for p in grouped_parts(2, [Part(4, name="q"), Part(2, replicated=True, name="k")], 4)]
+        >>> [p.shards for p in make_grouped_parts(2, [Part(4, name="q"), Part(2, replicated=True, name="k")], 4)]
         [(0, 2), (0, 2), (2, 4), (2, 4)]
     """
     if num_groups % num_shards and num_shards % num_groups:
@@ -416,7 +416,7 @@ def place(param: Tensor, placement: Placement) -> None:
     param.placement = placement  # type: ignore[attr-defined]
 
 
-def placement_of(param: Tensor, name: str | None = None) -> Placement:
+def get_placement(param: Tensor, name: str | None = None) -> Placement:
     """The parameter's placement.
 
     A parameter that was never placed (of a plain torch module) counts as held whole by every process, when the caller
@@ -433,10 +433,10 @@ def placement_of(param: Tensor, name: str | None = None) -> Placement:
     return Placement(name, tuple(param.shape), kind="embedding" if is_marked else None)
 
 
-def suggested_kind(name: str, shape: Sequence[int]) -> Kind:
+def suggest_kind(name: str, shape: Sequence[int]) -> Kind:
     """What a parameter is for which nobody has said it, by upstream's names and its shape.
 
-    >>> suggested_kind("decoder.layers.0.self_attention.q_layernorm.weight", (64,))
+    >>> suggest_kind("decoder.layers.0.self_attention.q_layernorm.weight", (64,))
     'qk_norm'
     """
     if "q_layernorm." in name or "k_layernorm." in name:

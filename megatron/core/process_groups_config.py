@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from megatron.core.device import communication_options
+from megatron.core.device import make_communication_options
 from megatron.core.mesh import RankGrid
 from megatron.core.traffic import Traffic
 
@@ -176,7 +176,7 @@ class ProcessGroupCollection:
         def view(ranks: list[int], description: str) -> Group:
             return SingleRankGroup(rank) if len(ranks) == 1 else PretendGroup(tuple(ranks), rank)
 
-        return cls._of(grid, rank, view)
+        return cls._make_all(grid, rank, view)
 
     @classmethod
     def build(
@@ -198,14 +198,14 @@ class ProcessGroupCollection:
         urgent = {tuple(sorted(ranks)) for field in high_priority for ranks in grid.groups(GROUP_AXES[field])}
 
         def create(ranks: list[int], description: str) -> Group:
-            options = communication_options(high_priority=tuple(sorted(ranks)) in urgent)
+            options = make_communication_options(high_priority=tuple(sorted(ranks)) in urgent)
             group = _create(ranks, made, description, grid.world_size, timeout, options)
             return group or SingleRankGroup(rank)
 
-        return cls._of(grid, rank, create)
+        return cls._make_all(grid, rank, create)
 
     @classmethod
-    def _of(cls, grid: RankGrid, rank: int, make: Callable[[list[int], str], Group]) -> ProcessGroupCollection:
+    def _make_all(cls, grid: RankGrid, rank: int, make: Callable[[list[int], str], Group]) -> ProcessGroupCollection:
         """The rank's groups. make: (global ranks, description) -> group."""
         fields: dict[str, Any] = {}
         for field, row in _ROWS.items():
@@ -284,11 +284,11 @@ class ProcessGroupCollection:
         """Whether this process holds the last layers of its pipeline."""
         return self.pp.rank() == self.last_stage
 
-    def replicas(self, of_experts: bool) -> Group:
+    def get_replicas(self, of_experts: bool) -> Group:
         """The processes that hold the same shard of a dense weight, or of a weight of experts."""
         return self.expt_dp if of_experts else self.dp_cp
 
-    def copy_of_model(self, of_experts: bool) -> Group:
+    def get_model_copy(self, of_experts: bool) -> Group:
         """The processes that together hold one copy of all dense weights, or of all experts."""
         return self.tp_ep_pp if of_experts else self.mp
 

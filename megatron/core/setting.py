@@ -95,13 +95,13 @@ class Setting:
         """The choices without those that are refused."""
         return tuple(c for c in self.choices or () if c not in self.planned_choices + self.unsupported_choices)
 
-    def spelling_for(self, value: Any) -> str:
+    def spell(self, value: Any) -> str:
         """How a user writes this value: `--lr 0.1`, `--bf16`, `--no-bias-linear`."""
         if self.is_switch:
             return (self.names if value else self.off_names or self.names)[0]
-        return f"{self.name} {self.text_of(value)}"
+        return f"{self.name} {self.format_value(value)}"
 
-    def text_of(self, value: Any) -> str:
+    def format_value(self, value: Any) -> str:
         """A value that is not a switch as it would be typed: several values, or one written as a tuple or list."""
         if not isinstance(value, list | tuple):
             return str(value)
@@ -109,31 +109,31 @@ class Setting:
         return f"[{written}]" if isinstance(value, list) and not self.nargs else written
 
 
-def value_problem(setting: Setting, value: Any, text: str | None = None) -> str | None:
+def find_value_problem(setting: Setting, value: Any, text: str | None = None) -> str | None:
     """What is wrong with one value (of a list: one element) of the right type, as a sentence; None where nothing is.
 
     text: how the user wrote it, where not as `str(value)`.
     """
-    shown = _shown(str(value) if text is None else text)
+    shown = _show(str(value) if text is None else text)
     # Types are compared, too: in Python 1 == True == 1.0.
     if setting.choices is not None and not any(isinstance(value, type(c)) and value == c for c in setting.choices):
-        return f"{setting.name} {shown} is not one of its values; give {expected(setting)}"
+        return f"{setting.name} {shown} is not one of its values; give {describe_expected(setting)}"
     if isinstance(value, int | float) and not _is_in_range(setting, value):
-        return f"{setting.name} {shown} is out of range; give {expected(setting)}"
+        return f"{setting.name} {shown} is out of range; give {describe_expected(setting)}"
     # Neither a path nor the argument of another program can hold one.
     if isinstance(value, str) and "\0" in value:
-        return f"{setting.name} holds a NUL character; give {expected(setting)}"
+        return f"{setting.name} holds a NUL character; give {describe_expected(setting)}"
     return None
 
 
-def type_problem(setting: Setting, text: str) -> str:
+def describe_type_problem(setting: Setting, text: str) -> str:
     """The sentence for a value that is not of the setting's type."""
     if setting.is_switch:
         return f"{setting.name} is a switch; give true or false"
-    return f"{setting.name} {_shown(text)} is not valid; give {expected(setting)}"
+    return f"{setting.name} {_show(text)} is not valid; give {describe_expected(setting)}"
 
 
-def refusal(setting: Setting, value: Any, written: str) -> tuple[Status, str] | None:
+def explain_refusal(setting: Setting, value: Any, written: str) -> tuple[Status, str] | None:
     """Why a value that upstream knows is refused here, with its sentence; None where it is accepted."""
     values = value if isinstance(value, list | tuple) else [value]
     kind = setting.status
@@ -146,7 +146,9 @@ def refusal(setting: Setting, value: Any, written: str) -> tuple[Status, str] | 
     if kind == "works":
         return None
     offered = setting.offered_choices
-    instead = f"use {' or '.join(map(str, offered))}" if setting.status == "works" and offered else _instead(setting)
+    instead = (
+        f"use {' or '.join(map(str, offered))}" if setting.status == "works" and offered else _suggest_instead(setting)
+    )
     if kind == "planned":
         what = setting.explanation or "a later version"
         return kind, f"{written} is planned, not available yet: it comes with {what}; {instead}"
@@ -154,15 +156,15 @@ def refusal(setting: Setting, value: Any, written: str) -> tuple[Status, str] | 
     return kind, f"{written} is not supported{why}; {instead}"
 
 
-def _instead(setting: Setting) -> str:
+def _suggest_instead(setting: Setting) -> str:
     if setting.alternative:
         return setting.alternative
     if setting.is_switch or setting.default in (None, []):
         return "leave it out"
-    return f"leave it out or give {setting.spelling_for(setting.default)}"
+    return f"leave it out or give {setting.spell(setting.default)}"
 
 
-def expected(setting: Setting) -> str:
+def describe_expected(setting: Setting) -> str:
     """What a value must be, in words: `a whole number of at least 1 (iterations)`."""
     if setting.choices is not None:
         return "one of " + ", ".join(map(str, setting.offered_choices or setting.choices))
@@ -174,11 +176,11 @@ def expected(setting: Setting) -> str:
     if setting.above is not None:
         words += f" above {setting.above:g}"
     if setting.minimum is not None and setting.maximum is not None:
-        words += f" from {_number(setting.minimum)} to {_number(setting.maximum)}"
+        words += f" from {_format_number(setting.minimum)} to {_format_number(setting.maximum)}"
     elif setting.minimum is not None:
-        words += f" of at least {_number(setting.minimum)}"
+        words += f" of at least {_format_number(setting.minimum)}"
     elif setting.maximum is not None:
-        words += f" of at most {_number(setting.maximum)}"
+        words += f" of at most {_format_number(setting.maximum)}"
     elif setting.value_type is int:
         words += f" of at most {LARGEST_INTEGER}"
     return words + (f" ({setting.unit})" if setting.unit else "")
@@ -187,7 +189,7 @@ def expected(setting: Setting) -> str:
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
 
 
-def _number(bound: float) -> str:
+def _format_number(bound: float) -> str:
     return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
@@ -199,7 +201,7 @@ def _is_in_range(setting: Setting, value: float) -> bool:
     return above_minimum and above_bound and (setting.maximum is None or value <= setting.maximum)
 
 
-def _shown(text: str) -> str:
+def _show(text: str) -> str:
     """The text as typed; quoted where spaces or odd characters would hide in the sentence."""
     shown = text if text.isascii() and text.isprintable() and text and " " not in text else ascii(text)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -234,29 +236,29 @@ def has_type(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def field_problem(setting: Setting, value: Any) -> str | None:
+def find_field_problem(setting: Setting, value: Any) -> str | None:
     """What is wrong with the value of a field: type, number of values, choices, bounds, status."""
     if value is None and setting.example is not None:
-        return f"{setting.name} is missing; give the number, for example {setting.spelling_for(setting.example)}"
+        return f"{setting.name} is missing; give the number, for example {setting.spell(setting.example)}"
     if value is None and setting.default is None or setting.annotation is Any:
         return None
-    wrong_type = _type_problem_of(setting, value)
+    wrong_type = _find_type_problem(setting, value)
     if wrong_type is not None:
         return wrong_type
     items = value if isinstance(value, list | tuple) else [value]
     if isinstance(setting.nargs, int) and len(items) != setting.nargs:
         count = f"{setting.nargs} value{'s' * (setting.nargs != 1)}"
         return f"{setting.name} takes {count}, but {len(items)} are given"
-    problem = next(filter(None, (value_problem(setting, item) for item in items)), None)
-    refused = None if problem is not None else refusal(setting, value, setting.spelling_for(value))
+    problem = next(filter(None, (find_value_problem(setting, item) for item in items)), None)
+    refused = None if problem is not None else explain_refusal(setting, value, setting.spell(value))
     return problem if refused is None else refused[1]
 
 
-def _type_problem_of(setting: Setting, value: Any) -> str | None:
+def _find_type_problem(setting: Setting, value: Any) -> str | None:
     if has_type(value, setting.annotation):
         return None
     # In a list the sentence is about the element that is wrong.
     elements = value if isinstance(value, list | tuple) and setting.nargs else []
     wrong = next((item for item in elements if not has_type(item, setting.value_type)), value)
     is_choice = setting.choices is not None and not isinstance(wrong, list | tuple)
-    return (value_problem(setting, wrong) if is_choice else None) or type_problem(setting, str(wrong))
+    return (find_value_problem(setting, wrong) if is_choice else None) or describe_type_problem(setting, str(wrong))

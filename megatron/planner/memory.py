@@ -147,26 +147,28 @@ def estimate_memory(
     num_expert_replicas = num_replicas * ranks / expert_ranks
     tokens = workload.seq_length // model.context_parallel_size * workload.micro_batch_size
     divides = replicas.use_distributed_optimizer
-    layer = _layer_activations(model, tokens)
+    layer = _estimate_layer_activations(model, tokens)
     return MemoryEstimate(
         parameters=counts,
         most_loaded_shard=dense + experts + ends,
         other_shards=dense + experts,
-        weight_and_optimizer=(dense + ends) * _parameter_bytes(num_replicas, divides)
-        + experts * _parameter_bytes(num_expert_replicas, divides),
+        weight_and_optimizer=(dense + ends) * _count_parameter_bytes(num_replicas, divides)
+        + experts * _count_parameter_bytes(num_expert_replicas, divides),
         layer_activations=layer,
-        activations=_activations(model, layer, tokens, workload),
-        microbatches_in_flight=None if stages == 1 else stages * _layers_in_flight(model, workload.num_microbatches),
+        activations=_estimate_activations(model, layer, tokens, workload),
+        microbatches_in_flight=None
+        if stages == 1
+        else stages * _count_layers_in_flight(model, workload.num_microbatches),
     )
 
 
-def _parameter_bytes(replicas: float, distributed_optimizer: bool) -> float:
+def _count_parameter_bytes(replicas: float, distributed_optimizer: bool) -> float:
     """Of one parameter with its gradient and optimizer state."""
     # Weight (2) and gradient (4) are whole everywhere; main weight (4) and moments (8) are divided.
     return 6 + 12 / replicas if distributed_optimizer else 18
 
 
-def _layer_activations(model: TransformerConfig, tokens: int) -> float:
+def _estimate_layer_activations(model: TransformerConfig, tokens: int) -> float:
     """Bytes one layer keeps of one microbatch for its backward pass."""
     assert model.ffn_hidden_size is not None
     hidden, ranks = model.hidden_size, model.tensor_model_parallel_size
@@ -175,7 +177,7 @@ def _layer_activations(model: TransformerConfig, tokens: int) -> float:
     return tokens * hidden * (10 + 24 / ranks)
 
 
-def _layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
+def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
     """Microbatches of the first stage's layers that are kept at once, in units of all layers of the model."""
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
     if chunks:
@@ -185,14 +187,14 @@ def _layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
     return min(1.0, num_microbatches / stages)
 
 
-def _activations(model: TransformerConfig, layer: float, tokens: int, workload: Workload) -> float:
+def _estimate_activations(model: TransformerConfig, layer: float, tokens: int, workload: Workload) -> float:
     """Bytes of the first stage, or of everything where it is the only one."""
     hidden, stages, ranks = model.hidden_size, model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     divided = ranks if model.sequence_parallel else 1
     # Times the stages, because 1.0 layers in flight stands for that many microbatches.
     embedding = stages * tokens * (_TOKEN_NUMBER_BYTES + hidden) / divided
     kept = layer * model.num_layers + embedding
-    kept *= _layers_in_flight(model, workload.num_microbatches)
+    kept *= _count_layers_in_flight(model, workload.num_microbatches)
     if stages == 1:
         if model.sequence_parallel:
             # 4 bytes an element here and 2 in the other form, as the reference system counts: its figures are what we

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.core.placement import Kind, Placement, placement_of
+from megatron.core.placement import Kind, Placement, get_placement
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlacedCounts:
     def total(self) -> int:
         return sum(self.dense.values()) + sum(self.of_experts.values())
 
-    def active(self, chosen: int, experts: int) -> int:
+    def count_active(self, chosen: int, experts: int) -> int:
         """What works on one token, of which the router gives each to `chosen` of so many experts (rounded down)."""
         return sum(self.dense.values()) + sum(self.of_experts.values()) * chosen // experts
 
@@ -52,7 +52,7 @@ def count_whole(placements: Iterable[Placement]) -> PlacedCounts:
 def count_on_rank(chunks: Iterable[nn.Module]) -> PlacedCounts:
     """Elements that the process with these chunks holds, copies of tied embeddings among them; where parameters are
     divided over replicas (fully sharded), those of the replicas together."""
-    placements = (placement_of(param, name) for chunk in chunks for name, param in chunk.named_parameters())
+    placements = (get_placement(param, name) for chunk in chunks for name, param in chunk.named_parameters())
     return _count((placement, math.prod(placement.local_shape)) for placement in placements)
 
 

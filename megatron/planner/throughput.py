@@ -28,7 +28,7 @@ _PRODUCTS_PER_SIZE = 4
 _ATTEMPTS = 5
 
 
-def training_flops_per_token(model: TransformerConfig, *, seq_length: int, padded_vocab_size: int) -> int:
+def count_training_flops_per_token(model: TransformerConfig, *, seq_length: int, padded_vocab_size: int) -> int:
     """Floating-point operations of forward and backward for one token of a sequence of `seq_length` tokens.
 
     padded_vocab_size: rows of the output layer over all ranks. Of a layer's experts those count that work on a token,
@@ -46,7 +46,7 @@ def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple
     return per_token, model.num_layers * 2 * model.num_attention_heads * model.kv_channels
 
 
-def measured_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
     """FLOP/s of the fastest of several square matrix products: the yardstick where no data sheet is known.
 
     Products grow from 128 x 128 to 1024 x 1024 as far as the time allows: a processor without 16-bit arithmetic would
@@ -115,7 +115,7 @@ class Yardstick:
 
 def build_yardstick(device: torch.device, dtype: torch.dtype) -> Yardstick:
     """Dense peak FLOP/s of the device for `dtype`, from its data sheet where that is known, else measured now."""
-    named = device_module.dense_peak_flops(dtype)
+    named = device_module.get_dense_peak_flops(dtype)
     if named is not None:
         return Yardstick(f"dense peak of {device_module.device_name()}", named)
-    return Yardstick("matrix product measured at start", measure=lambda: measured_peak_flops(device, dtype))
+    return Yardstick("matrix product measured at start", measure=lambda: measure_peak_flops(device, dtype))

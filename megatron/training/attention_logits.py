@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import all_gather_into_tensor, all_gather_object, all_reduce
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
-from megatron.core.placement import Placement, placement_of
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -87,7 +87,7 @@ class AttentionLogits:
         linear = layer.attention.linear_qkv
         for param in (linear.weight, linear.bias):
             if param is not None:
-                placement = placement_of(param, "linear_qkv")
+                placement = get_placement(param, "linear_qkv")
                 factors = compute_row_factors(gamma, placement, self.config)
                 rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
                 self.optimizer.scale_rows(placement.name, rows.take(factors))

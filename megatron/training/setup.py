@@ -25,7 +25,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel import (
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, compute_scheduler_steps
 from megatron.core.pipeline_parallel.executor import Executor, compute_activation_shape
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
@@ -237,7 +237,7 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
     """Learning rate and weight decay over the run."""
     scheduler, training = config.scheduler, config.training
     # The schedule counts samples, whatever unit the flags use.
-    steps = scheduler_steps(
+    steps = compute_scheduler_steps(
         global_batch_size=training.global_batch_size or 1,
         train_iters=training.train_iters,
         train_samples=training.train_samples,

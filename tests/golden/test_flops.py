@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planner.throughput import training_flops_per_token
+from megatron.planner.throughput import count_training_flops_per_token
 
 CASES = json.loads((Path(__file__).parent / "data" / "flops_memory.json").read_text())
 NAMES = ("gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b")
@@ -35,7 +35,7 @@ def test_flops_of_a_global_batch(name: str) -> None:
         moe_router_topk=int(options.get("--moe-router-topk", 2)),
     )
     seq_length = int(options["--seq-length"])
-    per_token = training_flops_per_token(
+    per_token = count_training_flops_per_token(
         model,
         seq_length=seq_length,
         padded_vocab_size=expected["padded_vocab_size"],

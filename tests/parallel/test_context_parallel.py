@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -193,7 +193,7 @@ def train(style: str, layout: Layout, packed: bool = False) -> dict[str, Any]:
         losses.append(float(total[0] / total[1]))
     weights = {}
     for name, param in module.named_parameters():
-        placement = placement_of(param)
+        placement = get_placement(param)
         shards = all_gather_object(param.detach(), groups.tp)
         weights[name] = placement.join(shards) if placement.splits else param.detach()
     return {"losses": losses, "norms": norms, "weights": weights}

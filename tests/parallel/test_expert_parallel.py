@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
@@ -91,7 +91,7 @@ def expert_bytes(text: str) -> tuple[int, int]:
     config, recipe = training(EXPERTS["moe"], text)
     with open_local_run(config, recipe, own_rank(config)) as run:
         chunk = run.model[0]
-        params = [p for n, p in chunk.module.named_parameters() if placement_of(p, n).is_expert]
+        params = [p for n, p in chunk.module.named_parameters() if get_placement(p, n).is_expert]
         return sum(p.nbytes for p in params), sum(b.grad_data.nbytes for b in chunk.flat_buffers if b.is_expert)
 
 

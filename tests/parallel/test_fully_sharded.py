@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.errors import ConfigError
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.training.step import train_step
 from megatron.training.verify.parity import open_local_run
 from tests.parallel.checkpoint_contents import saved
@@ -38,7 +38,7 @@ def kept(layout: str, flags: str) -> dict[str, Any]:
             "parameters": sum(shard.numel() for shard in held),
             "gradients": sum(param.main_grad.numel() for param in params),  # type: ignore[attr-defined]
             "moments": sum(tensors["exp_avg"].numel() for tensors in state.values()),
-            "whole": sum(math.prod(placement_of(param).local_shape) for param in params),
+            "whole": sum(math.prod(get_placement(param).local_shape) for param in params),
             "main": {shard.dtype for shard in held},
             "names": [name for name, _ in chunk.module.named_parameters()],
         }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.loop import train
@@ -88,7 +88,7 @@ def test_a_trained_model_has_no_layout(layout: str, tmp_path: Path) -> None:
     run_on(layout, f"{flags} --save {tmp_path}")
     trained = load_trained_model(tmp_path)
     weights = saved(tmp_path, 2)
-    found = {placement_of(p, name).name: p.detach() for name, p in trained.model.named_parameters()}
+    found = {get_placement(p, name).name: p.detach() for name, p in trained.model.named_parameters()}
     assert len(found) > 4 * 8 and trained.config.model.num_layers == 4
     for name, weight in found.items():
         assert torch.equal(weight, weights[name]), name

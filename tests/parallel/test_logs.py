@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
+from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
 from megatron.training.hooks.measures import flat_buffers
 from megatron.training.run import Hook, Run
 from megatron.training.step import train_step
@@ -22,7 +22,7 @@ class Counting(Hook):
     """Looks at the gradients where the logs do."""
 
     def on_gradients(self, run: Run) -> None:
-        self.gradients = layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
+        self.gradients = compute_layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
         self.zeros = int(count_zeros(flat_buffers(run), run.optimizer.model_sum))
 
 
@@ -32,7 +32,7 @@ def statistics(layout: str) -> Statistics:
     with open_local_run(config, recipe, own_rank(config)) as run:
         run.hooks = found = Counting()
         train_step(run, run.data.open("train", 0))
-        parameters = layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
+        parameters = compute_layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
         report = run.timers.report(["forward-backward", "optimizer"], run.groups.world, option="all")
         return parameters, found.gradients, found.zeros, report
 

@@ -57,7 +57,7 @@ def test_only_the_named_groups_get_high_priority() -> None:
         made[tuple(ranks)] = pg_options
         return new_group(ranks, **named)
 
-    process_groups_config.communication_options = lambda high_priority: high_priority or None  # type: ignore[assignment]
+    process_groups_config.make_communication_options = lambda high_priority: high_priority or None  # type: ignore[assignment]
     dist.new_group = recorded
     ProcessGroupCollection.build(RankGrid(4, tp=2), dist.get_rank(), high_priority=["tp", "world"])
     assert made == {(0, 1): True, (2, 3): True, (0, 2): None, (1, 3): None, (0, 1, 2, 3): True}

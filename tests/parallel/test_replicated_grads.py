@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.finalize_model_grads import sum_replicated_grads
 from megatron.core.mesh import RankGrid
-from megatron.core.placement import Part, Placement, Split, grouped_parts
+from megatron.core.placement import Part, Placement, Split, make_grouped_parts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.parallel.harness import distributed
 
@@ -17,7 +17,7 @@ def test_each_part_over_its_holders() -> None:
     """Two groups (4 query rows, a key row) on four ranks: rank r holds two query rows and the key of group r // 2."""
     rank = dist.get_rank()
     groups = ProcessGroupCollection.build(RankGrid(4, tp=4), rank)
-    parts = grouped_parts(2, [Part(4, name="query"), Part(1, replicated=True, name="key")], 4)
+    parts = make_grouped_parts(2, [Part(4, name="query"), Part(1, replicated=True, name="key")], 4)
     qkv = Placement("qkv", (10, 3), (Split(0, "tp", 4, rank, parts),))
     row = Placement("row", (3, 8), (Split(1, "tp", 4, rank),))
     grads = [torch.full(placement.local_shape, float(rank + 1)) for placement in (qkv, row)]

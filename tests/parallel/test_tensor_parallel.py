@@ -10,7 +10,7 @@ from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.mesh import RankGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
@@ -51,7 +51,7 @@ def model_and_grads(style: str, sequence_parallel: bool, groups: ProcessGroupCol
     for name, param in model.named_parameters():
         grad = param.grad
         assert grad is not None, name
-        placement = placement_of(param)
+        placement = get_placement(param)
         if "tp" in placement.partial_grad_axes:
             all_reduce(grad, groups.tp)
         found[name] = placement.join(all_gather_object(grad, groups.tp)) if placement.splits else grad

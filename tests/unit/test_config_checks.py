@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config_base import CheckedConfig, assemble, field_problems, restore, settings_of
+from megatron.core.config_base import CheckedConfig, assemble, find_field_problems, get_settings, restore
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -37,7 +37,7 @@ def values_of(setting: Setting) -> st.SearchStrategy[Any]:
 @st.composite
 def drawn_values(draw: st.DrawFn) -> tuple[type[CheckedConfig], dict[str, Any]]:
     config_class = draw(st.sampled_from(list(CONFIGS)))
-    declared = settings_of(config_class)
+    declared = get_settings(config_class)
     names = draw(st.lists(st.sampled_from(list(declared)), max_size=6, unique=True))
     return config_class, CONFIGS[config_class] | {name: draw(values_of(declared[name])) for name in names}
 
@@ -56,7 +56,7 @@ def test_a_config_holds_its_rules_or_is_refused(
         assert all(isinstance(text, str) and text for text in error.problems)
         return
     assert expected == []
-    assert field_problems(config) == [] == list(config.problems())
+    assert find_field_problems(config) == [] == list(config.problems())
     assert dataclasses.replace(config) == config  # type: ignore[type-var]
 
 
@@ -77,10 +77,12 @@ def test_values_are_judged_as_on_the_command_line(data: st.DataObject) -> None:
         expected = None
     except ValueError as error:
         expected = str(error)
-    config_class = next(c for c in CONFIGS if flag.dest in settings_of(c))
+    config_class = next(c for c in CONFIGS if flag.dest in get_settings(c))
     config, _ = assemble(config_class, CONFIGS[config_class])
     setattr(config, flag.dest, [value] if flag.nargs in ("+", "*") else value)
-    found = [text for text in field_problems(config) if " is planned" not in text and " is not supported" not in text]
+    found = [
+        text for text in find_field_problems(config) if " is planned" not in text and " is not supported" not in text
+    ]
     assert found == ([] if expected is None else [expected])
 
 
@@ -152,4 +154,4 @@ def test_a_model_on_one_process_keeps_all_but_the_layout() -> None:
 
 def test_every_field_has_a_kind() -> None:
     for config_class in CONFIGS:
-        assert [name for name, setting in settings_of(config_class).items() if setting.kind is None] == []
+        assert [name for name, setting in get_settings(config_class).items() if setting.kind is None] == []

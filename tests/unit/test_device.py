@@ -20,21 +20,21 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_environment_keeps_a_process_on_the_cpu() -> None:
     assert device.current_device() == torch.device("cpu")
-    assert device.backend_for(device.current_device()) == "gloo"
+    assert device.choose_backend(device.current_device()) == "gloo"
     assert device.device_count() == 0
-    assert device.dense_peak_flops(torch.float32) is None
+    assert device.get_dense_peak_flops(torch.float32) is None
 
 
 RESIDENT = """
 import torch
 from megatron.core import device
 
-before = device.memory_stats()
+before = device.read_memory_stats()
 ballast = torch.ones(128 << 20, dtype=torch.uint8)
-after = device.memory_stats()
+after = device.read_memory_stats()
 assert after["peak_bytes"] >= after["allocated_bytes"] > before["allocated_bytes"] > 0, (before, after)
 assert 96 << 20 < after["allocated_bytes"] - before["allocated_bytes"] < 192 << 20, (before, after)
-assert device.total_memory_bytes() > after["peak_bytes"]
+assert device.read_total_memory_bytes() > after["peak_bytes"]
 """
 
 
@@ -67,14 +67,14 @@ def test_device_has_a_name() -> None:
     ],
 )
 def test_dense_peaks_by_product(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert device.dense_peak_flops(dtype, name) == expected
+    assert device.get_dense_peak_flops(dtype, name) == expected
 
 
 def test_float32_peak_is_tf32_where_torch_may_use_it() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert device.dense_peak_flops(torch.float32, "NVIDIA H200") == 494e12
+        assert device.get_dense_peak_flops(torch.float32, "NVIDIA H200") == 494e12
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -92,13 +92,13 @@ def test_random_states_go_back_and_forth() -> None:
 @pytest.mark.gpu
 def test_gpu_is_used_where_there_is_one() -> None:
     here = device.current_device()
-    assert device.is_cuda(here) and device.backend_for(here) == "nccl" and device.device_count() >= 1
+    assert device.is_cuda(here) and device.choose_backend(here) == "nccl" and device.device_count() >= 1
     device.activate(here)
     device.reset_peak_memory()
-    before = device.memory_stats()
+    before = device.read_memory_stats()
     ballast = torch.ones(16 << 20, dtype=torch.uint8, device=here)
     device.synchronize()
-    after = device.memory_stats()
+    after = device.read_memory_stats()
     assert after["allocated_bytes"] - before["allocated_bytes"] >= ballast.numel()
     assert after["peak_bytes"] >= after["allocated_bytes"]
     states = device.get_rng_state()

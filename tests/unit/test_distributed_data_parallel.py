@@ -16,7 +16,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT, lay_out
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer.clip_grads import counted
+from megatron.core.optimizer.clip_grads import view_counted
 from megatron.core.placement import Part, Placement, Split, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.unit.pretend_groups import pretend
@@ -223,7 +223,7 @@ def test_every_element_of_the_model_is_counted_once(rank: int) -> None:
     for name, placement in placements.items():
         place(module[name], placement)
     (buffer,) = wrap(module).flat_buffers
-    views = counted(buffer, buffer.param_data, pretend(rank, tp=2))
+    views = view_counted(buffer, buffer.param_data, pretend(rank, tp=2))
     sizes = {"column": 6, "partly": 6, "replicated": 6} if rank == 0 else {"column": 6, "partly": 3}
     assert sum(view.sum().item() for view in views) == sum(sizes.values())
 
@@ -231,7 +231,7 @@ def test_every_element_of_the_model_is_counted_once(rank: int) -> None:
 def test_neighbours_that_are_counted_whole_are_one_view() -> None:
     model = wrap(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))
     (buffer,) = model.flat_buffers
-    (view,) = counted(buffer, buffer.grad_data, ProcessGroupCollection.single())
+    (view,) = view_counted(buffer, buffer.grad_data, ProcessGroupCollection.single())
     assert view.numel() == buffer.layout.numel
 
 

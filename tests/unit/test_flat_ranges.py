@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.flat_ranges import boxes_of_range, common, merged, ranges_of_box
+from megatron.core.flat_ranges import find_boxes, find_ranges, intersect_ranges, merge_ranges
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -26,7 +26,7 @@ def test_a_range_is_few_boxes_that_hold_its_elements_in_order(shape: tuple[int, 
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
-    boxes = boxes_of_range(shape, start, stop)
+    boxes = find_boxes(shape, start, stop)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     found = [indices(shape)[tuple(slice(s, s + n) for s, n in box)].flatten() for box in boxes]
     assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
@@ -37,9 +37,9 @@ def test_a_box_is_the_ranges_that_hold_its_elements(shape: tuple[int, ...], data
     starts = [data.draw(st.integers(0, size)) for size in shape]
     box = tuple((start, data.draw(st.integers(0, size - start))) for start, size in zip(starts, shape, strict=True))
     expected = indices(shape)[tuple(slice(s, s + n) for s, n in box)].flatten().tolist()
-    ranges = ranges_of_box(shape, box)
+    ranges = find_ranges(shape, box)
     assert elements(ranges) == expected
-    assert merged(ranges) == ranges
+    assert merge_ranges(ranges) == ranges
 
 
 def cuts() -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -49,10 +49,10 @@ def cuts() -> st.SearchStrategy[list[tuple[int, int]]]:
 
 @given(cuts(), cuts())
 def test_common_is_the_intersection(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
-    assert elements(common(first, second)) == sorted(set(elements(first)) & set(elements(second)))
+    assert elements(intersect_ranges(first, second)) == sorted(set(elements(first)) & set(elements(second)))
 
 
 def test_examples_of_the_module() -> None:
-    assert boxes_of_range((4, 3), 2, 10) == [((0, 1), (2, 1)), ((1, 2), (0, 3)), ((3, 1), (0, 1))]
-    assert ranges_of_box((4, 3), ((1, 2), (0, 2))) == [(3, 5), (6, 8)]
-    assert common([(0, 10)], [(0, 4), (4, 10)]) == [(0, 4), (4, 10)]
+    assert find_boxes((4, 3), 2, 10) == [((0, 1), (2, 1)), ((1, 2), (0, 3)), ((3, 1), (0, 1))]
+    assert find_ranges((4, 3), ((1, 2), (0, 2))) == [(3, 5), (6, 8)]
+    assert intersect_ranges([(0, 10)], [(0, 4), (4, 10)]) == [(0, 4), (4, 10)]

@@ -8,7 +8,7 @@ import torch
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows, normal
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit.pretend_groups import pretend
@@ -40,15 +40,15 @@ def gpt(rank: int = 0, tp: int = 1, pp: int = 1, tied: bool = False, **changed: 
 
 @pytest.mark.parametrize("size", [2, 4])  # 4: more ranks than the two query groups
 def test_tensor_parallel_shards_are_slices_of_the_whole(size: int) -> None:
-    whole = {placement_of(p).name: p.detach() for p in gpt().parameters()}
+    whole = {get_placement(p).name: p.detach() for p in gpt().parameters()}
     ranks = [gpt(rank, tp=size) for rank in range(size)]
     split = 0
     for name, full in whole.items():
         shards = [model.get_parameter(name).detach() for model in ranks]
-        placement = placement_of(ranks[0].get_parameter(name))
+        placement = get_placement(ranks[0].get_parameter(name))
         assert placement.name == name and placement.full_shape == tuple(full.shape)
         for rank, shard in enumerate(shards):
-            assert torch.equal(shard, placement_of(ranks[rank].get_parameter(name)).take(full)), name
+            assert torch.equal(shard, get_placement(ranks[rank].get_parameter(name)).take(full)), name
         if placement.splits:
             split += 1
             assert torch.equal(placement.join(shards), full), name
@@ -58,12 +58,12 @@ def test_tensor_parallel_shards_are_slices_of_the_whole(size: int) -> None:
 
 @pytest.mark.parametrize("chunk_of", [2, 4])
 def test_pipeline_stages_hold_layers_under_their_global_names(chunk_of: int) -> None:
-    whole = {placement_of(p).name: p.detach() for p in gpt().parameters()}
+    whole = {get_placement(p).name: p.detach() for p in gpt().parameters()}
     found = {}
     for stage in range(chunk_of):
         for param in gpt(stage, pp=chunk_of).parameters():
-            assert torch.equal(param, whole[placement_of(param).name])
-            found[placement_of(param).name] = param
+            assert torch.equal(param, whole[get_placement(param).name])
+            found[get_placement(param).name] = param
     assert found.keys() == whole.keys()
 
 
@@ -81,9 +81,9 @@ def test_tied_embeddings_across_stages() -> None:
     owner = gpt(pp=2, tied=True).embedding.word_embeddings.weight
     copy = gpt(1, pp=2, tied=True).output_layer.weight
     assert torch.equal(owner, copy)
-    assert placement_of(copy).name == placement_of(owner).name == "embedding.word_embeddings.weight"
-    assert placement_of(copy).is_copy and not placement_of(owner).is_copy
-    assert placement_of(copy).partial_grad_axes == placement_of(owner).partial_grad_axes == ("embd",)
+    assert get_placement(copy).name == get_placement(owner).name == "embedding.word_embeddings.weight"
+    assert get_placement(copy).is_copy and not get_placement(owner).is_copy
+    assert get_placement(copy).partial_grad_axes == get_placement(owner).partial_grad_axes == ("embd",)
 
 
 def test_custom_initialisers() -> None:

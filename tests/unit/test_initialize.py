@@ -87,7 +87,7 @@ def test_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--distributed-backend nccl needs a CUDA device"):
         joining(monkeypatch, "--distributed-backend nccl")
-    monkeypatch.setattr(subject.device_module, "backend_for", lambda device: "another")
+    monkeypatch.setattr(subject.device_module, "choose_backend", lambda device: "another")
     assert joining(monkeypatch, "--distributed-backend gloo")["backend"] == "gloo"
 
 

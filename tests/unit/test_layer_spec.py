@@ -12,7 +12,7 @@ from examples.custom_layer import INITIAL_SCALE, ScaledMLP
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +31,7 @@ def test_layers_of_ones_own() -> None:
     assert type(first_mlp(usual)) is MLP
     mlp = first_mlp(model)
     assert isinstance(mlp, ScaledMLP)
-    assert placement_of(mlp.scale).name == "decoder.layers.0.mlp.scale"
+    assert get_placement(mlp.scale).name == "decoder.layers.0.mlp.scale"
     x = torch.randn(4, 2, 32)
     output, bias = first_mlp(usual)(x)
     torch.testing.assert_close(mlp(x)[0], INITIAL_SCALE * (output + bias))
@@ -85,7 +85,7 @@ def test_plain_torch_modules_in_a_layer_have_names_in_the_whole_model() -> None:
     groups = pretend(1, pp=2)
     config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=2)
     model = GPTModel(config, spec, 16, 16, pre_process=False, pg_collection=groups)
-    names = {placement_of(parameter).name for parameter in model.parameters()}
+    names = {get_placement(parameter).name for parameter in model.parameters()}
     assert {name for name in names if "plain.weight" in name} == {
         f"decoder.layers.{layer}.mlp.plain.weight" for layer in (2, 3)
     }

@@ -133,7 +133,7 @@ def test_log_memory_interval(capsys: pytest.CaptureFixture[str]) -> None:
 def test_log_device_memory_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron.core.device.device_memory_used", lambda: 7 * 2**20)
+    monkeypatch.setattr("megatron.core.device.read_used_memory_bytes", lambda: 7 * 2**20)
     flags = ("--metrics-dir", tmp_path, "--log-interval", "2", "--train-iters", "2")
     assert not any("device memory used" in line for line in printed(capsys, *flags))
     (line,) = (line for line in printed(capsys, *flags, "--log-device-memory-used") if "device memory used" in line)

@@ -10,8 +10,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import (
     BatchSizeStep,
     build_num_microbatches_calculator,
+    compute_rampup_steps,
     parse_step_schedule,
-    rampup_steps,
 )
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
@@ -43,7 +43,7 @@ def test_bad_step_schedules_are_refused(text: str) -> None:
 @pytest.mark.parametrize("ramp", [(8, 8), (0, 8, 10), (8, 0, 10), (8, 8, -1), (8, 7, 10), (64, 8, 10)])
 def test_bad_rampups_are_refused(ramp: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="--rampup-batch-size"):
-        rampup_steps(ramp, 32)
+        compute_rampup_steps(ramp, 32)
 
 
 def test_every_size_of_the_staircase_must_be_shared_evenly() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, scheduler_steps
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, compute_scheduler_steps
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 
@@ -70,10 +70,10 @@ def test_weight_decay_grows_along_a_cosine() -> None:
 
 
 def test_lengths_in_iterations_and_in_samples_are_the_same_run() -> None:
-    by_iterations = scheduler_steps(
+    by_iterations = compute_scheduler_steps(
         global_batch_size=8, train_iters=100, lr_decay_iters=90, lr_warmup_iters=5, lr_wsd_decay_iters=10
     )
-    by_samples = scheduler_steps(
+    by_samples = compute_scheduler_steps(
         global_batch_size=8, train_samples=800, lr_decay_samples=720, lr_warmup_samples=40, lr_wsd_decay_samples=80
     )
     assert by_iterations == by_samples == (40, 720, 800, 80)
@@ -92,7 +92,7 @@ def test_wsd_flags_in_samples() -> None:
 
 
 def test_warmup_fraction_is_a_share_of_the_decay() -> None:
-    steps = scheduler_steps(global_batch_size=8, train_iters=100, lr_decay_iters=50, lr_warmup_fraction=0.1)
+    steps = compute_scheduler_steps(global_batch_size=8, train_iters=100, lr_decay_iters=50, lr_warmup_fraction=0.1)
     assert steps.lr_warmup_steps == 40.0
 
 

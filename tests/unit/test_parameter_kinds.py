@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamKey, param_key
-from megatron.core.placement import Kind, Part, Placement, Split, placement_of
+from megatron.core.optimizer.param_groups import ParamKey, make_param_key
+from megatron.core.placement import Kind, Part, Placement, Split, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, declare_vocabulary, initialise_parameters
 from megatron.core.transformer.attention import SelfAttention
@@ -44,7 +44,7 @@ KINDS: dict[str, Kind] = {
 )
 def test_every_parameter_of_a_model_says_what_it_is(flags: str) -> None:
     for name, param in build_model(flags).named_parameters():
-        placement = placement_of(param)
+        placement = get_placement(param)
         expected = next(kind for pattern, kind in KINDS.items() if re.fullmatch(pattern, name))
         assert placement.kind == expected, name
         assert placement.is_hidden_matrix == (expected in ("matrix", "router"))
@@ -66,7 +66,7 @@ class OfAUser(nn.Module):
 
 
 def test_kinds_of_a_users_parameters_follow_from_names_shapes_and_upstreams_mark() -> None:
-    found = {name: placement_of(param, name).kind for name, param in OfAUser().named_parameters()}
+    found = {name: get_placement(param, name).kind for name, param in OfAUser().named_parameters()}
     assert found == {
         "table.weight": "embedding", "q_layernorm.weight": "qk_norm", "q_layernorm.bias": "qk_norm",
         "norm.weight": "vector", "norm.bias": "vector",
@@ -80,21 +80,21 @@ def test_kinds_of_a_users_parameters_follow_from_names_shapes_and_upstreams_mark
 def test_vocabulary_rows_are_said_once_and_only_of_tables_of_tokens() -> None:
     module = OfAUser()
     declare_vocabulary(module, 7)
-    rows = {name: placement_of(param, name).valid_rows for name, param in module.named_parameters()}
+    rows = {name: get_placement(param, name).valid_rows for name, param in module.named_parameters()}
     assert {name: count for name, count in rows.items() if count is not None} == {
         "table.weight": 7, "output_layer.weight": 7,
     }  # fmt: skip
     declare_vocabulary(module, 6)
-    assert placement_of(module.table.weight).valid_rows == 7, "it was said already"
+    assert get_placement(module.table.weight).valid_rows == 7, "it was said already"
     smaller = OfAUser()
     declare_vocabulary(smaller, 9)
-    assert placement_of(smaller.output_layer.weight, "output_layer.weight").valid_rows is None, "not of the vocabulary"
+    assert get_placement(smaller.output_layer.weight, "output_layer.weight").valid_rows is None, "not of the vocabulary"
     declared = declare_parameter((8, 4), kind="embedding", valid_rows=5)
-    assert (placement_of(declared).kind, placement_of(declared).logical_shape) == ("embedding", (5, 4))
+    assert (get_placement(declared).kind, get_placement(declared).logical_shape) == ("embedding", (5, 4))
 
 
 def key(kind: Kind, shape: tuple[int, ...], **settings: object) -> ParamKey:
-    return param_key(Placement("p", shape, kind=kind), OptimizerConfig(**settings))
+    return make_param_key(Placement("p", shape, kind=kind), OptimizerConfig(**settings))
 
 
 def test_policies_follow_the_kind() -> None:
@@ -119,7 +119,7 @@ def test_biases_of_experts_are_vectors_although_they_lie_in_a_stack() -> None:
     for name, param in biases:
         assert param.dim() == 2
         config = OptimizerConfig(optimizer="muon", width_multiplier=2.0)
-        assert param_key(placement_of(param, name), config) == ParamKey(True, False, "adam", False)
+        assert make_param_key(get_placement(param, name), config) == ParamKey(True, False, "adam", False)
 
 
 class Stage(nn.Module):
@@ -143,14 +143,14 @@ def test_each_block_says_which_layers_it_holds() -> None:
     outer.layers[1] = Stage(100)
     model = nn.ModuleDict({"encoder": Stage(4), "prediction": outer})
     initialise_parameters(model, seed=1)
-    assert [placement_of(param).name for param in model.parameters()] == [
+    assert [get_placement(param).name for param in model.parameters()] == [
         "encoder.scale", "encoder.layers.4.weight", "encoder.layers.5.weight",
         "prediction.scale", "prediction.layers.10.weight", "prediction.layers.11.scale",
         "prediction.layers.11.layers.100.weight", "prediction.layers.11.layers.101.weight",
     ]  # fmt: skip
     bare = Stage(3)
     initialise_parameters(bare, seed=1)
-    assert placement_of(bare.layers[0].weight).name == "layers.3.weight"
+    assert get_placement(bare.layers[0].weight).name == "layers.3.weight"
 
 
 def test_named_parts_are_those_of_the_whole_tensor() -> None:
@@ -177,5 +177,5 @@ def test_norms_of_a_users_own_around_queries_are_norms_of_queries() -> None:
     parts = dataclasses.replace(spec.submodules, q_layernorm=PlainNorm)
     attention = SelfAttention(config, parts, 1, pg_collection=ProcessGroupCollection.single(), **spec.params)
     initialise_parameters(attention, seed=1)
-    placement = placement_of(attention.q_layernorm.gain)
+    placement = get_placement(attention.q_layernorm.gain)
     assert (placement.name, placement.kind) == ("q_layernorm.gain", "qk_norm")

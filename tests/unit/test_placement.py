@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.errors import TopologyError
-from megatron.core.placement import Part, Placement, Split, grouped_parts, place, placement_of
+from megatron.core.placement import Part, Placement, Split, get_placement, make_grouped_parts, place
 
 SHARDS = (1, 2, 4, 8)
 
@@ -118,7 +118,7 @@ def qkv(groups: int, heads: int, width: int, tp: int) -> Placement:
     queries = heads // groups * width
     blocks = (Part(queries, name="q"), Part(width, replicated=True, name="k"), Part(width, replicated=True, name="v"))
     rows = groups * (queries + 2 * width)
-    return Placement("qkv", (rows, 3), (Split(0, "tp", tp, 0, grouped_parts(groups, blocks, tp)),))
+    return Placement("qkv", (rows, 3), (Split(0, "tp", tp, 0, make_grouped_parts(groups, blocks, tp)),))
 
 
 def test_shards_that_share_a_key_value_head_cut_queries_and_copy_keys() -> None:
@@ -157,15 +157,15 @@ def test_qkv_round_trips_and_reshards(groups: int, per_group: int, width: int, t
 def test_parts_that_several_shards_hold_whole() -> None:
     """Their gradients are summed over the holders: every shard lists all of them, with its own places."""
     blocks = (Part(4, name="query"), Part(2, replicated=True, name="key"))
-    held = [Split(0, "tp", 4, index, grouped_parts(2, blocks, 4)).replicated_parts(12) for index in range(4)]
+    held = [Split(0, "tp", 4, index, make_grouped_parts(2, blocks, 4)).replicated_parts(12) for index in range(4)]
     assert held == [[(2, 2), (2, None)]] * 2 + [[(2, None), (2, 2)]] * 2
-    assert Split(0, "tp", 2, 1, grouped_parts(2, blocks, 2)).replicated_parts(12) == []
+    assert Split(0, "tp", 2, 1, make_grouped_parts(2, blocks, 2)).replicated_parts(12) == []
     assert Split(0, "tp", 2, 1).replicated_parts(12) == []
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TopologyError, match="3 groups cannot be shared by 2 shards"):
-        grouped_parts(3, (Part(1),), 2)
+        make_grouped_parts(3, (Part(1),), 2)
 
 
 # ---- 2: tied embeddings
@@ -319,9 +319,9 @@ def test_blocks_that_a_shard_boundary_cuts_are_refused() -> None:
 
 def test_local_parts_are_the_whole_heads_of_the_shard() -> None:
     blocks = (Part(4, name="q"), Part(2, replicated=True, name="k"), Part(2, replicated=True, name="v"))
-    placement = Placement("qkv", (16, 3), (Split(0, "tp", 2, 1, grouped_parts(2, blocks, 2)),))
+    placement = Placement("qkv", (16, 3), (Split(0, "tp", 2, 1, make_grouped_parts(2, blocks, 2)),))
     assert placement.local_parts() == [("q", 0, 4), ("k", 4, 2), ("v", 6, 2)]
-    shared = Placement("qkv", (16, 3), (Split(0, "tp", 4, 1, grouped_parts(2, blocks, 4)),))
+    shared = Placement("qkv", (16, 3), (Split(0, "tp", 4, 1, make_grouped_parts(2, blocks, 4)),))
     assert shared.local_parts() == [("q", 0, 2), ("k", 2, 2), ("v", 4, 2)]
     assert placement.local_parts(dim=1) == [("", 0, 3)]
 
@@ -351,13 +351,13 @@ def test_parameters_carry_their_placement() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 6))
     placement = Placement("w", (4, 6), (Split(0, "tp", 2, 0),))
     place(parameter, placement)
-    assert placement_of(parameter) is placement
+    assert get_placement(parameter) is placement
     with pytest.raises(ValueError, match=r"shape \(2, 6\); its placement says \(4, 6\)"):
         place(parameter, Placement("w", (4, 6)))
     plain = torch.nn.Parameter(torch.zeros(3))
-    assert placement_of(plain, name="bias") == Placement("bias", (3,))
+    assert get_placement(plain, name="bias") == Placement("bias", (3,))
     with pytest.raises(ValueError, match="carries no Placement"):
-        placement_of(plain)
+        get_placement(plain)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.planner.memory import count_parameters
@@ -53,14 +53,14 @@ def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
     ranks_of_a_pipeline = range(0, config.world_size, config.world_size // stages)
     chunks = [build_stage(config, rows, rank) for rank in ranks_of_a_pipeline]
     assert [chunk.pg_collection.pp.rank() for chunk in chunks] == list(range(stages))
-    counts = count_whole(placement_of(param) for chunk in chunks for param in chunk.parameters())
+    counts = count_whole(get_placement(param) for chunk in chunks for param in chunk.parameters())
     experts = counts.of_experts.get("matrix", 0)
     assert counts["matrix"] == formula.layer_matrices
     assert experts == formula.expert_matrices
     assert counts["norm"] + counts["router"] == formula.replicated
     assert (counts["embedding"], counts["head"]) == (formula.embedding, formula.output_layer)
     if model.num_moe_experts:
-        idle = counts.total - counts.active(model.moe_router_topk, model.num_moe_experts)
+        idle = counts.total - counts.count_active(model.moe_router_topk, model.num_moe_experts)
         assert idle == formula.idle
     assert counts.total - formula.total == counts["vector"] + counts["positions"]
     first = count_on_rank(chunks[:1])
@@ -80,7 +80,7 @@ def test_copies_count_where_they_lie_and_not_in_the_model() -> None:
     config.model.init_model_with_meta_device = True
     first, last = (build_stage(config, 64, rank) for rank in range(2))
     assert count_on_rank([last])["head"] == count_on_rank([first])["embedding"] == 64 * 32
-    whole = count_whole(placement_of(param) for param in itertools.chain(first.parameters(), last.parameters()))
+    whole = count_whole(get_placement(param) for param in itertools.chain(first.parameters(), last.parameters()))
     assert (whole["head"], whole["embedding"]) == (0, 64 * 32)
     model = build_model()
     assert whole.total == count_on_rank([model]).total == sum(param.numel() for param in model.parameters())
@@ -91,4 +91,4 @@ def test_active_parameters_are_the_share_that_the_router_chooses() -> None:
     counts = count_on_rank([model])
     assert set(counts.of_experts) == {"matrix", "vector"}
     in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    assert counts.active(2, 8) == counts.total - in_experts * 3 // 4
+    assert counts.count_active(2, 8) == counts.total - in_experts * 3 // 4

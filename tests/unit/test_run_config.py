@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config_base import settings_of
+from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.setting import Setting
 from megatron.training.checkpoint.differences import describe_shape_differences, describe_trajectory_differences
@@ -53,7 +53,7 @@ def test_settings_of_earlier_releases_load() -> None:
 
 
 def test_every_field_says_what_kind_of_fact_it_is() -> None:
-    fields = [(cls.__name__, setting) for cls in group_classes().values() for setting in settings_of(cls).values()]
+    fields = [(cls.__name__, setting) for cls in group_classes().values() for setting in get_settings(cls).values()]
     assert [f"{owner}.{setting.dest}" for owner, setting in fields if setting.kind is None] == []
 
 
@@ -72,7 +72,7 @@ def another(setting: Setting, value: Any) -> Any:
 SHAPES = [
     (group, setting)
     for group, config_class in group_classes().items()
-    for setting in settings_of(config_class).values()
+    for setting in get_settings(config_class).values()
     if setting.kind == "shape" and setting.name.startswith("--")
 ]
 
@@ -130,7 +130,7 @@ LEFT_OUT = {
 DRAWN = {
     name: setting
     for group, config_class in group_classes().items()
-    for name, setting in settings_of(config_class).items()
+    for name, setting in get_settings(config_class).items()
     if setting.name.startswith("--") and name not in LEFT_OUT and group != "gpt"
 }
 
@@ -170,9 +170,9 @@ def drawn_settings(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def words(name: str, value: Any) -> list[str]:
-    setting = settings_of(group_classes()[groups_of_fields()[name]])[name]
+    setting = get_settings(group_classes()[groups_of_fields()[name]])[name]
     if setting.is_switch:
-        return [setting.spelling_for(value)]
+        return [setting.spell(value)]
     return [setting.name, *map(str, value)] if isinstance(value, list) else [f"{setting.name}={value}"]
 
 

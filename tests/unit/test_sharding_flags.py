@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.torch_fully_sharded_data_parallel import sharding_units
+from megatron.core.distributed.torch_fully_sharded_data_parallel import find_sharding_units
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
 from megatron.training.launch.initialize import Launch, _prepare_environment
@@ -178,7 +178,9 @@ class Network(nn.Module):
 def units(network: nn.Module, **settings: object) -> list[list[str]]:
     names = {part: name for name, part in network.named_modules()}
     config = DistributedDataParallelConfig(**settings)  # type: ignore[arg-type]
-    return [[names[part].removeprefix("decoder.layers.") for part in unit] for unit in sharding_units(network, config)]
+    return [
+        [names[part].removeprefix("decoder.layers.") for part in unit] for unit in find_sharding_units(network, config)
+    ]
 
 
 @pytest.mark.flags("--suggested-communication-unit-size", "--megatron-fsdp-enable-fine-grained-param-gather")

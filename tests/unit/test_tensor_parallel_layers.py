@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.placement import Part, placement_of
+from megatron.core.placement import Part, get_placement
 from megatron.core.process_groups_config import SingleRankGroup
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -104,10 +104,10 @@ def test_placements() -> None:
     )
     row = RowParallelLinear(8, 12, config=config, init_method=normal(1.0), tp_group=group)
     embedding = VocabParallelEmbedding(16, 8, config=config, init_method=normal(1.0), tp_group=group)
-    assert placement_of(column.weight).boxes() == [((4, 4), (0, 8)), ((18, 2), (0, 8))]
-    assert placement_of(row.weight).boxes() == [((0, 12), (2, 2))]
-    assert placement_of(row.bias).boxes() == [((0, 12),)]
-    assert placement_of(embedding.weight).boxes() == [((4, 4), (0, 8))]
+    assert get_placement(column.weight).boxes() == [((4, 4), (0, 8)), ((18, 2), (0, 8))]
+    assert get_placement(row.weight).boxes() == [((0, 12), (2, 2))]
+    assert get_placement(row.bias).boxes() == [((0, 12),)]
+    assert get_placement(embedding.weight).boxes() == [((4, 4), (0, 8))]
     assert [tuple(p.shape) for p in (column.weight, column.bias, row.weight, embedding.weight)] == [
         (6, 8), (6,), (12, 2), (4, 8),
     ]  # fmt: skip
@@ -118,7 +118,7 @@ def test_declared_parameters_start_at_zero_and_keep_their_format() -> None:
     module.p = declare_parameter((3, 2), dtype=torch.bfloat16)
     initialise_parameters(module, seed=1)
     assert module.p.dtype == torch.bfloat16 and not module.p.any()
-    assert placement_of(module.p).name == "p"
+    assert get_placement(module.p).name == "p"
 
 
 def test_seed_is_stable() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.planner import throughput
-from megatron.planner.throughput import Yardstick, measured_peak_flops
+from megatron.planner.throughput import Yardstick, measure_peak_flops
 from tests.unit.tiny_training import train_tiny
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class Clock:
 
 def measured(monkeypatch: pytest.MonkeyPatch, interrupted: range) -> float:
     monkeypatch.setattr(throughput, "time", Clock(interrupted))
-    return measured_peak_flops(CPU, torch.float32)
+    return measure_peak_flops(CPU, torch.float32)
 
 
 def test_an_interruption_does_not_shorten_the_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.core.config_base import multiples_near
+from megatron.core.config_base import name_multiples
 from megatron.core.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def cutting_problem(sequence: str, length: int, size: int) -> str | None:
         return None
     return (
         f"{sequence} is not divisible by 2 x --context-parallel-size {size} (each rank holds two pieces, one from "
-        f"either end); use {multiples_near(length, 2 * size)} tokens"
+        f"either end); use {name_multiples(length, 2 * size)} tokens"
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron.core.flat_ranges import boxes_of_range
+from megatron.core.flat_ranges import find_boxes
 from megatron.core.placement import Box, Piece, Placement
 
 OPTIMIZER_PREFIX = "optimizer.state."
@@ -116,7 +116,7 @@ class SlicedTensor(ShardedTensor):
         views: list[Tensor] = []
         # The slice is walked in the order of its elements: the end of a row, whole rows, the beginning of a row.
         place = 0
-        for box in boxes_of_range(shard, start, start + data.numel()):
+        for box in find_boxes(shard, start, start + data.numel()):
             lengths = [length for _, length in box]
             region = data[place : place + math.prod(lengths)].view(lengths)
             place += region.numel()

@@ -34,8 +34,8 @@ from megatron.core.collectives import (
     Op,
     all_gather_in_place,
     all_reduce,
+    reduce_scatter_in_fp32,
     reduce_scatter_in_place,
-    reduce_scatter_wide,
 )
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
@@ -134,7 +134,7 @@ class Bucket:
         # here would hold up backward.
         if not isinstance(reduction.shards, SingleRankGroup):
             is_wide = reduction.sums_in_fp32 and self.grads.itemsize < 4
-            reduce_scatter = reduce_scatter_wide if is_wide else reduce_scatter_in_place
+            reduce_scatter = reduce_scatter_in_fp32 if is_wide else reduce_scatter_in_place
             self._waiting.append(lambda: reduce_scatter(self.grads, reduction.shards, reduction.op, async_op=True))
         if not isinstance(reduction.copies, SingleRankGroup):
             # Only our slice: the reduce-scatter leaves the others undefined.
@@ -195,7 +195,7 @@ class GradSync:
         """From now on each gradient that arrives is its parameter's last of this step."""
         self._is_last = True
 
-    def arrived(self, param: nn.Parameter) -> None:
+    def report_arrival(self, param: nn.Parameter) -> None:
         """A parameter's gradient has been added to its buffer."""
         if not self._is_last:
             return
@@ -244,10 +244,10 @@ class ParamGather:
             return
         # A bucket may end in the middle of a layer: a layer waits for all buckets that hold some of it.
         owner = {param: bucket for bucket, params in buckets for param in params}
-        for unit in _units(module):
+        for unit in _find_waiting_units(module):
             needed = list(dict.fromkeys(owner[param] for param in unit.parameters() if param in owner))
             if needed:
-                unit.register_forward_pre_hook(_waiter(needed))
+                unit.register_forward_pre_hook(_make_wait_hook(needed))
 
     def start(self) -> None:
         """Begin to gather everything; the parameters must be updated."""
@@ -260,7 +260,7 @@ class ParamGather:
             bucket.finish_gather()
 
 
-def _units(module: nn.Module) -> Iterator[nn.Module]:
+def _find_waiting_units(module: nn.Module) -> Iterator[nn.Module]:
     """The elements of module lists (layers), whole, and otherwise the modules that have parameters of their own.
 
     A layer waits as a whole, because it may use a part's weight without calling the part.
@@ -272,10 +272,10 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
         if isinstance(child, nn.ModuleList):
             yield from child
         else:
-            yield from _units(child)
+            yield from _find_waiting_units(child)
 
 
-def _waiter(buckets: list[Bucket]) -> Callable[..., Any]:
+def _make_wait_hook(buckets: list[Bucket]) -> Callable[..., Any]:
     """A forward pre-hook that waits for the buckets; a compiler leaves it as it is."""
 
     @torch.compiler.disable

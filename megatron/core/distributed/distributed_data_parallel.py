@@ -39,7 +39,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
     lay_out,
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -68,14 +68,14 @@ class DistributedDataParallel(ModelChunk):
         of_experts = choose_expert_reduction(reduction, ddp_config, self.groups)
         self.flat_buffers: list[ParamAndGradBuffer] = list(_make_buffers(module, ddp_config, reduction, of_experts))
         # Fixed once and alike on all replicas, because collectives of a group must start in the same order everywhere.
-        backward_order = _buckets_by_use(module, self.flat_buffers)[::-1]
+        backward_order = _order_buckets_by_use(module, self.flat_buffers)[::-1]
         self.grad_sync = GradSync(backward_order)
         self.param_gather = ParamGather(module, backward_order[::-1], overlap=ddp_config.overlap_param_gather)
         is_needed = any(buffer.reduction.is_needed for buffer in self.flat_buffers)
         self.overlaps_grad_reduce = ddp_config.overlap_grad_reduce and is_needed
         # Without overlap nobody waits for single gradients, and the report would be a call for each parameter and
         # microbatch.
-        add = _add_and_tell(self.grad_sync) if self.overlaps_grad_reduce else _add_to_main_grad
+        add = _make_reporting_hook(self.grad_sync) if self.overlaps_grad_reduce else _add_to_main_grad
         for buffer in self.flat_buffers:
             for param in buffer.params:
                 param.register_post_accumulate_grad_hook(add)
@@ -120,7 +120,7 @@ class DistributedDataParallel(ModelChunk):
         """Wait until all parameters are those of the last update."""
         self.param_gather.finish()
 
-    def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
+    def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
         """What this process holds of a parameter's shard: (values, None) where that is all of it, else (flat slice, its
         first element). main: of main parameters, where they are all there is; otherwise as the network sees them."""
         return param, None
@@ -128,7 +128,7 @@ class DistributedDataParallel(ModelChunk):
     def broadcast_params(self) -> None:
         """Give every replica the parameters of the first one."""
         for buffer in self.flat_buffers:
-            buffer.broadcast_params(self.groups.replicas(buffer.is_expert))
+            buffer.broadcast_params(self.groups.get_replicas(buffer.is_expert))
 
 
 def _make_buffers(
@@ -139,16 +139,18 @@ def _make_buffers(
     by_kind: dict[tuple[bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, param in module.named_parameters():
         if param.requires_grad:
-            placement = placement_of(param, name)
+            placement = get_placement(param, name)
             # Experts apart: their gradients are summed over other processes than those of dense layers.
             by_kind[placement.is_expert, param.dtype, param.device].append((placement.name, param))
     for (is_expert, dtype, _), named_params in by_kind.items():
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype
         reduction = of_experts if is_expert else dense
-        yield ParamAndGradBuffer(named_params, grad_dtype, reduction, _layout(named_params, ddp_config, reduction))
+        yield ParamAndGradBuffer(named_params, grad_dtype, reduction, _make_layout(named_params, ddp_config, reduction))
 
 
-def _layout(named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction) -> BufferLayout:
+def _make_layout(
+    named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction
+) -> BufferLayout:
     """Buckets that all processes can divide, as many as overlap needs."""
     shards = reduction.shards.size()
     padding = ALIGNMENT * shards
@@ -156,18 +158,18 @@ def _layout(named_params: NamedParams, ddp_config: DistributedDataParallelConfig
         padding = math.lcm(padding, HIGH_BANDWIDTH_PADDING)
     # A tied embedding lies elsewhere in the other stage's buffer, yet both must be cut at the same elements, because
     # each process sums its slice of the two.
-    placements = [placement_of(param, name) for name, param in named_params]
+    placements = [get_placement(param, name) for name, param in named_params]
     tied = [index for index, found in enumerate(placements) if shards > 1 and "embd" in found.partial_grad_axes]
     return lay_out(
         [param.numel() for _, param in named_params],
         [placement.is_vector for placement in placements],
-        bucket_size=_bucket_size(named_params, ddp_config, reduction),
+        bucket_size=_choose_bucket_size(named_params, ddp_config, reduction),
         padding=padding,
         alone=tied,
     )
 
 
-def _bucket_size(
+def _choose_bucket_size(
     named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction
 ) -> int | None:
     """Elements of a bucket; None without overlap, where one collective is the fastest."""
@@ -182,7 +184,9 @@ def _bucket_size(
     return max(40_000_000, 1_000_000 * reduction.shards.size() * reduction.copies.size())
 
 
-def _buckets_by_use(module: nn.Module, buffers: list[ParamAndGradBuffer]) -> list[tuple[Bucket, list[nn.Parameter]]]:
+def _order_buckets_by_use(
+    module: nn.Module, buffers: list[ParamAndGradBuffer]
+) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """All buckets in the order in which forward needs them: by their first parameter in the module's order."""
     place = {param: index for index, param in enumerate(module.parameters())}
     buckets = list(itertools.chain.from_iterable(buffer.bucket_params() for buffer in buffers))
@@ -200,11 +204,11 @@ def _add_to_main_grad(param: nn.Parameter) -> None:
     param.grad = None
 
 
-def _add_and_tell(grad_sync: GradSync) -> Callable[[nn.Parameter], None]:
+def _make_reporting_hook(grad_sync: GradSync) -> Callable[[nn.Parameter], None]:
     """The same hook for buckets that are reduced during backward."""
 
-    def add_and_tell(param: nn.Parameter) -> None:
+    def add_and_report(param: nn.Parameter) -> None:
         _add_to_main_grad(param)
-        grad_sync.arrived(param)
+        grad_sync.report_arrival(param)
 
-    return add_and_tell
+    return add_and_report

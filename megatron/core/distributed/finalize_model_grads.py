@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.placement import Placement, Split, placement_of
+from megatron.core.placement import Placement, Split, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 from megatron.core.timers import Timers
 
@@ -41,7 +41,7 @@ def finalize_model_grads(
     with timers("all-grads-sync", 1, barrier=True):
         for chunk in model:
             chunk.finish_grad_sync()
-    for axis, grads in _partial_grads(model).items():
+    for axis, grads in _collect_partial_grads(model).items():
         group = getattr(groups, axis)
         if group is None or isinstance(group, SingleRankGroup):
             continue
@@ -52,7 +52,7 @@ def finalize_model_grads(
             all_reduce(flat, group)
             for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
-    sum_replicated_grads(_placed_grads(model), groups)
+    sum_replicated_grads(_list_placed_grads(model), groups)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
     for chunk in model:
@@ -76,20 +76,20 @@ def _divide_by_tokens(
         chunk.scale_gradients(1.0 / total.clamp(min=1))
 
 
-def _placed_grads(model_chunks: Sequence[ModelChunk]) -> Iterator[tuple[Placement, Tensor]]:
+def _list_placed_grads(model_chunks: Sequence[ModelChunk]) -> Iterator[tuple[Placement, Tensor]]:
     for chunk in model_chunks:
         for name, param in chunk.module.named_parameters():
             if param.requires_grad:
-                yield placement_of(param, name), param.main_grad  # type: ignore[attr-defined]
+                yield get_placement(param, name), param.main_grad  # type: ignore[attr-defined]
 
 
-def _partial_grads(model_chunks: Sequence[ModelChunk]) -> dict[str, list[Tensor]]:
+def _collect_partial_grads(model_chunks: Sequence[ModelChunk]) -> dict[str, list[Tensor]]:
     """Gradients to sum, by axis."""
     by_axis: dict[str, list[Tensor]] = defaultdict(list)
     for chunk in model_chunks:
         for name, param in chunk.module.named_parameters():
             if param.requires_grad:
-                for axis in placement_of(param, name).partial_grad_axes:
+                for axis in get_placement(param, name).partial_grad_axes:
                     by_axis[axis].append(param.main_grad)  # type: ignore[attr-defined]
     return dict(by_axis)
 
@@ -113,10 +113,10 @@ def sum_replicated_grads(grads: Iterable[tuple[Placement, Tensor]], groups: Proc
             if split.replicated_parts(placement.full_shape[split.dim]):
                 by_axis[split.axis].append((placement, split, grad))
     for axis, found in by_axis.items():
-        _sum(found, getattr(groups, axis))
+        _sum_in_one(found, getattr(groups, axis))
 
 
-def _sum(found: list[tuple[Placement, Split, Tensor]], group: Group) -> None:
+def _sum_in_one(found: list[tuple[Placement, Split, Tensor]], group: Group) -> None:
     """One all-reduce for all parameters."""
     places: list[tuple[Tensor | None, int]] = []  # (the part in this shard's gradient, its elements)
     for placement, split, grad in found:

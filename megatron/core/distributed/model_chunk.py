@@ -102,7 +102,7 @@ class ModelChunk(nn.Module, ABC):
         """Wait until all parameters are those of the last update."""
 
     @abstractmethod
-    def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[Tensor, int | None]:
+    def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[Tensor, int | None]:
         """What this process holds of a parameter's shard: (values, None) where that is all of it, else (flat slice, its
         first element). main: of main parameters, where they are all there is; otherwise as the network sees them."""
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import broadcast
 from megatron.core.distributed.bucket import Bucket, Reduction
-from megatron.core.flat_ranges import Range, merged
-from megatron.core.placement import placement_of
+from megatron.core.flat_ranges import Range, merge_ranges
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
@@ -87,7 +87,7 @@ def lay_out(
     for of_vectors in (False, True):
         vectors_start = end
         members = [index for index, is_vector in enumerate(are_vectors) if is_vector == of_vectors]
-        for bucket in _divide(members, sizes, bucket_size, alone):
+        for bucket in _divide_into_buckets(members, sizes, bucket_size, alone):
             start = end
             for index in bucket:
                 slots[index] = Slot(end, sizes[index])
@@ -103,7 +103,7 @@ def view_slot(flat: Tensor, slot: Slot, shape: Sequence[int]) -> Tensor:
     return flat[slot.start : slot.start + slot.numel].view(tuple(shape))
 
 
-def _divide(
+def _divide_into_buckets(
     members: list[int], sizes: Sequence[int], bucket_size: int | None, alone: Collection[int]
 ) -> Iterator[list[int]]:
     """Full buckets from the end, where backward begins, so that what is left for the last reduction is small."""
@@ -145,11 +145,11 @@ class ParamAndGradBuffer:
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         self.reduction = reduction
-        self.is_expert = placement_of(first, self.names[0]).is_expert
+        self.is_expert = get_placement(first, self.names[0]).is_expert
         """Weights of experts lie in buffers of their own."""
         self.layout = layout or lay_out(
             [param.numel() for param in self.params],
-            [placement_of(param, name).is_vector for name, param in named_params],
+            [get_placement(param, name).is_vector for name, param in named_params],
             padding=ALIGNMENT * reduction.shards.size(),
         )
         self.dtype = self.model_dtype = first.dtype
@@ -180,7 +180,7 @@ class ParamAndGradBuffer:
             share = (stop - start) // shards.size()
             slices.append((start + shards.rank() * share, start + (shards.rank() + 1) * share))
         # Undivided, the buckets touch and are one range for one kernel; slices of several buckets never touch.
-        return merged(slices) if shards.size() == 1 else slices
+        return merge_ranges(slices) if shards.size() == 1 else slices
 
     def values(self, start: int, stop: int) -> Tensor:
         """Elements of the parameters, inside one of the ranges that are `owned`: a view."""

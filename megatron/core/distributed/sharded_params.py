@@ -20,7 +20,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.distributed.bucket import Reduction
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT, NamedParams, lay_out, view_slot
 from megatron.core.flat_ranges import Range
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
 
 
@@ -46,15 +46,15 @@ class ShardedParamBuffer:
         # fully_shard keeps the shards in the format of the main parameters and casts what it gathers.
         self.is_updated_as_it_is = True
         self.model_dtype = model_dtype
-        locals_ = [local_shard(param) for param in self.params]
+        locals_ = [get_local_shard(param) for param in self.params]
         self.layout = lay_out(
             [shard.numel() for shard in locals_],
-            [placement_of(param, name).is_vector for name, param in named_params],
+            [get_placement(param, name).is_vector for name, param in named_params],
             padding=ALIGNMENT,
         )
         self.dtype, self.device = locals_[0].dtype, locals_[0].device
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype or self.dtype, device=self.device)
-        self.starts = [first_element(param, reduction.shards) for param in self.params]
+        self.starts = [find_first_element(param, reduction.shards) for param in self.params]
         self.adds_itself = self.grad_data.dtype != self.dtype
         """Whether gradients go another way than torch's, which adds them up in the parameters' number format."""
         self.attach_grads()
@@ -70,14 +70,14 @@ class ShardedParamBuffer:
         """Elements of one parameter, by their place in the flat memory: a view."""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             if slot.start <= start and stop <= slot.start + slot.numel:
-                return local_shard(param).view(-1)[start - slot.start : stop - slot.start]
+                return get_local_shard(param).view(-1)[start - slot.start : stop - slot.start]
         raise AssertionError(f"elements [{start}, {stop}) are no part of one parameter")
 
     def attach_grads(self) -> None:
         """Let torch add gradients into our flat memory, or a hook, where the number formats differ."""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             assert isinstance(param, DTensor)
-            shard = view_slot(self.grad_data, slot, local_shard(param).shape)
+            shard = view_slot(self.grad_data, slot, get_local_shard(param).shape)
             param.main_grad = shard  # type: ignore[attr-defined]
             if self.adds_itself:
                 continue
@@ -96,7 +96,7 @@ class ShardedParamBuffer:
                 param.main_grad.copy_(found)  # type: ignore[attr-defined]
                 self.attach_grads()
 
-    def whole_views(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather_whole(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(name, all rows of a tensor of which each process has its shard, flat or not); every process calls this."""
         for name, param, start, shard in zip(self.names, self.params, self.starts, shards, strict=True):
             # A sum in which everyone else has zeros gathers shards of unequal lengths, too.
@@ -117,13 +117,13 @@ def _add_to_main_grad(param: Tensor) -> None:
     param.grad = None
 
 
-def local_shard(param: nn.Parameter) -> Tensor:
+def get_local_shard(param: nn.Parameter) -> Tensor:
     """This process's rows, as plain memory that is shared with the parameter."""
     detached = param.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def first_element(param: nn.Parameter, shards: Group) -> int:
+def find_first_element(param: nn.Parameter, shards: Group) -> int:
     """Where this process's rows begin in the parameter's flat memory."""
     rows = param.shape[0]
     # As fully_shard cuts, like torch.chunk: the last processes may have fewer rows, or none.

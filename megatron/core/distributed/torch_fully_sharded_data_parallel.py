@@ -30,10 +30,10 @@ from megatron.core.device import current_device
 from megatron.core.distributed.bucket import Reduction, choose_reduction
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig, FullyShardedConfig
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.distributed.sharded_params import ShardedParamBuffer, first_element, local_shard
+from megatron.core.distributed.sharded_params import ShardedParamBuffer, find_first_element, get_local_shard
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.placement import Placement, place, placement_of
+from megatron.core.placement import Placement, get_placement, place
 from megatron.core.process_groups_config import (
     MeteredGroup,
     ProcessGroupCollection,
@@ -68,11 +68,11 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self.groups = pg_collection or ProcessGroupCollection.current()
         # fully_shard overlaps on its own, so there is no moment at which stages could begin together.
         self.overlaps_grad_reduce = False
-        self.reduction = choose_reduction(config, _dividing(ddp_config), self.groups)
-        self.formats = Formats.of(ddp_config, next(module.parameters()).dtype)
+        self.reduction = choose_reduction(config, _as_divided_optimizer(ddp_config), self.groups)
+        self.formats = Formats.build(ddp_config, next(module.parameters()).dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         # Read now: fully_shard replaces the parameters by new ones without our attributes.
-        placements = [(placement_of(param, name), param.dtype) for name, param in module.named_parameters()]
+        placements = [(get_placement(param, name), param.dtype) for name, param in module.named_parameters()]
         if any(placement.is_expert for placement, _ in placements):
             raise ConfigError(
                 "--use-torch-fsdp2 cannot divide experts yet; use --use-distributed-optimizer with --num-experts"
@@ -90,15 +90,15 @@ class TorchFullyShardedDataParallel(ModelChunk):
         )
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
         frees = ddp_config.torch_fsdp2_reshard_after_forward and not self.keeps_gathered
-        mesh = _mesh(self.groups, self.reduction)
-        for unit in sharding_units(module, ddp_config):
+        mesh = _make_mesh(self.groups, self.reduction)
+        for unit in find_sharding_units(module, ddp_config):
             for part in unit:
                 self._prepare(part)
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
         # What belongs to no unit stays through backward.
         self._prepare(module)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        for part in _fsdp_modules(module):
+        for part in _find_fsdp_modules(module):
             # A plain sum, so that all libraries and sizes round alike; then a division.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0 / self.reduction.scale)
@@ -161,15 +161,15 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
     def finish_param_sync(self) -> None:
         """Drop what was gathered, so that the module's parameters are the sharded ones."""
-        for part in _fsdp_modules(self.module):
+        for part in _find_fsdp_modules(self.module):
             # While a part is gathered its parameters are whole tensors; the optimizer and checkpoints must find shards.
             part.reshard()
 
-    def held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
+    def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
         """Our rows as a flat slice: the memory itself, or a copy in the network's number format."""
-        flat = local_shard(param).view(-1)
-        model_dtype = self._model_dtypes[placement_of(param).name]
-        return flat if main else flat.to(model_dtype), first_element(param, self.reduction.shards)
+        flat = get_local_shard(param).view(-1)
+        model_dtype = self._model_dtypes[get_placement(param).name]
+        return flat if main else flat.to(model_dtype), find_first_element(param, self.reduction.shards)
 
     def broadcast_params(self) -> None:
         """Nothing: no two processes hold the same elements."""
@@ -181,11 +181,11 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
     def _sum_over_copies(self, sums: bool) -> None:
         self._copies_are_summed = sums
-        for part in _fsdp_modules(self.module) if self.reduction.copies.size() > 1 else ():
+        for part in _find_fsdp_modules(self.module) if self.reduction.copies.size() > 1 else ():
             part.set_requires_all_reduce(sums, recurse=False)
 
     def _keep_gathered(self, keeps: bool) -> None:
-        for part in _fsdp_modules(self.module):
+        for part in _find_fsdp_modules(self.module):
             part.set_reshard_after_backward(not keeps, recurse=False)
 
 
@@ -194,7 +194,7 @@ def shards_parameters(ddp_config: DistributedDataParallelConfig, groups: Process
     return ddp_config.use_torch_fsdp2 and not isinstance(groups.dp_cp, SingleRankGroup)
 
 
-def _dividing(ddp_config: DistributedDataParallelConfig) -> DistributedDataParallelConfig:
+def _as_divided_optimizer(ddp_config: DistributedDataParallelConfig) -> DistributedDataParallelConfig:
     """The gradients are combined as for a divided optimizer."""
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -203,7 +203,7 @@ def _dividing(ddp_config: DistributedDataParallelConfig) -> DistributedDataParal
     )
 
 
-def _mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
+def _make_mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
     """Those who divide a copy; with several copies [copies, shards]."""
     device = current_device().type
     shards, copies = reduction.shards, reduction.copies
@@ -217,51 +217,53 @@ def _mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
     )
 
 
-def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
+def _find_fsdp_modules(module: nn.Module) -> Iterator[Any]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-def sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterator[list[nn.Module]]:
+def find_sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterator[list[nn.Module]]:
     """The layers (elements of module lists), and the parts before and after them, embedding and output layer.
 
     Parts of layers come before the layer that keeps the rest. A weight that embedding and output layer share belongs to
     the whole network, as everything that is in no unit.
     """
-    layers = list(_layers(module))
+    layers = list(_find_layers(module))
     if config.megatron_fsdp_enable_fine_grained_param_gather:
         for layer in layers:
-            yield from ([part] for part in layer.children() if len(list(part.children())) > 0 and _numel(part) > 0)
+            yield from (
+                [part] for part in layer.children() if len(list(part.children())) > 0 and _count_elements(part) > 0
+            )
     # After their parts: fully_shard takes the inner modules before those around them.
-    yield from _together(layers, config.suggested_communication_unit_size or 0)
+    yield from _join_layers(layers, config.suggested_communication_unit_size or 0)
     # A tied weight in two units would have two owners that gather and free it.
     if not getattr(module, "share_embeddings_and_output_weights", False):
         for child in module.children():
-            if next(_layers(child), None) is None and _numel(child) > 0:
+            if next(_find_layers(child), None) is None and _count_elements(child) > 0:
                 yield [child]
 
 
-def _together(layers: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
+def _join_layers(layers: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:
     """Neighbours until they have `size` parameters."""
     unit: list[nn.Module] = []
     for layer in layers:
         unit.append(layer)
-        if sum(map(_numel, unit)) >= size:
+        if sum(map(_count_elements, unit)) >= size:
             yield unit
             unit = []
     if unit:
         yield unit
 
 
-def _numel(module: nn.Module) -> int:
+def _count_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
+def _find_layers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from child
         else:
-            yield from _layers(child)
+            yield from _find_layers(child)
 
 
 class Formats(NamedTuple):
@@ -275,7 +277,7 @@ class Formats(NamedTuple):
     """In which they are sent, and summed over processes."""
 
     @classmethod
-    def of(cls, config: DistributedDataParallelConfig, model: torch.dtype) -> Formats:
+    def build(cls, config: DistributedDataParallelConfig, model: torch.dtype) -> Formats:
         """model: number format in which the network computes. Raises ConfigError for a main gradient format that torch
         cannot keep."""
         params = _DTYPES.get(config.megatron_fsdp_main_params_dtype, model)

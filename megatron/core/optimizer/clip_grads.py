@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.model_chunk import FlatBuffer
-from megatron.core.flat_ranges import Range, common, merged, ranges_of_box
-from megatron.core.placement import Placement, placement_of
+from megatron.core.flat_ranges import Range, find_ranges, intersect_ranges, merge_ranges
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 
 # One float32 accumulator over millions of elements loses the fourth digit on CPU (measured: 6e-4 over 15 million).
@@ -46,7 +46,7 @@ class ModelSum:
     shards: Mapping[bool, Group]
 
     @classmethod
-    def of(cls, buffers: Sequence[FlatBuffer], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
+    def build(cls, buffers: Sequence[FlatBuffer], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
         """buffers: of this process. has_experts: whether any process of the model has experts."""
         dense = next(buffer for buffer in buffers if not buffer.is_expert).reduction
         if not has_experts:
@@ -59,20 +59,20 @@ class ModelSum:
         for of_experts, shards in self.shards.items():
             # First over the shards of one copy of the model, then over the replicas that divide the state. Replicas
             # that do not divide it hold equal gradients, and adding them would count every element several times.
-            all_reduce(own[of_experts], self.groups.copy_of_model(of_experts))
+            all_reduce(own[of_experts], self.groups.get_model_copy(of_experts))
             all_reduce(own[of_experts], shards)
         total = own[False]
         return total + own[True] if True in self.shards else total
 
 
-def counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> list[Range]:
+def find_counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> list[Range]:
     """The flat ranges of a buffer that together are what this process counts, in ascending order.
 
     Neighbouring parameters that are counted whole come as one range, with the zeros between them.
     """
     found: list[Range] = []
     for name, param, slot in zip(buffer.names, buffer.params, buffer.layout.slots, strict=True):
-        placement = placement_of(param, name)
+        placement = get_placement(param, name)
         if not is_counted(placement, groups):
             continue
         blocks = placement.pieces()
@@ -80,9 +80,9 @@ def counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> list[R
         if all(block.owned for block in blocks):
             found.append((slot.start, slot.padded_end))
         else:
-            inside = (ranges_of_box(param.shape, block.local_box) for block in blocks if block.owned)
+            inside = (find_ranges(param.shape, block.local_box) for block in blocks if block.owned)
             found += [(slot.start + start, slot.start + stop) for ranges in inside for start, stop in ranges]
-    return common(merged(found), buffer.owned)
+    return intersect_ranges(merge_ranges(found), buffer.owned)
 
 
 def is_counted(placement: Placement, groups: ProcessGroupCollection) -> bool:
@@ -90,12 +90,12 @@ def is_counted(placement: Placement, groups: ProcessGroupCollection) -> bool:
     return not placement.is_copy and (placement.is_expert or "tp" in placement.axes or groups.tp.rank() == 0)
 
 
-def counted(buffer: FlatBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:
+def view_counted(buffer: FlatBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:
     """Views of a flat tensor laid out like `buffer` that together hold what this process counts."""
-    return [flat[start:stop] for start, stop in counted_ranges(buffer, groups)]
+    return [flat[start:stop] for start, stop in find_counted_ranges(buffer, groups)]
 
 
-def global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: ModelSum, device: torch.device) -> Tensor:
+def compute_global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: ModelSum, device: torch.device) -> Tensor:
     """L2 norm of everything that the processes of one model replica count; a float32 scalar on `device`.
 
     tensors: what this process counts, each with whether it is of experts.
@@ -103,11 +103,11 @@ def global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: ModelSum, dev
     # float64, because a float32 sum of so many rows would lose the small ones.
     totals = {of_experts: torch.zeros((), dtype=torch.float64, device=device) for of_experts in model_sum.shards}
     for of_experts, tensor in tensors:
-        totals[of_experts] += sum_of_squares(tensor)
+        totals[of_experts] += sum_squares(tensor)
     return model_sum(totals).sqrt().float()
 
 
-def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
+def compute_clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
     """What gradients are divided by to bring their norm down to `max_norm`, 1 where it is smaller; None for a
     `max_norm` of 0, which means no clipping.
 
@@ -117,7 +117,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
     return None if max_norm == 0 else ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
-def sum_of_squares(tensor: Tensor) -> Tensor:
+def sum_squares(tensor: Tensor) -> Tensor:
     """Of all elements; a float64 scalar."""
     flat = tensor.flatten()
     body = flat.numel() // _ROW * _ROW

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.distributed.param_and_grad_buffer import Slot
-from megatron.core.flat_ranges import Range, common
+from megatron.core.flat_ranges import Range, intersect_ranges
 
 CHUNK = 2**24
 """Elements that are in a temporary float32 format at a time: 64 MiB each."""
@@ -74,7 +74,7 @@ class GroupState:
     ) -> None:
         self.buffer = buffer
         self.members = list(members)
-        self.owned = common(ranges, buffer.owned)
+        self.owned = intersect_ranges(ranges, buffer.owned)
         lengths = [stop - start for start, stop in self.owned]
         # State tensors hold the owned ranges one after another, without the gaps of the buffer; here each range begins.
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
@@ -92,7 +92,7 @@ class GroupState:
         """What this process updates of some ranges of the buffer, in ascending order: where it lies there, and where in
         the state."""
         for (start, stop), place in zip(self.owned, self._places, strict=True):
-            for first, last in common([(start, stop)], ranges):
+            for first, last in intersect_ranges([(start, stop)], ranges):
                 yield (first, last), slice(place + first - start, place + last - start)
 
     def _own_pieces(self) -> Iterator[tuple[Range, slice]]:

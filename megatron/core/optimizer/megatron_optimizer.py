@@ -11,15 +11,21 @@ from torch import Tensor
 from megatron.core.collectives import all_gather_object
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
-from megatron.core.optimizer.clip_grads import ModelSum, clip_divisor, counted, counted_ranges, global_norm
+from megatron.core.optimizer.clip_grads import (
+    ModelSum,
+    compute_clip_divisor,
+    compute_global_norm,
+    find_counted_ranges,
+    view_counted,
+)
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
 from megatron.core.optimizer.rule_table import RULES, load_rule
 from megatron.core.optimizer.update_rules import UpdateRule
-from megatron.core.optimizer.whole_matrices import range_of
-from megatron.core.placement import placement_of
+from megatron.core.optimizer.whole_matrices import locate_member
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 
@@ -89,14 +95,14 @@ class MegatronOptimizer:
         self._looks_first = not all(group.rule.keeps_still for group in self._groups)
         # Once for all steps: who counts what is fixed, and the views stay valid because buffers are only written in
         # place.
-        self._counted = {id(buffer): counted_ranges(buffer, groups) for buffer in buffers}
+        self._counted = {id(buffer): find_counted_ranges(buffer, groups) for buffer in buffers}
         self._counted_grads = [
-            (buffer.is_expert, view) for buffer in buffers for view in counted(buffer, buffer.grad_data, groups)
+            (buffer.is_expert, view) for buffer in buffers for view in view_counted(buffer, buffer.grad_data, groups)
         ]
         # A stage without experts must take part in the experts' sum all the same, or the other stages would wait for
         # it.
         has_experts = any(all_gather_object(any(buffer.is_expert for buffer in buffers), groups.pp))
-        self.model_sum = ModelSum.of(buffers, groups, has_experts)
+        self.model_sum = ModelSum.build(buffers, groups, has_experts)
         self._device = buffers[0].device
         # On the device, because whether it advances depends on found_inf, which the host has not read.
         self._step = torch.zeros((), device=self._device)
@@ -181,13 +187,13 @@ class MegatronOptimizer:
         check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed, unless `defers_check`.
         """
         # One number tells of every element on all ranks: where any gradient is inf or nan, so is the norm.
-        grad_norm = global_norm(self._counted_grads, self.model_sum, self._device)
+        grad_norm = compute_global_norm(self._counted_grads, self.model_sum, self._device)
         found_inf = (~grad_norm.isfinite()).float()
         if self.grad_scaler is not None:
             # What is logged, and compared with --clip-grad, is the norm of the gradients without the loss scale.
             grad_norm = grad_norm / self.grad_scaler.scale
         # Clipping and unscaling are one division, which the update rule does on its way: no pass over the gradients.
-        divisor = clip_divisor(grad_norm, self.config.clip_grad)
+        divisor = compute_clip_divisor(grad_norm, self.config.clip_grad)
         if self.grad_scaler is not None:
             divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
         is_deferred = self.defers_check and self.grad_scaler is None and self.check_for_nan_in_grad
@@ -232,7 +238,7 @@ class MegatronOptimizer:
             for state in self._states
             for piece, place in state.pieces(self._counted[id(state.buffer)])
         ]
-        return global_norm(views, self.model_sum, self._device)
+        return compute_global_norm(views, self.model_sum, self._device)
 
     def scale_rows(self, name: str, factors: Tensor) -> None:
         """Multiply row i of a parameter here, by its name in the whole model, by factors[i]; as far as this process
@@ -242,7 +248,7 @@ class MegatronOptimizer:
                 if member.name != name:
                     continue
                 of_all = factors.repeat_interleave(member.param.numel() // len(factors))
-                for piece, place in state.pieces([range_of(member)]):
+                for piece, place in state.pieces([locate_member(member)]):
                     values = state.values(piece, place)
                     first = member.start + piece[0] - member.slot.start
                     values.mul_(of_all[first : first + values.numel()])
@@ -297,7 +303,7 @@ class MegatronOptimizer:
                 bad = ~param.main_grad.isfinite() if param.requires_grad else None  # type: ignore[attr-defined]
                 if bad is not None and bad.any():
                     found = f"{int(bad.sum())} of {bad.numel()} elements"
-                    return f"the gradient of {placement_of(param, name).name} is not finite in {found}"
+                    return f"the gradient of {get_placement(param, name).name} is not finite in {found}"
         return None
 
 

@@ -26,8 +26,8 @@ from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.optimizer.group_state import FlatShard
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
 from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
-from megatron.core.optimizer.whole_matrices import range_of, whole_matrices
-from megatron.core.placement import Placement, Split, placement_of
+from megatron.core.optimizer.whole_matrices import assemble_matrices, locate_member
+from megatron.core.placement import Placement, Split, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Muon(UpdateRule):
         for state in group.states:
             # Every process computes all of each matrix that it holds a piece of, and keeps its piece: nothing has to be
             # sent back.
-            for member, (matrix,) in whole_matrices(state, direction, 1):
-                change = self.orthogonal(matrix, placement_of(member.param, member.name)).reshape(-1)
-                for piece, place in state.pieces([range_of(member)]):
+            for member, (matrix,) in assemble_matrices(state, direction, 1):
+                change = self.orthogonal(matrix, get_placement(member.param, member.name)).reshape(-1)
+                for piece, place in state.pieces([locate_member(member)]):
                     values = state.values(piece, place)
                     values.mul_(1.0 - options["lr"] * options["weight_decay"])
                     first = piece[0] - member.slot.start
@@ -86,26 +86,26 @@ class Muon(UpdateRule):
         assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
         # Also where the matrix is whole: then the shard is the matrix.
         if not cut or self.config.muon_tp_mode == "blockwise":
-            return self._by_rows(matrix, self._rows_of_shard(placement))
+            return self._orthogonalize_rows(matrix, self._list_shard_rows(placement))
         group: Group = getattr(self.groups, cut[0].axis)
         if self.config.muon_tp_mode == "distributed":
-            return self._distributed(matrix, placement, cut[0], group)
+            return self._orthogonalize_distributed(matrix, placement, cut[0], group)
         gathered = matrix.new_empty(group.size() * matrix.shape[0], matrix.shape[1])
         all_gather_into_tensor(gathered, matrix.contiguous(), group)
-        whole = self._by_rows(placement.join(gathered.chunk(group.size())), self._rows_of_whole(placement))
+        whole = self._orthogonalize_rows(placement.join(gathered.chunk(group.size())), self._list_whole_rows(placement))
         return placement.take(whole)
 
-    def _by_rows(self, matrix: Tensor, blocks: list[Rows]) -> Tensor:
+    def _orthogonalize_rows(self, matrix: Tensor, blocks: list[Rows]) -> Tensor:
         """Each block of rows by itself."""
         if len(blocks) == 1:
-            return self.newton_schulz.orthogonalize(matrix) * self._scale(*matrix.shape)
+            return self.newton_schulz.orthogonalize(matrix) * self._compute_scale(*matrix.shape)
         result = torch.empty_like(matrix)
         for rows in blocks:
-            block = _gather_rows(matrix, rows)
-            _put_rows(result, rows, self.newton_schulz.orthogonalize(block) * self._scale(*block.shape))
+            block = _take_rows(matrix, rows)
+            _put_rows(result, rows, self.newton_schulz.orthogonalize(block) * self._compute_scale(*block.shape))
         return result
 
-    def _distributed(self, matrix: Tensor, placement: Placement, split: Split, group: Group) -> Tensor:
+    def _orthogonalize_distributed(self, matrix: Tensor, placement: Placement, split: Split, group: Group) -> Tensor:
         """Only Gram matrices over the dimension that is not cut travel."""
 
         def total(part: Tensor) -> Tensor:
@@ -123,37 +123,37 @@ class Muon(UpdateRule):
                 counted[run.local_start : run.local_start + run.length] = 1.0
         # Columns are cut: G = X X^T is a sum over columns, and each rank adds its own.
         if split.dim == 1:
-            scale = self._scale(matrix.shape[0], placement.full_shape[1])
+            scale = self._compute_scale(matrix.shape[0], placement.full_shape[1])
             return self.newton_schulz.iterate(matrix, total, counted) * scale
         result = torch.empty_like(matrix)
-        heights = [sum(length for _, length in rows) for rows in self._rows_of_whole(placement)]
-        for rows, height in zip(self._rows_of_shard(placement), heights, strict=True):
-            block, own = _gather_rows(matrix, rows), _gather_rows(counted, rows)
+        heights = [sum(length for _, length in rows) for rows in self._list_whole_rows(placement)]
+        for rows, height in zip(self._list_shard_rows(placement), heights, strict=True):
+            block, own = _take_rows(matrix, rows), _take_rows(counted, rows)
             # Rows are cut: the transposed block has its columns cut, which is the case above.
             found = self.newton_schulz.iterate(block.t(), total, own).t()
-            _put_rows(result, rows, found * self._scale(height, matrix.shape[1]))
+            _put_rows(result, rows, found * self._compute_scale(height, matrix.shape[1]))
         return result
 
-    def _rows_of_shard(self, placement: Placement) -> list[Rows]:
-        split = self._qkv_split(placement)
+    def _list_shard_rows(self, placement: Placement) -> list[Rows]:
+        split = self._find_qkv_split(placement)
         if split is None:
             return [[(0, placement.local_shape[0])]]
-        return _by_name(split.local_parts(placement.full_shape[0]))
+        return _group_rows(split.local_parts(placement.full_shape[0]))
 
-    def _rows_of_whole(self, placement: Placement) -> list[Rows]:
-        split = self._qkv_split(placement)
+    def _list_whole_rows(self, placement: Placement) -> list[Rows]:
+        split = self._find_qkv_split(placement)
         if split is None:
             return [[(0, placement.full_shape[0])]]
-        return _by_name(placement.named_parts())
+        return _group_rows(placement.named_parts())
 
-    def _qkv_split(self, placement: Placement) -> Split | None:
+    def _find_qkv_split(self, placement: Placement) -> Split | None:
         """Where queries, keys and values are one matrix, and each is to be orthogonalised for itself: its split."""
         for split in placement.splits:
             if split.dim == 0 and any(part.name == "query" for part in split.parts or ()):
                 return split if self.config.muon_split_qkv else None
         return None
 
-    def _scale(self, rows: int, columns: int) -> float:
+    def _compute_scale(self, rows: int, columns: int) -> float:
         """What the size of an update depends on: rows are outputs, columns are inputs.
 
         spectral: elements as large in every shape (Liu et al., 2025, who take --muon-extra-scale-factor 0.2 to be as
@@ -169,7 +169,7 @@ class Muon(UpdateRule):
         return factor * self.config.muon_extra_scale_factor
 
 
-def _gather_rows(matrix: Tensor, rows: Rows) -> Tensor:
+def _take_rows(matrix: Tensor, rows: Rows) -> Tensor:
     return torch.cat([matrix[start : start + length] for start, length in rows])
 
 
@@ -178,7 +178,7 @@ def _put_rows(matrix: Tensor, rows: Rows, values: Tensor) -> None:
         matrix[start : start + length] = part
 
 
-def _by_name(parts: list[tuple[str, int, int]]) -> list[Rows]:
+def _group_rows(parts: list[tuple[str, int, int]]) -> list[Rows]:
     """Rows of parts of one name belong together; in the order in which the names first come."""
     found: dict[str, Rows] = {}
     for name, start, length in parts:

@@ -73,7 +73,7 @@ class NewtonSchulz(NamedTuple):
         """
         x = matrix.bfloat16() if self.precision == "low" else matrix
         own = x if counted is None else x * counted.to(x.dtype)
-        with _float32_products(self.precision):
+        with _set_float32_precision(self.precision):
             # The Frobenius norm is at least the largest singular value, and the polynomials converge only from values
             # up to 1.
             x = x / total(own.float().square().sum()).sqrt().clamp(min=_EPSILON).to(x.dtype)
@@ -81,15 +81,15 @@ class NewtonSchulz(NamedTuple):
                 a, b, c = self.coefficients[min(step, len(self.coefficients) - 1)]
                 own = x if counted is None else x * counted.to(x.dtype)
                 if self.use_syrk:
-                    gram = total(symmetric_product(own))
-                    x = torch.addmm(x, b * gram + c * symmetric_product(gram), x, beta=a)
+                    gram = total(multiply_by_transpose(own))
+                    x = torch.addmm(x, b * gram + c * multiply_by_transpose(gram), x, beta=a)
                     continue
                 gram = total(own @ own.t())
                 x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.float()
 
 
-def symmetric_product(x: Tensor, blocks: int = 4) -> Tensor:
+def multiply_by_transpose(x: Tensor, blocks: int = 4) -> Tensor:
     """x x^T, [m, n] -> [m, m]: of so many blocks of rows each pair is multiplied once, (blocks + 1) / (2 blocks) of the
     work."""
     result = x.new_empty(x.shape[0], x.shape[0])
@@ -102,7 +102,7 @@ def symmetric_product(x: Tensor, blocks: int = 4) -> Tensor:
 
 
 @contextlib.contextmanager
-def _float32_products(precision: str) -> Iterator[None]:
+def _set_float32_precision(precision: str) -> Iterator[None]:
     """torch's setting for products of float32 matrices, for a while."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "high" else "medium")

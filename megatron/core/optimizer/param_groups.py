@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.model_chunk import FlatBuffer
-from megatron.core.flat_ranges import Range, merged
+from megatron.core.flat_ranges import Range, merge_ranges
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
-from megatron.core.placement import Placement, placement_of
+from megatron.core.placement import Placement, get_placement
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -76,7 +76,7 @@ def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
     return not placement.is_vector or (placement.kind == "qk_norm" and config.apply_wd_to_qk_layernorm)
 
 
-def rule_name(placement: Placement, config: OptimizerConfig) -> str:
+def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
     """Muon and SOAP are for the matrices inside the network; tables, the output layer, vectors and the stacked matrices
     of experts take another rule."""
     entry = RULES.get(config.optimizer)
@@ -85,12 +85,12 @@ def rule_name(placement: Placement, config: OptimizerConfig) -> str:
     return entry.rest(config)
 
 
-def param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
+def make_param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
     """The group of a parameter."""
     return ParamKey(
         is_undecayed=not has_weight_decay(placement, config),
         is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,
-        rule=rule_name(placement, config),
+        rule=choose_rule(placement, config),
         is_hidden_matrix=config.width_multiplier != 1.0 and placement.is_hidden_matrix,
     )
 
@@ -124,12 +124,12 @@ def _divide(buffer: FlatBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple
     # Vectors lie behind everything else in memory, whatever their place in the module.
     in_place = sorted(members, key=lambda member: member.slot.start)
     ends = [member.slot.start for member in in_place[1:]] + [buffer.layout.numel]
-    keys = {member.name: param_key(placement_of(member.param, member.name), config) for member in members}
+    keys = {member.name: make_param_key(get_placement(member.param, member.name), config) for member in members}
     ranges: dict[ParamKey, list[Range]] = defaultdict(list)
     for member, end in zip(in_place, ends, strict=True):
         ranges[keys[member.name]].append((member.slot.start, end))
     by_key = {key: [member for member in members if keys[member.name] == key] for key in ranges}
-    return {key: (by_key[key], merged(found)) for key, found in ranges.items()}
+    return {key: (by_key[key], merge_ranges(found)) for key, found in ranges.items()}
 
 
 def _dtype(config: OptimizerConfig, field: str) -> torch.dtype:

@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron.core.collectives import all_gather_into_tensor
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
-from megatron.core.optimizer.whole_matrices import is_ours, range_of, whole_matrices
-from megatron.core.placement import Placement, placement_of
+from megatron.core.optimizer.whole_matrices import assemble_matrices, is_ours, locate_member
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Soap(UpdateRule):
         for state in states:
             for member in state.members:
                 if is_ours(state, member):
-                    rows, columns = placement_of(member.param, member.name).full_shape
+                    rows, columns = get_placement(member.param, member.name).full_shape
                     self._bases[member.name] = _Bases(rows, columns, state.buffer.device)
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
@@ -65,18 +65,18 @@ class Soap(UpdateRule):
         # The host must know whether the basis changes in this step; a rule that does not keep still has waited already.
         number = int(step.item())
         for state in group.states:
-            found = whole_matrices(state, lambda shard: (shard.grad, *(shard.state[kind] for kind in self.kinds)), 3)
+            found = assemble_matrices(state, lambda shard: (shard.grad, *(shard.state[kind] for kind in self.kinds)), 3)
             for member, tensors in found:
-                placement = placement_of(member.param, member.name)
-                grad, mean, square = (self._gathered(tensor, placement) for tensor in tensors)
+                placement = get_placement(member.param, member.name)
+                grad, mean, square = (self._gather(tensor, placement) for tensor in tensors)
                 if divisor is not None:
                     grad = grad / divisor
                 bases = self._bases[member.name]
                 change = self._advance(bases, grad, mean, square, number, group)
                 # After the update, in the order of the paper's algorithm 3.
-                bases.learn(grad, group.options["betas"][1])
+                bases.update_grams(grad, group.options["betas"][1])
                 if number % self.interval == 0:
-                    bases.turn(is_first=number == self.interval)
+                    bases.update_bases(is_first=number == self.interval)
                 # Everyone who updates a piece has computed the whole matrix; keeping the own shard spares a broadcast.
                 self._write(state, member, [placement.take(x) for x in (change, mean, square)], group)
 
@@ -86,11 +86,11 @@ class Soap(UpdateRule):
         """Advance m and v in place; the change of the matrix for a learning rate of 1."""
         beta1, beta2 = group.options["betas"]
         mean.lerp_(grad, 1.0 - beta1)
-        square.lerp_(bases.into(grad).square_(), 1.0 - beta2)
+        square.lerp_(bases.rotate(grad).square_(), 1.0 - beta2)
         root = (square / (1.0 - beta2**step)).sqrt_().add_(group.options["eps"])
-        return bases.back((bases.into(mean) / (1.0 - beta1**step)).div_(root))
+        return bases.rotate_back((bases.rotate(mean) / (1.0 - beta1**step)).div_(root))
 
-    def _gathered(self, shard: Tensor, placement: Placement) -> Tensor:
+    def _gather(self, shard: Tensor, placement: Placement) -> Tensor:
         """The whole matrix of which this is a tensor-parallel rank's shard; memory of its own."""
         cut = [split for split in placement.splits if split.num_shards > 1]
         assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
@@ -105,7 +105,7 @@ class Soap(UpdateRule):
         """Keep of the change, m and v what this process updates."""
         lr, decay = group.options["lr"], group.options["weight_decay"]
         change, mean, square = (shard.reshape(-1) for shard in shards)
-        for piece, place in state.pieces([range_of(member)]):
+        for piece, place in state.pieces([locate_member(member)]):
             part = slice(piece[0] - member.slot.start, piece[1] - member.slot.start)
             state.values(piece, place).mul_(1.0 - lr * decay).add_(change[part], alpha=-lr)
             state.tensors["exp_avg"][place] = mean[part]
@@ -123,27 +123,27 @@ class _Bases:
                 self.tensors[f"soap_{side}_gram"] = torch.zeros(size, size, device=device)
                 self.tensors[f"soap_{side}_basis"] = torch.eye(size, device=device)
 
-    def into(self, matrix: Tensor) -> Tensor:
+    def rotate(self, matrix: Tensor) -> Tensor:
         """Ql^T matrix Qr, memory of its own."""
         left, right = (self.tensors.get(f"soap_{side}_basis") for side in ("left", "right"))
         turned = matrix if left is None else left.t() @ matrix
         # Without any basis `turned` is the caller's own matrix, and the caller squares the result in place.
         return turned.clone() if right is None else turned @ right
 
-    def back(self, matrix: Tensor) -> Tensor:
+    def rotate_back(self, matrix: Tensor) -> Tensor:
         """Ql matrix Qr^T."""
         left, right = (self.tensors.get(f"soap_{side}_basis") for side in ("left", "right"))
         turned = matrix if left is None else left @ matrix
         return turned if right is None else turned @ right.t()
 
-    def learn(self, grad: Tensor, beta: float) -> None:
+    def update_grams(self, grad: Tensor, beta: float) -> None:
         """Advance L and R."""
         for side, matrix in (("left", grad), ("right", grad.t())):
             gram = self.tensors.get(f"soap_{side}_gram")
             if gram is not None:
                 gram.lerp_(matrix @ matrix.t(), 1.0 - beta)
 
-    def turn(self, is_first: bool) -> None:
+    def update_bases(self, is_first: bool) -> None:
         """Advance Ql and Qr."""
         for side in ("left", "right"):
             gram = self.tensors.get(f"soap_{side}_gram")

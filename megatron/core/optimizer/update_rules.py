@@ -62,7 +62,7 @@ class UpdateRule(ABC):
         """Update what this process has of the group. step: number of this update, from 1, a scalar on the device."""
 
 
-def batches(group: UpdatedGroup) -> Iterator[list[FlatShard]]:
+def batch_shards(group: UpdatedGroup) -> Iterator[list[FlatShard]]:
     """Everything that one fused call updates: all shards that lie in memory as float32 together, others one by one."""
     # One call for all: a launch for each parameter would take longer than its arithmetic.
     together = [shard for state in group.states if state.is_float32 for shard in state.shards()]
@@ -88,7 +88,7 @@ class AdamW(UpdateRule):
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         beta1, beta2 = options["betas"]
-        for shards in batches(group):
+        for shards in batch_shards(group):
             torch._fused_adamw_(
                 [shard.param for shard in shards],
                 [shard.grad for shard in shards],
@@ -126,7 +126,7 @@ class SGD(UpdateRule):
 
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
-        for shards in batches(group):
+        for shards in batch_shards(group):
             torch._fused_sgd_(
                 [shard.param for shard in shards],
                 [shard.grad for shard in shards],

@@ -13,14 +13,14 @@ from megatron.core.flat_ranges import Range
 from megatron.core.optimizer.group_state import FlatShard, GroupState, Member
 
 
-def range_of(member: Member) -> Range:
+def locate_member(member: Member) -> Range:
     """Where a parameter lies in its buffer."""
     return member.slot.start, member.slot.start + member.slot.numel
 
 
 def is_cut(buffer: FlatBuffer, member: Member) -> bool:
     """Whether the slices of several processes meet in the matrix."""
-    first, last = range_of(member)
+    first, last = locate_member(member)
     shards = buffer.reduction.shards.size()
     for start, stop, _ in buffer.layout.buckets:
         if start <= first < stop:
@@ -32,28 +32,28 @@ def is_cut(buffer: FlatBuffer, member: Member) -> bool:
 
 def is_ours(state: GroupState, member: Member) -> bool:
     """Whether this process updates something of the matrix."""
-    return any(True for _ in state.pieces([range_of(member)]))
+    return any(True for _ in state.pieces([locate_member(member)]))
 
 
-def whole_matrices(
+def assemble_matrices(
     state: GroupState, values: Callable[[FlatShard], Sequence[Tensor]], count: int
 ) -> Iterator[tuple[Member, list[Tensor]]]:
     """Every matrix of which this process updates something, with `count` tensors of its shape: what `values` makes of
     the pieces. Every process of the buffer's shards calls this."""
     # Also those of which this process has nothing: the sum is a collective, which all members must call alike.
     cut = [member for member in state.members if is_cut(state.buffer, member)]
-    together = dict(zip((member.name for member in cut), _put_together(state, cut, values, count), strict=True))
+    together = dict(zip((member.name for member in cut), _assemble(state, cut, values, count), strict=True))
     for member in state.members:
         if not is_ours(state, member):
             continue
         if member.name in together:
             tensors = list(together[member.name])
         else:
-            tensors = _own(state, member, values)
+            tensors = _read_own(state, member, values)
         yield member, [tensor.view(member.param.shape) for tensor in tensors]
 
 
-def _put_together(
+def _assemble(
     state: GroupState, cut: list[Member], values: Callable[[FlatShard], Sequence[Tensor]], count: int
 ) -> list[Tensor]:
     """Of each matrix that several slices share, [count, elements]; by one sum in which each fills its own place."""
@@ -63,14 +63,14 @@ def _put_together(
     flat = torch.zeros(count, sum(sizes), dtype=torch.float32, device=state.buffer.device)
     places = list(flat.split(sizes, dim=1))
     for member, place in zip(cut, places, strict=True):
-        for (first, last), _ in state.pieces([range_of(member)]):  # one or none: a slice is contiguous
+        for (first, last), _ in state.pieces([locate_member(member)]):  # one or none: a slice is contiguous
             start = first - member.slot.start
-            place[:, start : start + last - first] = torch.stack(_own(state, member, values))
+            place[:, start : start + last - first] = torch.stack(_read_own(state, member, values))
     all_reduce(flat, state.buffer.reduction.shards)
     return places
 
 
-def _own(state: GroupState, member: Member, values: Callable[[FlatShard], Sequence[Tensor]]) -> list[Tensor]:
+def _read_own(state: GroupState, member: Member, values: Callable[[FlatShard], Sequence[Tensor]]) -> list[Tensor]:
     """What this process has of a matrix, flat."""
-    pieces = [values(shard) for shard in state.shards([range_of(member)])]
+    pieces = [values(shard) for shard in state.shards([locate_member(member)])]
     return [torch.cat(parts) for parts in zip(*pieces, strict=True)]

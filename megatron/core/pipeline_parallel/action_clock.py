@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from megatron.core.device import Mark, mark, seconds_between, synchronize
+from megatron.core.device import Mark, mark, measure_seconds_between, synchronize
 from megatron.core.pipeline_parallel.schedules import Action
 
 # Two readings further apart than this were interrupted; actions last milliseconds.
@@ -60,4 +60,4 @@ class ActionClock:
 
     def _seconds(self, moment: Mark) -> float:
         # Marks are of the device's clock, which has no date; the pair read at the start ties it to the machine's.
-        return self._zero_seconds + seconds_between(self._zero, moment)
+        return self._zero_seconds + measure_seconds_between(self._zero, moment)

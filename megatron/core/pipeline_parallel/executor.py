@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PTransfers, Tens
 from megatron.core.pipeline_parallel.programs import Pipeline, Transfer, find_end_of_transfers
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 LossFunction = Callable[..., Any]
@@ -427,7 +427,7 @@ def _module_with_input(chunk: nn.Module) -> Any:
 
 def _output_weight(chunk: nn.Module) -> list[nn.Parameter]:
     """The weight of the output layer, where this chunk has one of its own."""
-    return [param for name, param in chunk.named_parameters() if placement_of(param, name).kind == "head"]
+    return [param for name, param in chunk.named_parameters() if get_placement(param, name).kind == "head"]
 
 
 def _detached(value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.placement import Kind, Placement, Split, place, placement_of
+from megatron.core.placement import Kind, Placement, Split, get_placement, place
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 """Fills a full-size tensor in place, taking random numbers from the generator only."""
@@ -122,7 +122,7 @@ def initialise_parameters(
     drawn weights as it is, for a model whose weights are loaded.
     """
     for name, parameter in global_names(module):
-        placement = placement_of(parameter, name)
+        placement = get_placement(parameter, name)
         # A tied copy already knows its owner's name.
         placement = placement if placement.name else placement.renamed(name)
         place(parameter, placement)
@@ -164,7 +164,7 @@ def declare_vocabulary(module: nn.Module, vocab_size: int) -> None:
     rows are of something else.
     """
     for name, parameter in module.named_parameters():
-        placement = placement_of(parameter, name)
+        placement = get_placement(parameter, name)
         if placement.is_vocabulary and placement.valid_rows is None and placement.full_shape[0] >= vocab_size:
             place(parameter, dataclasses.replace(placement, valid_rows=vocab_size))
 
@@ -180,7 +180,7 @@ def materialise_parameters(
     for parameter in list(module.parameters()):
         if parameter.device.type != "meta":
             continue
-        placement = placement_of(parameter, "")
+        placement = get_placement(parameter, "")
         init = getattr(parameter, "initialiser", None)
         if init is None:
             raise ConfigError(

@@ -33,7 +33,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.placement import Part, grouped_parts, place, placement_of
+from megatron.core.placement import Part, get_placement, make_grouped_parts, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.random import checkpoint
@@ -213,7 +213,7 @@ class SelfAttention(Attention):
         heads, query_groups, width = config.num_attention_heads, config.num_query_groups, self.head_width
         self.is_rope_fused = uses_fused_rope(config)
         self.gates = self.heads_per_group if config.attention_output_gate else 0
-        # Widths are those of the whole model; grouped_parts knows what a rank holds of each.
+        # Widths are those of the whole model; make_grouped_parts knows what a rank holds of each.
         queries = Part(heads // query_groups * width, name="query")
         group_blocks = (
             queries,
@@ -228,7 +228,7 @@ class SelfAttention(Attention):
             init_method=input_initialiser(config),
             # Qwen's models have a bias here and in no other linear layer.
             bias=config.add_bias_linear or config.add_qkv_bias,
-            parts=grouped_parts(query_groups, group_blocks, tp_group.size()),
+            parts=make_grouped_parts(query_groups, group_blocks, tp_group.size()),
             tp_group=tp_group,
         )
 
@@ -243,7 +243,7 @@ class SelfAttention(Attention):
             of_head = build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
             for param in of_head.parameters():
                 # Of another kind than the layers' norms, so that optimizers and checkpoints can tell them apart.
-                place(param, dataclasses.replace(placement_of(param, ""), kind="qk_norm"))
+                place(param, dataclasses.replace(get_placement(param, ""), kind="qk_norm"))
             return of_head
         tp_group = self.groups.tp
         assert heads % tp_group.size() == 0, f"{heads} heads cannot be normalised together on {tp_group.size()} ranks"
@@ -314,7 +314,7 @@ class CrossAttention(Attention):
             submodules.linear_kv,
             config.hidden_size,
             2 * config.num_query_groups * width,
-            parts=grouped_parts(config.num_query_groups, _key_and_value(width), self.groups.tp.size()),
+            parts=make_grouped_parts(config.num_query_groups, _key_and_value(width), self.groups.tp.size()),
             **options,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -29,6 +29,6 @@ class MegatronModule(nn.Module):
         """
         return {
             # Read at the time of the call: placements are completed after construction (names, rows that are tokens).
-            prefix + name: ShardedTensor.from_placement(param, placement_of(param, name), prefix=prefix)
+            prefix + name: ShardedTensor.from_placement(param, get_placement(param, name), prefix=prefix)
             for name, param in self.named_parameters()
         }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_base import flag, restore, settings_of
+from megatron.core.config_base import flag, get_settings, restore
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
 from megatron.core.transformer.config_fields.moe import MoEFields
@@ -93,7 +93,7 @@ class TransformerConfig(
         Not checked again: the model is one that was trained.
         """
         kept = {
-            name: getattr(self, name) for name, setting in settings_of(type(self)).items() if setting.kind != "layout"
+            name: getattr(self, name) for name, setting in get_settings(type(self)).items() if setting.kind != "layout"
         }
         # Settings of kind "layout" say how the model is divided, and never what it computes.
         return restore(type(self), kept | changes)

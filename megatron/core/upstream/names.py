@@ -37,7 +37,7 @@ class UpstreamNames:
         self.defined = defined
         self.absent = absent
         self._mentioned = {*defined, *(name.rpartition(".")[0] for name in absent)}
-        self._packages = {parent for module in defined for parent in _parents(module)}
+        self._packages = {parent for module in defined for parent in _list_parents(module)}
 
     def install(self) -> None:
         """Put it before Python's own finders."""
@@ -49,7 +49,7 @@ class UpstreamNames:
     ) -> importlib.machinery.ModuleSpec | None:
         """Called by Python for every import. Raises ModuleNotFoundError with a sentence for an absent module."""
         if fullname in self.absent:
-            raise ModuleNotFoundError(self._sentence(fullname), name=fullname)
+            raise ModuleNotFoundError(self._describe_absent(fullname), name=fullname)
         if fullname not in self._mentioned and fullname not in self._packages:
             return None
         # A file of ours wins: the table only adds to it.
@@ -75,14 +75,14 @@ class UpstreamNames:
                 defining, _, other = place.partition(":")
                 return getattr(importlib.import_module(defining), other or name)
             if f"{module}.{name}" in self.absent:
-                raise ImportError(self._sentence(f"{module}.{name}"), name=module)
+                raise ImportError(self._describe_absent(f"{module}.{name}"), name=module)
             if otherwise is not None:
                 return otherwise(name)
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
         return getattr_
 
-    def _sentence(self, name: str) -> str:
+    def _describe_absent(self, name: str) -> str:
         return f"{name} does not exist here: {self.absent[name]}"
 
 
@@ -118,7 +118,7 @@ class _FileLoader(importlib.machinery.SourceFileLoader):
         module.__dict__["__getattr__"] = self.names.lookup(module.__name__, own)
 
 
-def _parents(module: str) -> list[str]:
+def _list_parents(module: str) -> list[str]:
     """megatron.core.a.b -> [megatron.core.a]: packages on the way, which may have no file either."""
     parts = module.split(".")
     return [".".join(parts[:length]) for length in range(3, len(parts))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from megatron.core.config_base import settings_of
+from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.setting import FieldKind
 from megatron.training.config.container import RunConfig, group_classes
@@ -29,7 +29,7 @@ def _list_differences(saved: dict[str, Any], config: RunConfig, kinds: Container
     except (ConfigError, TypeError, AttributeError):
         return []  # settings of another release: nothing to compare
     now = config.flag_values()
-    settings = [setting for cls in group_classes().values() for setting in settings_of(cls).values()]
+    settings = [setting for cls in group_classes().values() for setting in get_settings(cls).values()]
     # Only kinds that change the weights' shapes or the numbers: another --log-interval is no news.
     flags = [setting.name for setting in settings if setting.kind in kinds and setting.name.startswith("--")]
     return [

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.validation import ModelMismatchError
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError
 from megatron.core.mesh import RankGrid
-from megatron.core.placement import Placement, placement_of
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
 from megatron.training.checkpoint.differences import describe_shape_differences, describe_trajectory_differences
@@ -251,7 +251,7 @@ def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDi
     starts: dict[str, int] = {}
     held: list[tuple[torch.Tensor, Placement]] = []
     for chunk, parameter, placement in _iterate_placed_parameters(run):
-        data, start = chunk.held_part(parameter, main=main)
+        data, start = chunk.get_held_part(parameter, main=main)
         held.append((data, placement))
         if start is not None:
             starts[placement.name] = start
@@ -282,7 +282,7 @@ def _iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.
         # With --overlap-param-gather a gather may still be under way, and the parameters old.
         chunk.finish_param_sync()
         for name, parameter in chunk.module.named_parameters():
-            yield chunk, parameter, placement_of(parameter, name)
+            yield chunk, parameter, get_placement(parameter, name)
 
 
 def _say(world: Group, sentence: str) -> None:

@@ -13,7 +13,7 @@ from megatron.core.device import current_device
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.save_and_load import CONFIG
@@ -74,7 +74,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
         model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
     # Rows beyond the vocabulary are padding, whose number depends on the layout of the saving run.
     declare_vocabulary(model, recipe.vocab_size)
-    parameters = ((parameter, placement_of(parameter, name)) for name, parameter in model.named_parameters())
+    parameters = ((parameter, get_placement(parameter, name)) for name, parameter in model.named_parameters())
     serialization.load(model_state(parameters), found, groups.world)
     return TrainedModel(found.path, config, recipe, model.eval())
 

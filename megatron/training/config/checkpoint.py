@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import CheckedConfig, flag, multiples_near
+from megatron.core.config_base import CheckedConfig, flag, name_multiples
 from megatron.core.setting import Needs
 
 CHECKPOINT_FORMATS = "the remaining checkpoint options"
@@ -76,7 +76,7 @@ class CheckpointConfig(CheckedConfig):
         if kept is not None and interval is not None and kept % interval:
             yield (
                 f"{self.say('save_retain_interval')} is not a multiple of {self.say('save_interval')}; "
-                f"use {multiples_near(kept, interval)}"
+                f"use {name_multiples(kept, interval)}"
             )
         for name in ("save", "load", "pretrained_checkpoint"):
             path = getattr(self, name)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.config_base import CheckedConfig, restore, settings_of, unchecked
+from megatron.core.config_base import CheckedConfig, get_settings, restore, unchecked
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -88,17 +88,17 @@ class RunConfig:
     def say(self, name: str) -> str:
         """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
         group = groups_of_fields()[name]
-        return settings_of(group_classes()[group])[name].spelling_for(getattr(getattr(self, group), name))
+        return get_settings(group_classes()[group])[name].spell(getattr(getattr(self, group), name))
 
     def flag(self, name: str) -> str:
         """The flag of a setting of any group: `--micro-batch-size`."""
-        return settings_of(group_classes()[groups_of_fields()[name]])[name].name
+        return get_settings(group_classes()[groups_of_fields()[name]])[name].name
 
     def flag_values(self) -> dict[str, Any]:
         """Flag -> value of every setting, in the form of `to_dict`; what must be equal on all ranks of a job."""
         plain, classes = self.to_dict(), group_classes()
         return {
-            settings_of(classes[group])[name].name: value for group in classes for name, value in plain[group].items()
+            get_settings(classes[group])[name].name: value for group in classes for name, value in plain[group].items()
         }
 
     def with_groups(self, **groups: Any) -> RunConfig:
@@ -140,7 +140,7 @@ def group_classes() -> dict[str, type[CheckedConfig]]:
 @functools.cache
 def groups_of_fields() -> dict[str, str]:
     """Name of each setting and the group that declares it."""
-    declared = ((name, group) for group, config_class in group_classes().items() for name in settings_of(config_class))
+    declared = ((name, group) for group, config_class in group_classes().items() for name in get_settings(config_class))
     owners: dict[str, str] = {}
     for name, group in declared:
         owners.setdefault(name, group)

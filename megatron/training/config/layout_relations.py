@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.config_base import divisors_near, multiples_near
+from megatron.core.config_base import name_divisors, name_multiples
 from megatron.core.context_parallel.planning import count_ranks_of_sample, cutting_problem
 from megatron.core.mesh import size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
@@ -67,7 +67,7 @@ def sequences_are_divisible(run: RunConfig) -> Iterator[str]:
     if model.sequence_parallel and length % (tp * cp):
         yield (
             f"{run.say('seq_length')} is not divisible by {run.say('tensor_model_parallel_size')} x "
-            f"{run.say('context_parallel_size')}, as --sequence-parallel needs; use {multiples_near(length, tp * cp)} "
+            f"{run.say('context_parallel_size')}, as --sequence-parallel needs; use {name_multiples(length, tp * cp)} "
             "tokens"
         )
     # Without sequence parallelism a layer with experts divides the tokens itself.
@@ -75,7 +75,7 @@ def sequences_are_divisible(run: RunConfig) -> Iterator[str]:
         yield (
             f"{run.say('num_moe_experts')}: {run.say('seq_length')} does not divide by "
             f"{run.say('tensor_model_parallel_size')} x {run.say('context_parallel_size')}; "
-            f"use {multiples_near(length, tp * cp)} tokens"
+            f"use {name_multiples(length, tp * cp)} tokens"
         )
 
 
@@ -139,7 +139,7 @@ def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:
                 f"--cp-comm-type a2a with {run.say('seq_length')} and {run.say('max_seqlen_per_dp_cp_rank')} divides "
                 f"sequences over up to {ranks} ranks, which {run.say('num_attention_heads')} / "
                 f"{run.say('tensor_model_parallel_size')} = {heads // tp} heads are not a multiple of; "
-                f"use {multiples_near(heads, tp * ranks)} heads, or --cp-comm-type p2p"
+                f"use {name_multiples(heads, tp * ranks)} heads, or --cp-comm-type p2p"
             )
 
 
@@ -151,7 +151,7 @@ def copies_of_the_optimizer_state_divide_the_replicas(run: RunConfig) -> Iterato
     if replicas % instances:
         yield (
             f"{run.say('num_distributed_optimizer_instances')} does not divide the {replicas} model copies; "
-            f"use {divisors_near(replicas, instances)}"
+            f"use {name_divisors(replicas, instances)}"
         )
     if run.ddp.use_torch_fsdp2 and instances == replicas:
         yield (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.config_base import multiples_near
+from megatron.core.config_base import name_multiples
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer.rule_table import needs_whole_matrices
@@ -68,7 +68,7 @@ def batch_is_divisible(run: RunConfig) -> Iterator[str]:
     if run.is_divisible and training.global_batch_size % unit:
         yield (
             f"{run.say('global_batch_size')} is not divisible by {run.say('micro_batch_size')} x data-parallel size "
-            f"{replicas} = {unit}; use {multiples_near(training.global_batch_size, unit)}"
+            f"{replicas} = {unit}; use {name_multiples(training.global_batch_size, unit)}"
         )
 
 
@@ -83,7 +83,7 @@ def evaluation_batch_is_divisible(run: RunConfig) -> Iterator[str]:
     if batch % unit:
         yield (
             f"{run.say('eval_global_batch_size')} is not divisible by {run.say('eval_micro_batch_size')} x "
-            f"data-parallel size {run.data_parallel_size} = {unit}; use {multiples_near(batch, unit)}"
+            f"data-parallel size {run.data_parallel_size} = {unit}; use {name_multiples(batch, unit)}"
         )
 
 

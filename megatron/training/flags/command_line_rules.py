@@ -25,7 +25,7 @@ class PlannedFlags:
 
     def say(self, dest: str) -> str:
         """The flag as a user writes it: `--fp8-format hybrid`."""
-        return self._flags[dest].spelling_for(self[dest])
+        return self._flags[dest].spell(self[dest])
 
     def name(self, dest: str) -> str:
         """The flag's usual spelling."""

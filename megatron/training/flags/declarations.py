@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.core.config_base import flag_spec, settings_of
+from megatron.core.config_base import flag_spec, get_settings
 from megatron.core.flag_texts import decimal, integer, layer_pattern, window
-from megatron.core.setting import Setting, Status, type_problem, value_problem
+from megatron.core.setting import Setting, Status, describe_type_problem, find_value_problem
 from megatron.training.config.container import group_classes
 
 
@@ -51,7 +51,7 @@ def declared_flags() -> tuple[Flag, ...]:
 def flags_of(config_class: type, config: str) -> Iterator[Flag]:
     """One Flag per field that is not hidden."""
     owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
-    settings = settings_of(config_class)
+    settings = get_settings(config_class)
     for field in dataclasses.fields(config_class):
         spec, owner = flag_spec(field), owners[field.name]
         if not spec.hidden:
@@ -89,8 +89,8 @@ def parse_value(flag: Flag, text: str) -> Any:
     try:
         value = (flag.parse or _PARSERS.get(flag.value_type, str))(text)
     except ValueError:
-        raise ValueError(type_problem(flag, text)) from None
-    problem = value_problem(flag, value, text)
+        raise ValueError(describe_type_problem(flag, text)) from None
+    problem = find_value_problem(flag, value, text)
     if problem is not None:
         raise ValueError(problem)
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import Any
 
-from megatron.core.config_base import settings_of
+from megatron.core.config_base import get_settings
 from megatron.core.flag_texts import decimal
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
 from megatron.training.config.layout_relations import sharding_flag
@@ -238,7 +238,7 @@ def idle_notes(run: RunConfig, given: Set[str]) -> Iterator[str]:
     fields = Fields(run, given)
     for group, config_class in group_classes().items():
         config = getattr(run, group)
-        for name, setting in settings_of(config_class).items():
+        for name, setting in get_settings(config_class).items():
             if name in given and getattr(config, name) != setting.default:
                 missing = next((needs.words for needs in setting.needs if not needs.met(fields)), None)
                 if missing is not None:

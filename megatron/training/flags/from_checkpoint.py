@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import settings_of
+from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import iteration_directory, latest_iteration
 from megatron.core.errors import CheckpointError
 from megatron.core.setting import FieldKind
@@ -86,13 +86,13 @@ def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
 def _given(flag: Flag, value: Any) -> Given:
     # JSON has no pairs.
     value = tuple(value) if flag.dest == "window_size" and isinstance(value, list) else value
-    return Given(flag, value, flag.spelling_for(value), "checkpoint")
+    return Given(flag, value, flag.spell(value), "checkpoint")
 
 
 def _fields_of(kinds: Container[FieldKind | None], *classes: type) -> Iterator[str]:
     """The fields that these classes declare, of these kinds."""
     for declaring in classes:
-        declared, settings = vars(declaring)["__annotations__"], settings_of(declaring)
+        declared, settings = vars(declaring)["__annotations__"], get_settings(declaring)
         yield from (name for name in declared if settings[name].kind in kinds)
 
 

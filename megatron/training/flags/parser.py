@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from megatron.core.errors import ConfigError
-from megatron.core.setting import expected, refusal
+from megatron.core.setting import describe_expected, explain_refusal
 from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.program import ProgramFlags
 from megatron.training.flags.declarations import (
@@ -54,7 +54,7 @@ class Given:
 
     def refusal(self) -> Problem | None:
         """Why the setting is refused for its status; None where it is accepted."""
-        refused = refusal(self.flag, self.value, self.written)
+        refused = explain_refusal(self.flag, self.value, self.written)
         return None if refused is None else Problem(*refused)
 
 
@@ -263,7 +263,7 @@ def _occurrences(
                 yield spelling, texts
             else:
                 known = flags_by_spelling().get(spelling)
-                wanted = f"; give {expected(known)}" if known is not None and not known.is_switch else ""
+                wanted = f"; give {describe_expected(known)}" if known is not None and not known.is_switch else ""
                 parsed.misspelt(complaint + wanted, *([known] if known else []))
 
 

@@ -219,4 +219,4 @@ def shown_value(flag: Flag, value: Any) -> str:
         return "-"
     if flag.is_switch:
         return "true" if value else "false"
-    return flag.text_of(value)
+    return flag.format_value(value)

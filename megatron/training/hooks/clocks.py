@@ -18,7 +18,7 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.device import NamedRange
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.action_clock import ActionClock, TimedAction
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.timers import TimingOption
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
@@ -210,5 +210,5 @@ def _global_name(name: str, module: nn.Module) -> str:
     """The module's name in the whole model, where a layer has the same number on every stage."""
     # Only parameters know their place in the whole model; one of the module's own is enough.
     for inner, param in module.named_parameters():
-        return placement_of(param, f"{name}.{inner}").name.removesuffix(f".{inner}")
+        return get_placement(param, f"{name}.{inner}").name.removesuffix(f".{inner}")
     return name

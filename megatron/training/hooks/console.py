@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.planner.parameters import count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.metrics import Row, Shown, reduce_values
@@ -161,13 +161,13 @@ def count_parameters(run: Run) -> tuple[int, int]:
     """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
     router chooses. Every rank calls this."""
     # Placements instead of sizes: a part that several ranks hold must be counted once.
-    placements = [placement_of(p, name) for chunk in run.model for name, p in chunk.module.named_parameters()]
+    placements = [get_placement(p, name) for chunk in run.model for name, p in chunk.module.named_parameters()]
     counts = count_whole(itertools.chain.from_iterable(all_gather_object(placements, run.groups.pp)))
     model = run.config.model
     if not counts.of_experts:
         return counts.total, counts.total
     assert model.num_moe_experts is not None
-    return counts.total, counts.active(model.moe_router_topk, model.num_moe_experts)
+    return counts.total, counts.count_active(model.moe_router_topk, model.num_moe_experts)
 
 
 def format_progress_line(row: Row, interval: Interval, target_iterations: int, texts: Sequence[str] = ()) -> str:

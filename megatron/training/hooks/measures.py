@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.distributed.model_chunk import FlatBuffer
-from megatron.core.optimizer.grad_statistics import count_zeros, layer_norms
+from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
@@ -62,12 +62,12 @@ class StepHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record everything. How long the step took is known only when the device has done it."""
-        metrics, memory, tokens = run.metrics, device.memory_stats(), result.samples * run.seq_length
+        metrics, memory, tokens = run.metrics, device.read_memory_stats(), result.samples * run.seq_length
         # Per device, as hardware peaks are given.
         flops = None if run.flops_per_token is None else run.flops_per_token * tokens / run.groups.world.size()
 
         # A function, called when values are read: asking now would make the host wait for the step.
-        seconds = partial(device.seconds_between, result.began, result.ended)
+        seconds = partial(device.measure_seconds_between, result.began, result.ended)
         metrics.record("consumed_samples", run.progress.consumed_train_samples, reduce="last")
         metrics.record_losses(result.losses)
         metrics.record("grad_norm", result.grad_norm, reduce="last")
@@ -91,7 +91,7 @@ class StepHook(Hook):
         metrics.record("peak_memory_bytes", memory["peak_bytes"], reduce="last")
         if run.config.logger.log_device_memory_used:
             metrics.record(
-                "device-memory-used-bytes", device.device_memory_used(), reduce="last",
+                "device-memory-used-bytes", device.read_used_memory_bytes(), reduce="last",
                 text=lambda used: f"device memory used (MB): {used / 2**20:.0f}",
             )  # fmt: skip
 
@@ -251,14 +251,14 @@ class LayerNormsHook(Hook):
         """Measure before clipping. Every rank takes part."""
         if (run.progress.iteration + 1) % self.log_interval == 0:
             # With --fp16 gradients are those of the loss times the loss scale until the update.
-            scaled = layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "gradients")
+            scaled = compute_layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "gradients")
             self._gradients = {layer: norm / run.optimizer.loss_scale for layer, norm in scaled.items()}
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Measure parameters and record, at the interval. Every rank takes part."""
         if run.progress.iteration % self.log_interval:
             return
-        parameters = layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "parameters")
+        parameters = compute_layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "parameters")
         for layer, norm in parameters.items():
             run.metrics.record(f"params-norm {layer}", norm, reduce="last")
             run.metrics.record(f"grad-norm {layer}", self._gradients[layer], reduce="last")
@@ -292,7 +292,7 @@ class MemoryHook(Hook):
         """Gather at the interval. Every rank takes part."""
         if run.progress.iteration % self.interval:
             return
-        own = (device.memory_stats(), device.device_memory_used())
+        own = (device.read_memory_stats(), device.read_used_memory_bytes())
         # Gathered as an object over the host: a few numbers, at intervals that a user has asked for.
         of_all = all_gather_object(own, run.groups.world)
         lines = (format_memory_line(run.progress.iteration, rank, *found) for rank, found in enumerate(of_all))

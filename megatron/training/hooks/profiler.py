@@ -64,7 +64,7 @@ class ProfilerHook(Hook):
             observer = torch.profiler.ExecutionTraceObserver()
             observer.register_callback(str(self._path(run, "chakra.json")))
         self._profiler = torch.profiler.profile(
-            activities=device.profiler_activities(),
+            activities=device.list_profiler_activities(),
             record_shapes=self.config.pytorch_profiler_collect_shapes,
             with_stack=self.config.pytorch_profiler_collect_callstack,
             execution_trace_observer=observer,

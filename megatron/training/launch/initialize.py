@@ -132,7 +132,7 @@ def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def _choose_backend(config: RunConfig, device: torch.device) -> str:
-    wanted = config.distributed.distributed_backend or device_module.backend_for(device)
+    wanted = config.distributed.distributed_backend or device_module.choose_backend(device)
     if wanted == "nccl" and not device_module.is_cuda(device):
         raise ConfigError("--distributed-backend nccl needs a CUDA device, and this process has none; use gloo")
     return wanted

@@ -133,13 +133,13 @@ def build_gpt_model(
 def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks: Sequence[nn.Module]) -> float | None:
     """Floating-point operations for one token, forward and backward; None where the chunks are no GPT models."""
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.planner.throughput import training_flops_per_token
+    from megatron.planner.throughput import count_training_flops_per_token
 
     # A model of the user's own may do anything; a wrong count would show as a wrong MFU.
     if not all(isinstance(chunk, GPTModel) for chunk in chunks):
         return None
     assert config.data.seq_length is not None, "checked by read_run_config"
-    return training_flops_per_token(
+    return count_training_flops_per_token(
         config.model, seq_length=config.data.seq_length, padded_vocab_size=padded_vocab_size
     )
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import is_counted
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
-from megatron.core.placement import placement_of
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.core.upstream.batches import get_num_microbatches
@@ -219,13 +219,13 @@ def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> flo
     sums = {of_experts: torch.zeros((), dtype=torch.float64) for of_experts in (False, True)}
     for chunk in model if isinstance(model, list | tuple) else [model]:
         for name, param in chunk.named_parameters():
-            placement = placement_of(param, name)
+            placement = get_placement(param, name)
             if is_counted(placement, groups):
                 owned = [param.detach()[_slices(block.local_box)] for block in placement.pieces() if block.owned]
                 sums[placement.is_expert] += sum(part.double().square().sum().cpu() for part in owned)
     for of_experts, total in sums.items():
         on_device = total.to(device_module.current_device())
-        all_reduce(on_device, groups.copy_of_model(of_experts))
+        all_reduce(on_device, groups.get_model_copy(of_experts))
         sums[of_experts] = on_device.cpu()
     return float(sum(sums.values())) ** 0.5
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.collectives import all_reduce
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.distributed.sharded_params import ShardedParamBuffer
-from megatron.core.placement import Placement, placement_of
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
@@ -116,7 +116,7 @@ def _gather_grads(run: Run) -> list[Tensor]:
         views: dict[str, Tensor] = {}
         for buffer in chunk.flat_buffers:
             if isinstance(buffer, ShardedParamBuffer):
-                views |= buffer.whole_views([param.main_grad.float() for param in buffer.params])  # type: ignore[attr-defined]
+                views |= buffer.gather_whole([param.main_grad.float() for param in buffer.params])  # type: ignore[attr-defined]
                 continue
             assert isinstance(buffer, ParamAndGradBuffer), f"{type(buffer).__name__} cannot be put together"
             values = buffer.grad_data.detach().float().clone()
@@ -127,12 +127,12 @@ def _gather_grads(run: Run) -> list[Tensor]:
                 for start, stop in buffer.owned:
                     holders[start:stop] = 1.0
                 values *= holders
-                all_reduce(values, run.groups.replicas(buffer.is_expert))
-                all_reduce(holders, run.groups.replicas(buffer.is_expert))
+                all_reduce(values, run.groups.get_replicas(buffer.is_expert))
+                all_reduce(holders, run.groups.get_replicas(buffer.is_expert))
                 # Several replicas may own the same range: its sum is divided by their number.
                 values /= holders.clamp(min=1.0)
             views |= buffer.named_views(values)
-        grads += [views[placement_of(p, n).name] for n, p in chunk.module.named_parameters() if p.requires_grad]
+        grads += [views[get_placement(p, n).name] for n, p in chunk.module.named_parameters() if p.requires_grad]
     return grads
 
 
@@ -145,7 +145,7 @@ def _gather_whole(param: torch.nn.Parameter) -> Tensor:
 def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter]]:
     """This process's trained parameters and which part of the model they are."""
     return [
-        (placement_of(param, name), param)
+        (get_placement(param, name), param)
         for chunk in run.model
         for name, param in chunk.module.named_parameters()
         if param.requires_grad

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from megatron.core.placement import place, placement_of
+from megatron.core.placement import get_placement, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -53,7 +53,7 @@ class LanguageModule(MegatronModule):
         if self.config.logit_dtype == "fp32":
             layer.product = choose_product(self.config, out_dtype=torch.float32)
         if layer.weight is not None:
-            placement = dataclasses.replace(placement_of(layer.weight), kind="head")
+            placement = dataclasses.replace(get_placement(layer.weight), kind="head")
             if is_tied:
                 placement = dataclasses.replace(
                     placement, name=WORD_EMBEDDINGS, is_copy=True, partial_grad_axes=("embd",)
@@ -64,7 +64,7 @@ class LanguageModule(MegatronModule):
     @staticmethod
     def share_gradient_with_last_stage(word_embeddings: nn.Parameter) -> None:
         """Mark the first stage's embedding: the last stage holds a copy, and both gradients are to be summed."""
-        place(word_embeddings, dataclasses.replace(placement_of(word_embeddings), partial_grad_axes=("embd",)))
+        place(word_embeddings, dataclasses.replace(get_placement(word_embeddings), partial_grad_axes=("embd",)))
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32 or with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config_base import derived, divisors_near, flag, multiples_near
+from megatron.core.config_base import derived, flag, name_divisors, name_multiples
 from megatron.core.flag_texts import layer_pattern, window
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
@@ -121,7 +121,7 @@ class AttentionFields(ArchitectureFields):
         if heads and groups and heads % groups:
             yield (
                 f"{self.say('num_query_groups')} does not divide {self.say('num_attention_heads')}; "
-                f"use {divisors_near(heads, groups)}"
+                f"use {name_divisors(heads, groups)}"
             )
 
     def head_problems(self, tp: int) -> Iterator[str]:
@@ -131,13 +131,13 @@ class AttentionFields(ArchitectureFields):
         if heads and heads % tp:
             yield (
                 f"{self.say('num_attention_heads')} cannot be split over {ranks}; "
-                f"use {multiples_near(heads, tp)} heads, or a tensor-parallel size of {divisors_near(heads, tp)}"
+                f"use {name_multiples(heads, tp)} heads, or a tensor-parallel size of {name_divisors(heads, tp)}"
             )
         # Either ranks share groups or groups share ranks; anything else would cut a key-value head.
         if groups and groups != heads and groups % tp and tp % groups:
             yield (
                 f"{self.say('num_query_groups')} must be a multiple or a divisor of {ranks}; "
-                f"use {divisors_near(tp, groups)} groups"
+                f"use {name_divisors(tp, groups)} groups"
             )
         # Copies of one group's key on several ranks would count more than once in the mean over all heads.
         if self.qk_layernorm and self.qk_norm_scope == "all" and groups and groups % tp:
@@ -194,7 +194,7 @@ class AttentionFields(ArchitectureFields):
             yield (
                 f"--cp-comm-type {kind} with {written} needs a multiple of {ranks} query heads on each tensor-parallel "
                 f"rank, and {self.say('num_attention_heads')} / --tensor-model-parallel-size {tp} is {heads // tp}; "
-                f"use {multiples_near(heads, tp * ranks)} heads, or --cp-comm-type p2p"
+                f"use {name_multiples(heads, tp * ranks)} heads, or --cp-comm-type p2p"
             )
 
     def score_measuring_problems(self, asked: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_base import divisors_near, flag, multiples_near
+from megatron.core.config_base import flag, name_divisors, name_multiples
 from megatron.core.flag_texts import layer_pattern
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
@@ -126,7 +126,7 @@ class MoEFields(ArchitectureFields):
         if experts % ep:
             yield (
                 f"{self.say('num_moe_experts')} cannot be divided over {self.say('expert_model_parallel_size')}; "
-                f"use {multiples_near(experts, ep)} experts, or an expert-parallel size of {divisors_near(experts, ep)}"
+                f"use {name_multiples(experts, ep)} experts, or an expert-parallel size of {name_divisors(experts, ep)}"
             )
         # Every rank that shares an expert would add the bias of its outputs, which are summed afterwards.
         if self.add_bias_linear and etp > 1:
@@ -144,7 +144,7 @@ class MoEFields(ArchitectureFields):
         if groups and experts % groups:
             yield (
                 f"{self.say('moe_router_num_groups')} does not divide {self.say('num_moe_experts')}; "
-                f"use {divisors_near(experts, groups)} groups"
+                f"use {name_divisors(experts, groups)} groups"
             )
         elif groups and kept and (kept > groups or kept > topk):
             yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_base import divisors_near, flag, multiples_near
+from megatron.core.config_base import flag, name_divisors, name_multiples
 from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, schedule_problem
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
@@ -146,20 +146,20 @@ class PipelineFields(ArchitectureFields):
         if counted % stages:
             yield (
                 f"{self.say('num_layers')}{extra} does not divide over {self._stages_written(stages)}; "
-                f"use {multiples_near(layers, stages)} layers, or {divisors_near(counted, stages)} stages, or say the "
+                f"use {name_multiples(layers, stages)} layers, or {name_divisors(counted, stages)} stages, or say the "
                 "uneven stages with --decoder-first-pipeline-num-layers"
             )
         parts, spelled = self._chunks_written()
         if self.pipeline_schedule == "zb-v" and stages > 1 and not self._counts_ends and layers % (2 * stages):
             yield (
                 f"{self.say('num_layers')} cannot be divided over the {stages} stages x 2 chunks of "
-                f"--pipeline-schedule zb-v; use {multiples_near(layers, 2 * stages)} layers"
+                f"--pipeline-schedule zb-v; use {name_multiples(layers, 2 * stages)} layers"
             )
         # Before the general rule below: this sentence can name the flag that is wrong.
         elif parts and not self._counts_ends and layers // stages and layers // stages % parts:
             yield (
                 f"{spelled} does not divide the {layers // stages} layers of a stage ({self.say('num_layers')} / "
-                f"{self._stages_written(stages)}); use {divisors_near(layers // stages, parts)}"
+                f"{self._stages_written(stages)}); use {name_divisors(layers // stages, parts)}"
             )
         elif counted % stages == 0 and counted % (stages * chunks):
             yield (
@@ -201,7 +201,7 @@ class PipelineFields(ArchitectureFields):
         if len(parts) % stages:
             yield (
                 f"{self.say('pipeline_model_parallel_layout')} has {len(parts)} stages, which is not a multiple of "
-                f"{self._stages_written(stages)}; use {multiples_near(len(parts), stages)} stages"
+                f"{self._stages_written(stages)}; use {name_multiples(len(parts), stages)} stages"
             )
         elif len(parts) != stages * chunks:
             yield (

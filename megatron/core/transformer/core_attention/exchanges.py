@@ -86,7 +86,7 @@ class HeadExchangeAttention:
         visible, sinks = inputs.visible, inputs.sinks
         # A rank's mask has the rows of its own tokens; after the exchange it holds the queries of all.
         if visible.mask is not None and visible.mask.shape[2] > 1:  # one row is for all queries alike
-            visible = dataclasses.replace(visible, mask=self._gather_rows(visible.mask))
+            visible = dataclasses.replace(visible, mask=self._take_rows(visible.mask))
         if sinks is not None:  # of the heads that this rank gets
             # The all-to-all gives rank i the i-th run of heads, so the sinks' chunk of the same number belongs to it.
             sinks = sinks.chunk(self.group.size())[self.group.rank()]
@@ -117,7 +117,7 @@ class HeadExchangeAttention:
         received: Tensor = _AllToAll.apply(to_send, self.group)
         return received.permute(1, 2, 0, 3).flatten(2)  # [s/cp, b, cp * n/cp * dv]
 
-    def _gather_rows(self, mask: Tensor) -> Tensor:
+    def _take_rows(self, mask: Tensor) -> Tensor:
         """[b, 1, s/cp, t] -> [b, 1, s, t]: the rows of the other ranks' queries."""
         # An all-gather joins along dimension 0, so the rows move there and back.
         own = mask.movedim(2, 0).contiguous()

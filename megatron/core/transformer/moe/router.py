@@ -123,7 +123,7 @@ class TopKRouter(MegatronModule):
             assigned = logits.detach()
             if self.training:
                 # Balanced over the whole microbatch, so that its choices do not depend on how it is divided.
-                assigned = sinkhorn(_gather_rows(assigned.float(), self.groups.tp_cp))[self._own_rows(logits)]
+                assigned = sinkhorn(_take_rows(assigned.float(), self.groups.tp_cp))[self._own_rows(logits)]
             return weigh_experts(logits, choose_best(assigned, self.topk), config)
         return choose_experts(logits, config, self.expert_bias)
 
@@ -132,13 +132,13 @@ class TopKRouter(MegatronModule):
         alike."""
         group, config = self.groups.tp_cp, self.config
         # Capacity is a bound on the microbatch: a rank that decided alone would drop others than the undivided run.
-        experts, weights = _gather_rows(routing.experts, group), _gather_rows(routing.weights.detach(), group)
+        experts, weights = _take_rows(routing.experts, group), _take_rows(routing.weights.detach(), group)
         capacity = compute_capacity(experts.shape[0], config)
         kept = fit_into_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
         return kept[self._own_rows(routing.experts)]
 
     def _own_rows(self, rows: Tensor) -> slice:
-        """Where this process's tokens are among those of the microbatch, as `_gather_rows` puts them together."""
+        """Where this process's tokens are among those of the microbatch, as `_take_rows` puts them together."""
         start = self.groups.tp_cp.rank() * rows.shape[0]
         return slice(start, start + rows.shape[0])
 
@@ -218,7 +218,7 @@ class TopKRouter(MegatronModule):
         self.expert_bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
 
 
-def _gather_rows(rows: Tensor, group: Group) -> Tensor:
+def _take_rows(rows: Tensor, group: Group) -> Tensor:
     """The rows of all ranks of the group, one rank's after another's: [n, ...] -> [ranks * n, ...]."""
     if group.size() == 1:
         return rows
