@@ -46,13 +46,13 @@ class SampleCost:
     per_pair: float
 
     def estimate_tokens(self, first: int, end: int) -> float:
-        """The work of tokens [first, end) of a sample; token i sees i + 1 tokens."""
+        """Estimate the work of tokens [first, end) of a sample; token i sees i + 1 tokens."""
         # The sum of i + 1 over the tokens.
         pairs = (end * (end + 1) - first * (first + 1)) / 2
         return self.per_token * (end - first) + self.per_pair * pairs
 
     def estimate(self, length: int) -> float:
-        """The work of a whole sample."""
+        """Estimate the work of a whole sample of `length` tokens."""
         return self.estimate_tokens(0, length)
 
 
@@ -89,7 +89,7 @@ class ContextPlan:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Estimated work of each rank."""
+        """Estimated work of each rank, in the unit of the cost."""
         work = [0.0] * self.num_ranks
         for (size, first), samples in self.blocks.items():
             # Zigzag pieces give all ranks of a block the same part of a sample.
@@ -132,7 +132,7 @@ class ContextPlan:
 
 
 def count_ranks_of_sample(length: int, max_tokens_per_rank: int) -> int:
-    """The smallest power of two that divides `length` tokens into shares of at most `max_tokens_per_rank`."""
+    """Return the smallest power of two that divides `length` tokens into shares of at most `max_tokens_per_rank`."""
     # The ceiling of length / most, rounded up to a power of two.
     return 1 << (-(length // -max_tokens_per_rank) - 1).bit_length()
 

@@ -27,7 +27,7 @@ _WHOLE = {"cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}
 
 
 def list_pieces_of_rank(rank: int, size: int) -> tuple[int, int]:
-    """The two pieces, of 2 x `size`, that a rank holds, in the order in which it holds them."""
+    """Return the two pieces, of 2 x `size`, that a rank holds, in the order in which it holds them."""
     # An early piece and its mirror image: i + 1 and 2 cp - i pieces of keys to see, the same sum on every rank.
     return rank, 2 * size - 1 - rank
 
@@ -47,7 +47,7 @@ def join_sequence(shards: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def to_sequence_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Pieces in rank order, as a gather over `size` ranks leaves them -> in the order of the sequence."""
+    """Put pieces that lie in rank order, as a gather over `size` ranks leaves them, into the order of the sequence."""
     if size == 1:
         return x
     pieces = _pieces(x, size, dim)
@@ -57,7 +57,7 @@ def to_sequence_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
 
 
 def to_rank_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
-    """The inverse of `to_sequence_order`."""
+    """Put the pieces of a whole sequence into rank order; the inverse of `to_sequence_order`."""
     if size == 1:
         return x
     pieces = _pieces(x, size, dim)
@@ -65,7 +65,7 @@ def to_rank_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
 
 
 def list_positions_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
-    """Where in the whole sequence, of `length` tokens, this rank's tokens stand: int64 [length / size]."""
+    """Return where in the whole sequence, of `length` tokens, this rank's tokens stand: int64 [length / size]."""
     return shard_sequence(torch.arange(length, device=device), rank, size)
 
 

@@ -33,5 +33,5 @@ class KVCache:
         return tuple(memory[:end] for memory in held)
 
     def advance(self, tokens: int) -> None:
-        """The model has seen `tokens` more; call after each forward pass."""
+        """Note that the model has seen `tokens` more; to be called after each forward pass."""
         self.sequence_len_offset += tokens

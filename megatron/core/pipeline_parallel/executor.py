@@ -45,7 +45,7 @@ Signals = Mapping[int, Sequence[Callable[[], None]]]
 
 @dataclass
 class RunOutputs:
-    """What the last stage collected: one entry for each microbatch, detached."""
+    """What the rank with the last layers collected in a step: one loss dict for each microbatch, detached."""
 
     loss_dicts: list[Any] = field(default_factory=list)
     num_tokens: int | Tensor = 0
@@ -204,13 +204,15 @@ class Executor:
 def compute_activation_shape(
     config: Any, groups: ProcessGroupCollection, seq_length: int, micro_batch_size: int
 ) -> tuple[int, int, int]:
-    """Shape of the hidden states between stages: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h]."""
+    """Compute the shape of the hidden states between stages: [s / cp, b, h], with sequence parallelism [s / cp / tp, b,
+    h]."""
     parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     return seq_length // parts, micro_batch_size, config.hidden_size
 
 
 def build_chunk_iterators(data_iterator: Any, chunks: int) -> list[Iterator[Any] | None]:
-    """One iterator for each chunk: a given list as it is, or views of one iterator that all see every microbatch."""
+    """Build one iterator for each chunk: a given list as it is, or views of one iterator that all see every
+    microbatch."""
     if isinstance(data_iterator, list | tuple):
         return list(data_iterator)
     if data_iterator is None or chunks == 1:

@@ -52,7 +52,7 @@ class P2PTransfers:
             self._sends.popleft()[0].wait()
 
     def take(self, key: TensorKey) -> Tensor:
-        """The received tensor [s, b, h], waited for now."""
+        """Wait for a tensor to be received, and return it: [s, b, h]."""
         work, tensor = self._receives.pop(key)
         if not self.blocking:
             work.wait()

@@ -36,7 +36,7 @@ SENDS_UNDER_WAY = 4
 
 
 class Transfer(NamedTuple):
-    """One tensor that leaves or reaches this rank."""
+    """One send or receive of this rank: hidden states, or their gradient, from or to another stage."""
 
     kind: Literal["send", "receive"]
     what: Literal["F", "B"]
@@ -139,7 +139,8 @@ def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program
 
 
 def plan_programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, overlap: bool) -> list[Program]:
-    """The tables of all ranks with their transfers. overlap: receives are posted early."""
+    """Plan the programs of all ranks: their tables of actions with the transfers between them. overlap: receives are
+    posted early."""
     deferred = any(action.kind == "W" for table in tables for action in table)
     # The costs only order the line. Any costs give a correct plan; those near the truth give one with little waiting.
     timeline = simulate(tables, shape, EQUAL_PARTS if deferred else UNDIVIDED)
@@ -150,7 +151,7 @@ def plan_programs(tables: Sequence[Sequence[Action]], shape: VirtualStages, *, o
 
 
 def find_end_of_transfers(program: Sequence[Action | Transfer], first: int) -> int:
-    """End of the run of transfers that begins at position `first`: they are under way together."""
+    """Return the end of the run of transfers that begins at position `first`: they are posted together."""
     end = first
     while end < len(program) and isinstance(program[end], Transfer):
         end += 1

@@ -42,7 +42,8 @@ ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"]
 def build_tables(
     name: ScheduleName, shape: VirtualStages, microbatches: int, group_size: int | None = None
 ) -> list[list[Action]]:
-    """The actions of every rank. group_size: of the interleaved schedule; the number of stages when None.
+    """Build the actions of every rank: rank -> its actions in order. group_size: of the interleaved schedule; the
+    number of stages when None.
 
     Raises ConfigError where the schedule does not exist for these numbers.
     """
@@ -59,7 +60,7 @@ def build_tables(
 
 
 def build_forward_tables(shape: VirtualStages, microbatches: int) -> list[list[Action]]:
-    """The actions of every rank for evaluation: forwards only, in groups as large as the pipeline is long."""
+    """Build the actions of every rank for evaluation: forwards only, in groups as large as the pipeline is long."""
     if shape.folded:
         # The turn makes a microbatch meet itself: the second chunk of rank r runs 2 (S-1-r) + 1 steps after the first.
         return [_folded_forwards(rank, shape.stages, microbatches) for rank in range(shape.stages)]
@@ -175,7 +176,7 @@ def zero_bubble_v(rank: int, stages: int, microbatches: int) -> list[Action]:
 
 
 def forward_only(rank: int, stages: int, microbatches: int) -> list[Action]:
-    """All forwards in order: evaluation with one chunk per rank."""
+    """Return all forwards in order: evaluation with one chunk per rank."""
     _check(rank, stages, microbatches)
     return [Action("F", microbatch) for microbatch in range(microbatches)]
 

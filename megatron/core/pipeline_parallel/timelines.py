@@ -67,7 +67,7 @@ class Timeline(NamedTuple):
 
 
 class Deadlock(RuntimeError):
-    """The schedule waits for something that never comes."""
+    """Raised for a schedule that waits for something that never comes."""
 
 
 def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Costs = UNDIVIDED) -> Timeline:
@@ -102,7 +102,7 @@ def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Co
 
 
 def count_peak_in_flight(table: Sequence[Action]) -> int:
-    """Most forwards whose activations wait for the end of their backward at once, counted in chunks."""
+    """Count the most forwards whose activations wait for the end of their backward at once, in chunks."""
     last = "W" if any(action.kind == "W" for action in table) else "B"
     held = peak = 0
     for action in table:

@@ -27,7 +27,7 @@ class WeightGradQueue:
 
     @contextlib.contextmanager
     def collect(self, key: Hashable) -> Iterator[None]:
-        """While open, `defer` takes work and files it under the key."""
+        """Open the queue for one backward pass: inside the block `defer` takes work and files it under the key."""
         self._open_for = key
         # Also where nothing is deferred: `run` then finds that this pass has been.
         self._work[key] = []
@@ -38,7 +38,7 @@ class WeightGradQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether `defer` would take work now."""
+        """Whether a backward pass is being collected, so that `defer` would take work now."""
         return self._open_for is not None
 
     def defer(self, compute: Callable[[], object]) -> bool:
@@ -60,6 +60,6 @@ class WeightGradQueue:
 
 
 def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
-    """Give the queue to the operations that use these parameters."""
+    """Attach the queue to these parameters, where the products of their layers find it."""
     for parameter in parameters:
         parameter.weight_grad_queue = queue

@@ -73,7 +73,7 @@ Mapping = Callable[[Tensor, Group], Tensor]
 
 
 def choose_column_plan(config: ModelParallelConfig, group: Group) -> CommunicationPlan:
-    """The plan of a layer whose outputs are split over the group."""
+    """Choose the plan of a column layer, whose outputs are split over the group."""
     if group.size() == 1:
         return CommunicationPlan()
     # A compiler cannot look into collectives that are waited for later, so communication stays outside its graph.
@@ -132,7 +132,7 @@ class SumInputGrad(CommunicationPlan):
     group: Group
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[s, b, in] -> [s, b, out / tp]."""
+        """Multiply all tokens x [s, b, in] -> this rank's outputs [s, b, out / tp]."""
         result: Tensor = _MultiplyAndSumInputGrad.apply(x, weight, bias, product, self)
         return result
 
@@ -148,7 +148,7 @@ class GatherInput(CommunicationPlan):
     overlap_rs_dgrad: bool = False
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[s/tp, b, in] -> [s, b, out / tp]."""
+        """Gather all tokens from x [s/tp, b, in] and multiply them -> this rank's outputs [s, b, out / tp]."""
         result: Tensor = _GatherAndMultiply.apply(x, weight, bias, product, self)
         return result
 
@@ -162,7 +162,7 @@ class ScatterOutput(CommunicationPlan):
     overlap_rs: bool = False
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[s, b, in / tp] -> [s/tp, b, out]."""
+        """Multiply this rank's inputs x [s, b, in / tp], sum over the ranks -> this rank's tokens [s/tp, b, out]."""
         assert bias is None, "every rank would add the bias to its part of the sum"
         result: Tensor = _MultiplyAndScatter.apply(x, weight, product, self)
         return result

@@ -74,7 +74,7 @@ def _share(size: int, group: Group) -> int:
 
 
 class _Mapping(torch.autograd.Function):
-    """A collective and its transpose."""
+    """A collective in forward, and its transpose in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
@@ -98,27 +98,27 @@ def _apply(x: Tensor, group: Group | None, forward: _Step, backward: _Step) -> T
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """The same tensor on every rank; gradients are summed."""
+    """Use the same tensor x on every rank for different work: the ranks' gradients of it are summed."""
     return _apply(input_, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Sum of every rank's part."""
+    """Sum every rank's part x; all ranks get the sum."""
     return _apply(input_, group, _all_reduce, _identity)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """[..., n] -> [..., n / tp]."""
+    """Keep this rank's slice of the last dimension: [..., n] -> [..., n / tp]."""
     return _apply(input_, group, _slice_last, _gather_last)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """[..., n / tp] -> [..., n]."""
+    """Gather the slices of the last dimension from all ranks: [..., n / tp] -> [..., n]."""
     return _apply(input_, group, _gather_last, _slice_last)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """[s, ...] -> [s / tp, ...]."""
+    """Keep this rank's part of the sequence: [s, ...] -> [s / tp, ...]."""
     return _apply(input_, group, _slice_first, _gather_first)
 
 
@@ -134,5 +134,5 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Partial sums [s, ...] -> summed [s / tp, ...]."""
+    """Sum the ranks' partial sums [s, ...] and keep this rank's part of the sequence, [s / tp, ...]."""
     return _apply(input_, group, _reduce_scatter_first, _gather_first)

@@ -29,7 +29,7 @@ Initialiser = Callable[[Tensor, torch.Generator], object]
 
 
 def normal(std: float) -> Initialiser:
-    """Normal distribution around zero."""
+    """Return an initialiser that draws from the normal distribution around zero with standard deviation `std`."""
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
         tensor.normal_(0.0, std, generator=generator)
@@ -44,12 +44,12 @@ def xavier_uniform(tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def ones(tensor: Tensor, generator: torch.Generator) -> None:
-    """Every element one."""
+    """Fill with ones, as norms start."""
     tensor.fill_(1.0)
 
 
 def zeros(tensor: Tensor, generator: torch.Generator) -> None:
-    """Every element zero."""
+    """Fill with zeros, as biases start."""
     tensor.zero_()
 
 
@@ -68,7 +68,7 @@ def by_blocks_of_rows(init: Initialiser, rows: int = 256) -> Initialiser:
 
 
 def parameter_dtype(config: ModelParallelConfig) -> torch.dtype:
-    """Number format of the parameters: config.params_dtype, or what bf16 / fp16 ask for."""
+    """Return the number format of the parameters: config.params_dtype, or what bf16 / fp16 ask for."""
     dtype: torch.dtype = config.params_dtype or getattr(torch, config.compute_dtype_name)
     return dtype
 
@@ -198,7 +198,7 @@ def materialise_parameters(
 
 
 def derive_parameter_seed(seed: int, name: str) -> int:
-    """Seed of one parameter's generator; the same on every machine and in every Python process."""
+    """Derive the seed of one parameter's generator, 63 bits; the same on every machine and in every Python process."""
     # Python's own hash() of a string differs from process to process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch takes a signed number

@@ -86,7 +86,7 @@ class Matmul(Product):
         self.name = "torch matmul, weight gradient " + ("added into main_grad" if accumulates else "by autograd")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Multiply x [..., in] by the weight, and add the bias: -> [..., out]."""
         # The usual case: bias and product are one kernel.
         if self.out_dtype is None:
             return F.linear(x, weight, bias)
@@ -99,7 +99,7 @@ class Matmul(Product):
         return y.view(*x.shape[:-1], -1)
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
-        """grad [tokens, out] -> [tokens, in]."""
+        """Output gradients [tokens, out] -> input gradients [tokens, in]."""
         return grad @ weight
 
     def weight_grad(
@@ -128,7 +128,7 @@ class TableLookup(Product):
         self.name = "table look-up, gradient " + ("added into main_grad" if accumulates else "by autograd")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """Token numbers [...] -> [..., h]."""
+        """Look up the rows of token numbers [...] -> [..., h]."""
         return F.embedding(x, weight)
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
@@ -156,7 +156,7 @@ def choose_product(config: ModelParallelConfig, out_dtype: torch.dtype | None = 
 
 
 def choose_lookup(config: ModelParallelConfig) -> Product:
-    """A new product for one embedding."""
+    """Return a new product for one embedding table."""
     return TableLookup(accumulates=accumulates_weight_grads(config))
 
 
@@ -188,14 +188,14 @@ class CommunicationPlan:
     """
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [s, b, in] -> [s, b, out], differentiable."""
+        """Multiply x [s, b, in] by the weight: -> [s, b, out], differentiable."""
         return multiply(product, x, weight, bias)
 
 
 def multiply(
     product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
 ) -> Tensor:
-    """The product's forward, [..., in] -> [..., out], whose backward runs its other two."""
+    """Run the product's forward, [..., in] -> [..., out], differentiable: its backward runs the other two."""
     # Then autograd, or the compiler, sees torch's own operators and differentiates them.
     if product.by_autograd:
         return product.forward(x, weight, bias, ends)

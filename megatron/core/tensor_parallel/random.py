@@ -35,7 +35,7 @@ class CudaRNGStatesTracker:
         self._states: dict[str, Tensor] = {}
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream. Raises ValueError when the name is taken."""
+        """Add a new stream, seeded with `seed`. Raises ValueError when the name is taken."""
         if name in self._states:
             raise ValueError(f"the random stream {name!r} exists already; call reset() before seeding anew")
         # Seeding is the only way to make a state, so the generators are seeded, read and put back.
@@ -59,11 +59,11 @@ class CudaRNGStatesTracker:
             set_device_rng_state(outside)
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of every stream's state: what a checkpoint keeps."""
+        """Return a copy of every stream's state, as a checkpoint keeps it."""
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Continue from what get_states returned."""
+        """Continue the streams from what `get_states` returned."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ def model_parallel_cuda_manual_seed(
 
 @contextlib.contextmanager
 def model_parallel_stream(group_size: int) -> Iterator[None]:
-    """Draw this rank's own random numbers inside the block; a group of one has no need of a second stream."""
+    """Draw from this rank's own stream inside the block; a group of one has no need of a second stream."""
     tracker = get_cuda_rng_tracker()
     if group_size == 1 or not tracker.is_initialized():
         yield

@@ -191,7 +191,7 @@ class Attention(MegatronModule):
 
 
 class SelfAttention(Attention):
-    """Attention of a sequence to itself."""
+    """Attention of a sequence to itself: queries, keys and values come from one packed projection."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class SelfAttention(Attention):
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
-        """The packed projection."""
+        """Build the packed projection to queries, keys and values."""
         config, tp_group = self.config, self.groups.tp
         heads, query_groups, width = config.num_attention_heads, config.num_query_groups, self.head_width
         self.is_rope_fused = uses_fused_rope(config)
@@ -299,7 +299,7 @@ class CrossAttention(Attention):
         super().__init__(config, submodules, layer_number, attn_mask_type, "cross", cp_comm_type, pg_collection)
 
     def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
-        """One projection to queries, and one to keys and values."""
+        """Build one projection to queries, and one to keys and values."""
         config, width = self.config, self.head_width
         options: dict[str, Any] = {
             "config": config,

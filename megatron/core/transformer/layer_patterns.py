@@ -36,7 +36,7 @@ class HasPatterns(Protocol):
 
 
 def find_window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
-    """How many tokens before itself a token sees in this layer; None for all."""
+    """Return how many tokens before itself a token sees in this layer; None where it sees all."""
     # -1 is upstream's word for a window without an end.
     if config.window_size is None or config.window_size[0] < 0:
         return None
@@ -54,7 +54,7 @@ def has_windows(config: HasPatterns) -> bool:
 
 
 def choose_rotary_kind(config: HasPatterns, layer_number: int) -> Literal["global", "local", "none"]:
-    """Which rotary positions a layer gets: the model's, those of layers with a window, or none."""
+    """Choose a layer's rotary positions: the model's (global), those of layers with a window (local), or none."""
     skipped = config.no_rope_freq
     # Here a list has the sense of the number: the n-th layer, and a 1, have no rotary positions.
     if isinstance(skipped, int) and layer_number % skipped == 0:

@@ -46,7 +46,7 @@ def uses_fused_activation(config: TransformerConfig) -> bool:
 
 
 def build_activation(config: TransformerConfig) -> Activation:
-    """The activation with its clamp and offset."""
+    """Build the activation that the config names, with its clamp and offset."""
     # A copy: the table's entries are shared by all models of the process.
     return dataclasses.replace(
         find_activation(config.activation_func),
@@ -56,7 +56,8 @@ def build_activation(config: TransformerConfig) -> Activation:
 
 
 def choose_activate(config: TransformerConfig) -> Callable[[Tensor, Tensor | None, Activation], Tensor]:
-    """What computes it: (fc1's output, its bias or None, activation) -> fc2's input."""
+    """Choose the function that computes it: (fc1's output [s, b, f], its bias [f] or None, activation) -> fc2's
+    input."""
     fused = uses_fused_activation(config)
     if config.gated_linear_unit:
         return bias_gated_activation if fused else gated_activation_reference
@@ -106,7 +107,7 @@ class MLP(MegatronModule):
         )
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
-        """[s, b, h] -> ([s, b, h], bias [h] or None)."""
+        """Hidden states [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""
         intermediate, bias = self.linear_fc1(hidden_states)  # [s, b, f / tp], gated [s, b, 2 f / tp]
         # The bias is handed over, so that the fused form adds it in the same pass and keeps the sum only once.
         intermediate = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]

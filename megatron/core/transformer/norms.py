@@ -68,7 +68,7 @@ class _Norm(MegatronModule):
         )
 
     def scale(self) -> Tensor:
-        """The factor applied to the normalised input, [h]."""
+        """Return the factor on the normalised input, [h]."""
         return self.weight + 1 if self.zero_centered else self.weight
 
     def cast_to(self, x: Tensor, *parameters: Tensor) -> list[Tensor]:
@@ -84,7 +84,7 @@ class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h] in the number format of the weight."""
+        """Normalise x [..., h] -> [..., h] in the number format of the weight."""
         (scale,) = self.cast_to(x, self.scale())
         return (rms_norm if self.is_fused else rms_norm_reference)(x, scale, self.eps).to(self.weight.dtype)
 
@@ -109,7 +109,7 @@ class LayerNorm(_Norm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h] in the number format of the weight."""
+        """Normalise x [..., h] -> [..., h] in the number format of the weight."""
         scale, bias = self.cast_to(x, self.scale(), self.bias)
         return (layer_norm if self.is_fused else layer_norm_reference)(x, scale, bias, self.eps).to(self.weight.dtype)
 
@@ -118,7 +118,7 @@ class HeadL2Norm(MegatronModule):
     """x / sqrt(mean(x^2) + eps) over the channels of each head, without a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
+        """Normalise each head's channels: [..., d] -> [..., d] in x's number format, computed in float32."""
         wide = x.float()
         root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
         return (wide * root).to(x.dtype)
@@ -141,7 +141,7 @@ class AllHeadsRMSNorm(MegatronModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, n, d] -> [s, b, n, d], n heads of this rank."""
+        """Normalise all heads of a token together: [s, b, n, d] -> [s, b, n, d], with the n heads of this rank."""
         # A rank has a part of each token's channels, so the mean of their squares is a sum over the ranks.
         flat = x.flatten(-2).float()  # [s, b, n * d]
         total = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), self.tp_group)
@@ -206,7 +206,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm from elementary operations."""
+    """RMSNorm from elementary operations: x [..., h], weight [h] -> [..., h] in x's format."""
     # Squares of 16-bit numbers overflow and lose digits: statistics are in float32, the scale in x's format.
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -219,7 +219,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm from elementary operations."""
+    """LayerNorm from elementary operations: x [..., h], weight and bias [h] -> [..., h] in x's format."""
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
     normalised = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)

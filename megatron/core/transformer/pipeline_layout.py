@@ -37,7 +37,7 @@ class StageContent(NamedTuple):
 
 
 def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
-    """The pipeline that the settings describe."""
+    """Build the pipeline that the settings describe: its processes, and the chunks of each."""
     return VirtualStages(
         config.pipeline_model_parallel_size,
         config.virtual_pipeline_model_parallel_size or 1,
@@ -46,7 +46,8 @@ def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
 
 
 def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
-    """What lies on each virtual stage. Raises ConfigError where the layers cannot be dealt out so."""
+    """Deal the layers out: what lies on each virtual stage, in the order of the stages. Raises ConfigError where the
+    layers cannot be dealt out so."""
     # Asked again with the sizes of the real groups, which a caller may have built apart from the config.
     problems = list(config.division_problems(shape.stages, shape.chunks))
     if problems:

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerBlock(MegatronModule):
-    """[s, b, h] -> [s, b, h] through this stage's layers."""
+    """The layers of one pipeline stage, one after the other: [s, b, h] -> [s, b, h]."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
 
 
 class TransformerLayer(MegatronModule):
-    """[s, b, h] -> [s, b, h]."""
+    """Attention and MLP with their norms, each added to the residual stream: [s, b, h] -> [s, b, h]."""
 
     def __init__(
         self,
@@ -163,7 +163,8 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: flo
 
 
 def bias_dropout_add_reference(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:
-    """residual + dropout(x + b), out of place."""
+    """residual + dropout(x + b) out of place, in elementary operations; the arguments are those of
+    `bias_dropout_add`."""
     if bias is not None:
         x = x + bias
     return residual + F.dropout(x, p=prob, training=training)

@@ -21,7 +21,7 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 class LanguageModule(MegatronModule):
-    """Output layer and loss."""
+    """The end of every language model: the output layer, [s, b, h] -> logits, and the loss of every token."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)

@@ -17,14 +17,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 
 def get_mlp_module_spec() -> ModuleSpec:
-    """A dense MLP of parallel linear layers."""
+    """Return the spec of a dense MLP of parallel linear layers."""
     return ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
 
 
 def get_moe_module_spec() -> ModuleSpec:
-    """A mixture of experts; its shared expert is made of parallel linear layers."""
+    """Return the spec of a mixture of experts; its shared expert is made of parallel linear layers."""
     shared_experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=shared_experts))
 
@@ -95,7 +95,7 @@ def get_gpt_layer_with_transformer_engine_spec(
 def get_gpt_layer_with_inference_spec(
     qk_layernorm: bool | None = False, multi_latent_attention: bool | None = False, qk_l2_norm: bool | None = False
 ) -> ModuleSpec:
-    """The local spec: the layers that train also generate."""
+    """Return the local spec: the layers that train also generate."""
     return get_gpt_layer_local_spec(None, False, qk_layernorm, multi_latent_attention, qk_l2_norm=qk_l2_norm)
 
 

@@ -190,7 +190,8 @@ class MergedBlocks:
         self.log_sum = torch.full(q.shape[:-1], float("-inf"), dtype=torch.float32, device=q.device)
 
     def add(self, queries: slice, out: Tensor, log_sum: Tensor) -> None:
-        """Merge a block's result for some of the queries."""
+        """Merge a block's result for some of the queries: out [b, n, s, dv] in any number format, log_sum [b, n, s]
+        float32."""
         # A block's output is normalised by its own sum; weighted by its part of the sum over all blocks so far, it is
         # what a softmax over all of them at once gives. Sums are kept as logarithms: exp(score) alone would overflow.
         before = self.log_sum[:, :, queries]
@@ -208,8 +209,8 @@ def draw_seed() -> int:
 
 
 def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """O [b, n, s, d] and L [b, n, s] over all keys -> the same with a further key of score sinks [n] and without value;
-    O in float32."""
+    """Add to attention over all keys, O [b, n, s, d] and L [b, n, s], a further key of score sinks [n] and without
+    value; O is returned in float32."""
     total = torch.logaddexp(log_sum, sinks.view(-1, 1))
     return out.float() * (log_sum - total).exp().unsqueeze(-1), total
 

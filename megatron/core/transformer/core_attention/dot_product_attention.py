@@ -143,5 +143,5 @@ class DotProductAttention(MegatronModule):
         return None if self.softmax_offset is None else self.softmax_offset.float()
 
     def extra_repr(self) -> str:
-        """The implementation, for print(model)."""
+        """Return the name of the implementation, for print(model)."""
         return self.backend.name

@@ -39,7 +39,7 @@ from megatron.core.transformer.core_attention.interface import AttentionInputs, 
 
 
 class GatheredKeysAttention:
-    """Each rank's queries with the keys and values of all ranks."""
+    """Attention of each rank's own queries to the keys and values of all ranks, which are gathered (all_gather)."""
 
     def __init__(self, backend: CoreAttention, group: Group) -> None:
         """backend: attention of some queries over all keys on one rank."""
@@ -73,7 +73,8 @@ class GatheredKeysAttention:
 
 
 class HeadExchangeAttention:
-    """Some heads of each rank over the tokens of all ranks."""
+    """Attention of some heads on each rank over the tokens of all ranks, after an all-to-all of tokens for heads
+    (a2a)."""
 
     def __init__(self, inner: CoreAttention, group: Group) -> None:
         """inner: attention over what the group's ranks hold together; a backend where that is the whole sequence."""
@@ -127,7 +128,7 @@ class HeadExchangeAttention:
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all: slice i of dimension 0 goes to rank i; in backward the gradients take the same way."""
+    """All-to-all: slice i of dimension 0 goes to rank i; in backward the gradients go the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

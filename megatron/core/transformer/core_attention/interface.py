@@ -107,7 +107,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """One call of core attention."""
+    """What one call of core attention computes with: queries, keys, values, and what is visible."""
 
     query: Tensor
     """[s, b, n, d]."""
@@ -186,7 +186,7 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What of the config concerns core attention, in one layer."""
+    """The settings of a layer's config that concern core attention."""
 
     scale: float
     """Factor on the scores, such as 1 / sqrt(d)."""

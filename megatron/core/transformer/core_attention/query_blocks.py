@@ -156,7 +156,8 @@ def _folded_heads_first(x: Tensor) -> Tensor:
 
 
 class QueryBlocksAttention(AttentionBackend):
-    """softmax(bounded scale * Q K^T) V with windows and sinks."""
+    """softmax(bounded scale * Q K^T) V with windows and sinks, on every device; scores are computed anew in
+    backward."""
 
     name = "blocks of queries with the keys they see, scores computed anew in backward"
 

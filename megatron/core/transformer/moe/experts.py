@@ -62,11 +62,11 @@ class ExpertLinear(nn.Module):
         self.product = choose_expert_product(config, widths, dtype, self.weight.device)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """[n, in] -> [n, out]; ends: [local experts] int32, where each one's rows end."""
+        """Rows [n, in] sorted by expert -> [n, out]; ends: [local experts] int32, where each one's rows end."""
         return multiply(self.product, x, self.weight, ends=ends)
 
     def repeat_bias(self, ends: Tensor, rows: int) -> Tensor:
-        """The bias of each row's expert, [n, out]."""
+        """Repeat each expert's bias for all of its rows: -> [n, out]."""
         assert self.bias is not None
         counts = ends.diff(prepend=ends.new_zeros(1))
         return self.bias.repeat_interleave(counts, dim=0, output_size=rows)
@@ -105,7 +105,7 @@ class Experts(MegatronModule):
         )
 
     def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """[n, h], [n] -> [n, h]; ends: [local experts] int32."""
+        """Rows [n, h] sorted by expert, weights [n] -> weighted outputs [n, h]; ends: [local experts] int32."""
         # The bias is added outside the activation's fused form, which takes one bias for all rows.
         intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
         if self.linear_fc1.bias is not None:

@@ -23,7 +23,7 @@ _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch,
 
 
 class ExpertByExpert(Product):
-    """One matrix product for each expert."""
+    """One matrix product for each expert, on every device; the host waits for the numbers of rows."""
 
     name = "one product for each expert"
 
@@ -31,19 +31,19 @@ class ExpertByExpert(Product):
         self.accumulates = accumulates
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """[n, in] -> [n, out]."""
+        """Rows of all experts [n, in] -> [n, out]."""
         assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
         return self._multiply_rows(x, weight.transpose(1, 2), ends)
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
-        """[n, out] -> [n, in]."""
+        """Output gradients [n, out] -> input gradients [n, in]."""
         assert ends is not None
         return self._multiply_rows(grad.contiguous(), weight, ends)
 
     def weight_grad(
         self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
     ) -> Tensor | None:
-        """[n, out], [n, in] -> [experts, out, in], or None when added to main_grad."""
+        """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
         assert ends is not None
         rows_per_expert = _count_rows(ends)
         # One product for each expert, straight into its slice of the gradient buffer.
@@ -66,14 +66,14 @@ class ExpertByExpert(Product):
 
 
 class GroupedMatmul(ExpertByExpert):
-    """All experts in one call, without the host knowing how many rows each has."""
+    """The products of all experts in one call of grouped_mm: the host need not know how many rows each has."""
 
     name = "grouped_mm"
 
     def weight_grad(
         self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
     ) -> Tensor | None:
-        """[n, out], [n, in] -> [experts, out, in], or None when added to main_grad."""
+        """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
         if not x.shape[0]:  # grouped_mm refuses operands without rows
             return super().weight_grad(grad, x, weight, main_grad, ends)
         assert _grouped_mm is not None
@@ -111,7 +111,7 @@ def choose_expert_product(
 
 @functools.cache
 def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's grouped_mm computes what it should: tried on a few rows."""
+    """Try torch's grouped_mm on a few rows; returns whether it computes what it should on this device."""
     # Which shapes and formats a device takes is documented nowhere and changes between releases: ask it.
     if _grouped_mm is None or device.type == "meta":
         return False

@@ -39,7 +39,7 @@ class MoESubmodules:
 
 
 class MoELayer(MegatronModule):
-    """[s, b, h] -> [s, b, h]; no bias is left to be added."""
+    """A mixture of experts: [s, b, h] -> [s, b, h]; no bias is left to be added."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MoELayer(MegatronModule):
             self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
-        """[s, b, h], with SP [s/tp, b, h] -> the same, and None."""
+        """Hidden states [s, b, h], with SP [s/tp, b, h] -> the same shape, and None in place of a bias."""
         own = hidden_states
         # Without sequence parallelism all tensor-parallel ranks have all tokens: each takes its share, or every token
         # would be worked on tp times.

@@ -89,7 +89,7 @@ def unpermute(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int) ->
 
 
 def permute_reference(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
-    """The same as `permute`, from torch's operations."""
+    """The same as `permute`, from torch's operations; its gradient adds atomically on a GPU."""
     return x.index_select(0, order // slots_per_token)
 
 

@@ -40,7 +40,7 @@ LOSS_NAMES = {
 
 
 def read_loss_coefficients(config: MoEFields) -> dict[str, float]:
-    """Kind of auxiliary loss, as in LOSS_NAMES -> its weight."""
+    """Read the weights of the auxiliary losses: kind of loss, as in LOSS_NAMES -> its weight."""
     balancing = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False)
     found = {kind: coefficient for kind, coefficient in balancing if kind in LOSS_NAMES}
     # z_loss is no balancing loss and has its own flag; here they join because both hang on the same weights.
@@ -81,7 +81,7 @@ class TopKRouter(MegatronModule):
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
 
     def forward(self, hidden_states: Tensor) -> Routing:
-        """[s, b, h] -> Routing of its s * b tokens."""
+        """Route hidden states [s, b, h]: the experts and weights of their T = s * b tokens."""
         logits = self.logits(hidden_states)
         # In evaluation, and in forwards without a graph, losses would be summed and never used.
         learns = self.training and torch.is_grad_enabled()

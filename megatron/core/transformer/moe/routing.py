@@ -45,13 +45,14 @@ def score_experts(logits: Tensor, score_function: str) -> Tensor:
 
 
 def compute_affinities(logits: Tensor, score_function: str) -> Tensor:
-    """Scores that add up to one for each token, [T, E]: what the balancing losses are about."""
+    """Compute scores that add up to one for each token, [T, E] -> [T, E]: what the balancing losses are about."""
     scores = score_experts(logits, score_function)
     return scores if score_function == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
 def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None = None) -> Routing:
-    """The k best experts of each token and their weights. expert_bias: [E], added to scores for the choice."""
+    """Choose the k best experts of each token and their weights: logits [T, E] -> Routing. expert_bias: [E], added to
+    scores for the choice."""
     function, k = config.moe_router_score_function, config.moe_router_topk
     groups = (config.moe_router_num_groups, config.moe_router_group_topk)
     # Softmax keeps the order, so the choice can be made by the logits themselves.
@@ -89,7 +90,7 @@ def choose_best(scores: Tensor, k: int, num_groups: int | None = None, group_top
 
 
 def weigh_experts(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
-    """The given experts [T, k], weighted by their own logits: sigmoid of a single one, else softmax over all E."""
+    """Weigh the given experts [T, k] by their own logits: sigmoid of a single one, else softmax over all E."""
     wide = logits.float()
     scores = wide.sigmoid() if config.moe_router_topk == 1 else wide.softmax(dim=-1)
     return Routing(experts, _scaled(scores.gather(1, experts), config))
@@ -112,7 +113,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 
 def compute_capacity(tokens: int, config: MoEFields) -> int:
-    """Tokens of a microbatch of `tokens` that an expert takes at most."""
+    """Compute how many choices an expert takes at most of a microbatch of `tokens` tokens; at least 1."""
     assert config.moe_expert_capacity_factor is not None and config.num_moe_experts is not None
     # With perfect balance each expert gets this share; the factor leaves room above it.
     share = tokens * config.moe_router_topk / config.num_moe_experts

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
-    """[s, b, h] -> [s, b, h], tensor-parallel as any MLP."""
+    """The shared expert, an MLP that every token goes through: [s, b, h] -> [s, b, h], tensor-parallel as any MLP."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection

@@ -92,7 +92,7 @@ class AllGatherDispatcher(TokenDispatcher):
     """Every rank gets all tokens: cheap where the group is small, or a token goes to many ranks anyway."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Tokens [T, h] of this process -> rows for its experts."""
+        """Gather the tokens of the group from x [T, h] of each rank, and take those that chose experts of this rank."""
         if self.group.size() == 1:
             return self._permute_to_experts(x, routing, routing.kept)
         gathered = gather_from_sequence_parallel_region(x, self.group)  # [ranks * T, h]
@@ -122,7 +122,8 @@ class AllToAllDispatcher(TokenDispatcher):
     """Each token goes where its experts are. The host waits once: it must know how many rows come from every rank."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Tokens [T, h] of this process -> rows for its experts."""
+        """Send each of this rank's tokens x [T, h] to the ranks of its experts, and receive those for the experts
+        here."""
         if self.group.size() == 1:
             return self._permute_to_experts(x, routing, routing.kept)
         members, tokens = self.group.size(), x.shape[0]
@@ -187,7 +188,7 @@ def _all_to_all(x: Tensor, group: Group, sends: list[int], receives: list[int]) 
 
 
 def all_to_all(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
-    """All-to-all of rows: consecutive rows of x go to the ranks of the group, sends[i] of them to rank i, which sends
-    receives[i]. [sum(sends), ...] -> [sum(receives), ...]; backward sends gradients the other way."""
+    """All-to-all of rows, differentiable: consecutive rows of x go to the ranks of the group, sends[i] of them to rank
+    i, which sends receives[i]. [sum(sends), ...] -> [sum(receives), ...]; backward sends gradients the other way."""
     result: Tensor = _Exchange.apply(x, group, sends, receives)
     return result

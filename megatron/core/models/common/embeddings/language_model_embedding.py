@@ -31,7 +31,7 @@ class PositionEmbedding(MegatronModule):
         self.product = choose_lookup(config)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """[s, b] -> [s, b, h]."""
+        """Look up the vectors of positions [s, b] int64 -> [s, b, h]."""
         return multiply(self.product, position_ids, self.weight)
 
 
@@ -67,7 +67,7 @@ class LanguageModelEmbedding(MegatronModule):
         )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """input_ids, position_ids [b, s] -> [s, b, h], with SP [s/tp, b, h]."""
+        """Embed input_ids and position_ids, [b, s] int64 -> [s, b, h], with SP [s/tp, b, h]."""
         hidden_states = self.word_embeddings(input_ids.t())  # looked up as [s, b], so that nothing is transposed later
         if self.position_embeddings is not None:
             hidden_states = hidden_states + self.position_embeddings(position_ids.t())

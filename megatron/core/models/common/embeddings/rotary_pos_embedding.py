@@ -26,7 +26,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int = 8192
 
     def apply(self, inv_freq: Tensor) -> Tensor:
-        """Scaled frequencies."""
+        """Scale the frequencies [channels / 2], in radians per token."""
         # In tokens: a pair of channels that turns within the original length has seen all its angles in training.
         wavelength = 2 * math.pi / inv_freq
         longest_kept = self.original_max_position_embeddings / self.high_freq_factor
