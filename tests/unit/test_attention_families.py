@@ -128,5 +128,5 @@ def test_gpt_oss_attention(layer: int) -> None:
     mask = torch.zeros(1, 1, 24, 24).masked_fill(hidden, torch.finfo(torch.float32).min)
     with torch.no_grad():
         expected = theirs(x, position_embeddings=hf.model.rotary_emb(x, positions), attention_mask=mask)[0]
-        output, bias = ours(x.transpose(0, 1), None, model.rotary_pos_emb.rotation(24))
+        output, bias = ours(x.transpose(0, 1), None, model.rotary_pos_emb.build_rotation(24))
     torch.testing.assert_close((output + bias).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)

@@ -212,19 +212,21 @@ def test_learned_positions_follow_the_position_ids() -> None:
 def test_rotary_options() -> None:
     rope = build_model(ROPE).rotary_pos_emb
     assert rope is not None
-    torch.testing.assert_close(rope.angles(4)[3], 3 * 10000 ** -(torch.arange(4) / 4))
+    torch.testing.assert_close(rope.compute_angles(4)[3], 3 * 10000 ** -(torch.arange(4) / 4))
     base = build_model(f"{ROPE} --rotary-base 500").rotary_pos_emb
-    torch.testing.assert_close(base.angles(4)[3], 3 * 500 ** -(torch.arange(4) / 4))
+    torch.testing.assert_close(base.compute_angles(4)[3], 3 * 500 ** -(torch.arange(4) / 4))
     stretched = build_model(f"{ROPE} --rotary-seq-len-interpolation-factor 4").rotary_pos_emb
-    torch.testing.assert_close(stretched.angles(9)[8], rope.angles(9)[2])
-    assert build_model(f"{ROPE} --rotary-percent 0.5").rotary_pos_emb.rotation(3).channels == 4
+    torch.testing.assert_close(stretched.compute_angles(9)[8], rope.compute_angles(9)[2])
+    assert build_model(f"{ROPE} --rotary-percent 0.5").rotary_pos_emb.build_rotation(3).channels == 4
 
     x = torch.randn(3, 2, 32)
     plain = first_attention(build_model(ROPE))
     for flags, pairs in (("", ([0, 1], [4, 5])), ("--rotary-percent 0.5 --rotary-interleaved", ([0, 2], [1, 3]))):
         model = build_model(f"{ROPE} {flags}")
         unrotated = plain.get_query_key_value_tensors(x)[0]
-        rotated = first_attention(model).get_query_key_value_tensors(x, rotation=model.rotary_pos_emb.rotation(3))[0]
+        rotated = first_attention(model).get_query_key_value_tensors(
+            x, rotation=model.rotary_pos_emb.build_rotation(3)
+        )[0]
         first, second = pairs
         for one, two in zip(first, second, strict=True):  # rotation keeps the length of each pair
             before = unrotated[..., one] ** 2 + unrotated[..., two] ** 2

@@ -402,7 +402,7 @@ def test_yarn_flags() -> None:
     """Against the reference's numbers in tests/golden/test_rope.py; here that each flag arrives."""
     base = build_model(f"--num-attention-heads 1 {YARN}").rotary_pos_emb
     assert base.mscale == pytest.approx(0.1 * torch.tensor(4.0).log().item() + 1)
-    assert base.rotation(3).cos[0, 0] == pytest.approx(base.mscale)
+    assert base.build_rotation(3).cos[0, 0] == pytest.approx(base.mscale)
     assert base.inv_freq[0] == 1 and base.inv_freq[-1] == pytest.approx(base.plain_inv_freq[-1] / 4)
     by_type = build_model(f"--num-attention-heads 1 {YARN.replace('type yarn', 'type rope')} --rope-type yarn")
     torch.testing.assert_close(by_type.rotary_pos_emb.inv_freq, base.inv_freq)

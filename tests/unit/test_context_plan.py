@@ -36,7 +36,7 @@ def test_a_sample_has_the_fewest_ranks_that_it_fits(length: int, ranks: int) -> 
 def test_every_sample_is_computed_once_by_a_block_that_fits(plan: ContextPlan) -> None:
     holders: dict[int, list[int]] = {sample: [] for sample in range(len(plan.lengths))}
     for rank in range(plan.num_ranks):
-        for microbatch in plan.microbatches(rank):
+        for microbatch in plan.list_microbatches(rank):
             tokens = sum(plan.lengths[sample] for sample in microbatch.samples)
             assert tokens <= MAX * microbatch.num_ranks
             for sample in microbatch.samples:
@@ -56,7 +56,7 @@ def block(rank: int, size: int) -> range:
 @given(steps())
 def test_all_ranks_get_to_their_end(plan: ContextPlan) -> None:
     """Each rank takes its microbatches in order, and a shared one when all its ranks are there."""
-    waiting = {rank: list(plan.microbatches(rank)) for rank in range(plan.num_ranks)}
+    waiting = {rank: list(plan.list_microbatches(rank)) for rank in range(plan.num_ranks)}
     while any(waiting.values()):
         heads = {rank: left[0] for rank, left in waiting.items() if left}
         able = [rank for rank, m in heads.items() if all(heads.get(other) == m for other in block(rank, m.num_ranks))]
@@ -81,7 +81,7 @@ def test_a_plan_is_a_function_of_the_lengths() -> None:
 
 def test_an_example() -> None:
     plan = plan_step([30, 12, 8, 5, 4, 4, 3], 4, MAX, COST)
-    by_rank = [[(m.samples, m.num_ranks) for m in plan.microbatches(rank)] for rank in range(4)]
+    by_rank = [[(m.samples, m.num_ranks) for m in plan.list_microbatches(rank)] for rank in range(4)]
     assert by_rank == [
         [((0,), 4), ((1,), 2), ((5,), 1)],
         [((0,), 4), ((1,), 2), ((6,), 1)],
@@ -89,8 +89,8 @@ def test_an_example() -> None:
         [((0,), 4), ((3,), 1), ((4,), 1)],
     ]
     assert plan.samples_by_size == {1: 5, 2: 1, 4: 1}
-    assert plan_step([3, 2, 1, 2], 1, MAX, COST).microbatches(0) == (((0, 1, 3, 2), 1),), "short ones are packed"
-    assert plan_step([], 2, MAX, COST).microbatches(1) == ()
+    assert plan_step([3, 2, 1, 2], 1, MAX, COST).list_microbatches(0) == (((0, 1, 3, 2), 1),), "short ones are packed"
+    assert plan_step([], 2, MAX, COST).list_microbatches(1) == ()
 
 
 def test_balance_against_the_static_layout() -> None:

@@ -108,10 +108,12 @@ def test_blocks_of_what_is_visible() -> None:
     for window, keys in ((None, 16), (3, 16), (3, 21), (30, 16)):
         visible = Visible(window=window)
         rows = []
-        whole = visible.hidden(16, keys, torch.device("cpu"))
+        whole = visible.build_mask(16, keys, torch.device("cpu"))
         for queries, seen in visible.blocks(16, keys, 5):
             rows += range(queries.start, queries.stop)
-            part = visible.cut(queries, seen).hidden(queries.stop - queries.start, seen.stop - seen.start, whole.device)
+            part = visible.cut(queries, seen).build_mask(
+                queries.stop - queries.start, seen.stop - seen.start, whole.device
+            )
             outside = whole[queries].clone()
             if part is not None:
                 assert torch.equal(part, outside[:, seen])

@@ -171,7 +171,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
 
 def drawn(sampling: Sampling, count: int = 4000) -> Tensor:
     """Share of each token among many draws."""
-    generator = sampling.generators(1)
+    generator = sampling.build_generators(1)
     draws = [int(choose_next_tokens(LOGITS, sampling, generator)) for _ in range(count)]
     return torch.bincount(torch.tensor(draws), minlength=5) / count
 

@@ -333,10 +333,10 @@ def test_how_experts_compute() -> None:
 
 @pytest.mark.flags("--moe-router-dtype")
 def test_router_dtype() -> None:
-    assert layer_of("--bf16").router.logits(tokens().bfloat16()).dtype == torch.bfloat16
-    assert layer_of("--bf16 --moe-router-dtype fp32").router.logits(tokens().bfloat16()).dtype == torch.float32
+    assert layer_of("--bf16").router.compute_logits(tokens().bfloat16()).dtype == torch.bfloat16
+    assert layer_of("--bf16 --moe-router-dtype fp32").router.compute_logits(tokens().bfloat16()).dtype == torch.float32
     double = layer_of("--bf16 --moe-router-dtype fp64")
-    assert double.router.logits(tokens().bfloat16()).dtype == torch.float64
+    assert double.router.compute_logits(tokens().bfloat16()).dtype == torch.float64
     assert double(tokens().bfloat16())[0].dtype == torch.bfloat16
 
 
@@ -344,8 +344,8 @@ def test_router_dtype() -> None:
 def test_jitter() -> None:
     layer = layer_of("--moe-input-jitter-eps 0.1")
     clean = tokens().flatten(0, 1) @ layer.router.weight.t()
-    torch.testing.assert_close(layer.eval().router.logits(tokens()), clean)
-    jittered = layer.train().router.logits(tokens())
+    torch.testing.assert_close(layer.eval().router.compute_logits(tokens()), clean)
+    jittered = layer.train().router.compute_logits(tokens())
     assert not torch.allclose(jittered, clean)
     assert (jittered - clean).abs().max() < 0.1 * (tokens().flatten(0, 1).abs() @ layer.router.weight.abs().t()).max()
 

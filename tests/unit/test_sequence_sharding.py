@@ -57,9 +57,9 @@ def test_a_batch_is_cut_along_its_queries() -> None:
 
 def test_angles_are_those_of_the_positions() -> None:
     embedding = RotaryEmbedding(8, 1.0)
-    whole = embedding.rotation(12)
+    whole = embedding.build_rotation(12)
     for rank in range(3):
-        own = embedding.rotation(12, cp_group=pretend(rank, cp=3).cp)
+        own = embedding.build_rotation(12, cp_group=pretend(rank, cp=3).cp)
         positions = list_positions_of_rank(12, rank, 3)
         assert torch.equal(own.cos, whole.cos[positions])
         assert torch.equal(own.sin, whole.sin[positions])

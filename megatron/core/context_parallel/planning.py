@@ -77,7 +77,7 @@ class ContextPlan:
     blocks: dict[tuple[int, int], tuple[int, ...]] = field(hash=False)
     """(number of ranks, first rank) of a block -> its samples in order; large blocks first."""
 
-    def microbatches(self, rank: int) -> tuple[Microbatch, ...]:
+    def list_microbatches(self, rank: int) -> tuple[Microbatch, ...]:
         """What a rank computes, in order; nothing where there are too few samples. All ranks of a block have its
         microbatches in the same order."""
         found: list[Microbatch] = []

@@ -58,7 +58,7 @@ def generate(
     ended_at = ends.clone()  # where each text ends; the token there, if any, is the eod
 
     cache = KVCache(max(limits)) if use_cache else None
-    generators = sampling.generators(len(prompts))
+    generators = sampling.build_generators(len(prompts))
     # All prompts have tokens up to the shortest one's end; from there on each may read or say a token.
     seen, position = 0, min(len(prompt) for prompt in prompts)
     # One wait for the device per token: the host has to know whether any text goes on.

@@ -42,7 +42,7 @@ class Sampling:
         if problems:
             raise ConfigError(problems)
 
-    def generators(self, count: int) -> list[torch.Generator]:
+    def build_generators(self, count: int) -> list[torch.Generator]:
         """One for each sequence, on the CPU, so that draws do not depend on the device."""
         return [torch.Generator().manual_seed((self.seed + row) % 2**63) for row in range(count)]
 

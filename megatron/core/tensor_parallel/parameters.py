@@ -115,13 +115,13 @@ def initialise_parameters(
     draw_on_cpu: bool = False,
     draw: bool = True,
 ) -> None:
-    """Name every parameter of `module` as in the whole model (`global_names`), and fill those that were declared.
+    """Name every parameter of `module` as in the whole model (`list_global_names`), and fill those that were declared.
 
     draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
     different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of
     drawn weights as it is, for a model whose weights are loaded.
     """
-    for name, parameter in global_names(module):
+    for name, parameter in list_global_names(module):
         placement = get_placement(parameter, name)
         # A tied copy already knows its owner's name.
         placement = placement if placement.name else placement.renamed(name)
@@ -142,7 +142,7 @@ class NamesParameters(Protocol):
         """From a parameter's name inside this module to its name inside the same module of the whole model."""
 
 
-def global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def list_global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name in the whole model, parameter) for every parameter of `module`, each once.
 
     They are the names inside `module`, but where a part that implements `NamesParameters` says otherwise.

@@ -89,7 +89,7 @@ class StepPlan:
         """This rank's, in order."""
         own = [
             [Place(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
-            for microbatch in self.context.microbatches(self.layout.rank)
+            for microbatch in self.context.list_microbatches(self.layout.rank)
         ]
         # Every rank runs at least one microbatch: the collectives of the step wait for all of them.
         return own or [[Place(_NOTHING, 0, 1)]]

@@ -196,7 +196,7 @@ class GPTModel(LanguageModule):
         if angles is None:
             return None
         length = self._sequence_length(hidden_states, sequence)
-        return angles.rotation(length, offset, hidden_states.device, sequence)
+        return angles.build_rotation(length, offset, hidden_states.device, sequence)
 
     def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None) -> Tensor:
         if decoder_input is not None:

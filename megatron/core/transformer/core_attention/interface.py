@@ -63,7 +63,7 @@ class Visible:
             return cls(True, window, attention_mask)
         return cls(attention_mask is None and mask_type is not AttnMaskType.no_mask, None, attention_mask)
 
-    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    def build_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """bool [s, t] or [b or 1, 1, s or 1, t], True where a query may not see a key; None where it sees every key."""
         assert self.documents is None, "documents are computed one by one"
         # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
@@ -77,7 +77,7 @@ class Visible:
         """Whether every query sees back to the first of these keys."""
         return self.window is None or keys <= self.window + 1
 
-    def first_seen(self, positions: Tensor) -> Tensor:
+    def find_first_seen(self, positions: Tensor) -> Tensor:
         """For queries at these positions of the whole sequence, int64 [s], the first position that each sees."""
         # Both rules hide from the front, and the causal one from the back: what is seen is one stretch of keys.
         firsts = torch.zeros_like(positions) if self.window is None else positions - self.window
@@ -121,9 +121,9 @@ class AttentionInputs:
     training: bool = False
     """Whether dropout, where the config has any, is drawn."""
 
-    def hidden(self) -> Tensor | None:
-        """`Visible.hidden` of these queries and keys."""
-        return self.visible.hidden(self.query.shape[0], self.key.shape[0], self.query.device)
+    def build_mask(self) -> Tensor | None:
+        """`Visible.build_mask` of these queries and keys."""
+        return self.visible.build_mask(self.query.shape[0], self.key.shape[0], self.query.device)
 
     def cut(self, queries: slice, keys: slice) -> AttentionInputs:
         """The inputs of attention of some of the queries to some of the keys; see `Visible.cut`."""

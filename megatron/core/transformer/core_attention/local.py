@@ -48,10 +48,15 @@ class LocalAttention(AttentionBackend):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d]
         scores = self._scores(q, k)  # [b, n, s, t]
         if sinks is None and self.options.softcap is None:
-            probabilities = self.softmax(scores, inputs.hidden(), self.softmax_scale, self.options.softmax_in_fp32)
+            probabilities = self.softmax(scores, inputs.build_mask(), self.softmax_scale, self.options.softmax_in_fp32)
         else:
             probabilities = scaled_masked_softmax_reference(
-                scores, inputs.hidden(), self.softmax_scale, self.options.softmax_in_fp32, self.options.softcap, sinks
+                scores,
+                inputs.build_mask(),
+                self.softmax_scale,
+                self.options.softmax_in_fp32,
+                self.options.softcap,
+                sinks,
             )
         # After the softmax: the probabilities that remain, scaled up, add up to one only on average over the draws.
         probabilities = F.dropout(probabilities.to(v.dtype), p=self.options.dropout, training=inputs.training)

@@ -32,7 +32,7 @@ class MaxLogits(AttentionBackend):
     @torch.no_grad()
     def _measure(self, inputs: AttentionInputs) -> Tensor:
         """Largest scaled score of each head over everything it sees, float32 [n]."""
-        query, key, mask = inputs.query.detach(), inputs.key.detach(), inputs.hidden()
+        query, key, mask = inputs.query.detach(), inputs.key.detach(), inputs.build_mask()
         key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2).permute(1, 2, 3, 0)  # [b, n, d, t]
         largest = query.new_full((query.shape[2],), -torch.inf, dtype=torch.float32)
         # By blocks: all scores of a long sequence at once are exactly what backends avoid keeping.

@@ -185,7 +185,7 @@ class _Call:
     def blocks(self, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         """(rows, the keys they see, the kernel's options) of each block."""
         for number, (rows, seen) in enumerate(self.visible.blocks(queries, keys, _BLOCK)):
-            hidden = self.visible.cut(rows, seen).hidden(rows.stop - rows.start, seen.stop - seen.start, device)
+            hidden = self.visible.cut(rows, seen).build_mask(rows.stop - rows.start, seen.stop - seen.start, device)
             # A seed of each block's own, so that backward draws its dropout again without the blocks before it.
             seed = None if self.seed is None else self.seed + number
             yield rows, seen, {"causal": False, "mask": hidden, "seed": seed}

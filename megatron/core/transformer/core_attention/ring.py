@@ -90,19 +90,19 @@ class _Call:
     visible: Visible
     seed: int | None
 
-    def source(self, step: int) -> int:
+    def find_source(self, step: int) -> int:
         """The rank whose keys and values this rank holds in this step."""
         return (self.group.rank() - step) % self.group.size()
 
     def derive_seed(self, step: int) -> int | None:
         """Seed of the dropout of one step, or None. By the source of the step only: backward, which meets the same
         blocks in the same steps, draws the same elements."""
-        return None if self.seed is None else self.seed + self.source(step)
+        return None if self.seed is None else self.seed + self.find_source(step)
 
     def block(self, step: int, tokens: int, device: torch.device) -> Block | None:
         """Which queries and keys meet in one step, where every rank holds `tokens` tokens; None where no query sees any
         key of the block."""
-        rank, size, source = self.group.rank(), self.group.size(), self.source(step)
+        rank, size, source = self.group.rank(), self.group.size(), self.find_source(step)
         visible, whole = self.visible, tokens * self.group.size()
         if visible.mask is not None or not visible.causal:
             # A mask has all keys in the order of the sequence, and the block's columns are the source's zigzag pieces.
@@ -110,7 +110,7 @@ class _Call:
             if visible.causal:
                 queries, keys = (list_positions_of_rank(whole, each, size, device) for each in (rank, source))
                 own = queries.unsqueeze(1)
-                outside = (keys > own) | (keys < visible.first_seen(queries).unsqueeze(1))
+                outside = (keys > own) | (keys < visible.find_first_seen(queries).unsqueeze(1))
                 mask = outside if mask is None else mask | outside
             return Block(_ALL, _ALL, False, mask)
         block = choose_causal_block(rank, source, tokens)
@@ -120,7 +120,7 @@ class _Call:
         # every step of every layer.
         queries = list_positions_of_rank(whole, rank, size)[block.queries]
         keys = list_positions_of_rank(whole, source, size)[block.keys]
-        firsts = visible.first_seen(queries)
+        firsts = visible.find_first_seen(queries)
         # Every query begins to see after the last of these keys: nothing to compute.
         if firsts.min() > keys.max():
             return None

@@ -71,7 +71,7 @@ class SDPAttention(AttentionBackend):
         # Told that attention is causal, the kernels leave out the hidden half; they mean s = t by it.
         is_square = query.shape[0] == key.shape[0] and visible.window_reaches(key.shape[0])
         is_causal = visible.causal and visible.mask is None and is_square
-        hidden = None if is_causal else inputs.hidden()
+        hidden = None if is_causal else inputs.build_mask()
         heads_per_group = query.shape[2] // key.shape[2]
         if hidden is not None and heads_per_group > 1 and not query.is_cpu:
             # Only its math kernel, which stores all scores, takes both a mask and grouped heads there.

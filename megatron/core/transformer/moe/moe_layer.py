@@ -73,5 +73,5 @@ class MoELayer(MegatronModule):
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
         if self.shared_experts is not None:
             # From the undivided input: the shared expert is tensor-parallel itself, and takes what any MLP takes.
-            output = output + self.shared_experts.output(hidden_states)
+            output = output + self.shared_experts.compute_output(hidden_states)
         return output, None

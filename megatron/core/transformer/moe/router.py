@@ -82,7 +82,7 @@ class TopKRouter(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route hidden states [s, b, h]: the experts and weights of their T = s * b tokens."""
-        logits = self.logits(hidden_states)
+        logits = self.compute_logits(hidden_states)
         # In evaluation, and in forwards without a graph, losses would be summed and never used.
         learns = self.training and torch.is_grad_enabled()
         routing = self._route(logits)
@@ -101,7 +101,7 @@ class TopKRouter(MegatronModule):
         counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)  # [E]
         self._tokens_per_expert = counts if self._tokens_per_expert is None else self._tokens_per_expert + counts
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> [T, E], in the router's number format."""
         x, weight = hidden_states.flatten(0, 1), self.weight  # [T, h], [E, h]
         eps = self.config.moe_input_jitter_eps

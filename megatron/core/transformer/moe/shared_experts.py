@@ -34,7 +34,7 @@ class SharedExpertMLP(MLP):
                 partial_grad_axes=("tp",) if splits_tokens else (),
             )
 
-    def output(self, hidden_states: Tensor) -> Tensor:
+    def compute_output(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], with its bias added."""
         output, bias = self(hidden_states)
         output = output if bias is None else output + bias

@@ -66,7 +66,7 @@ class RotaryEmbedding(nn.Module):
             self.inv_freq = Llama3Scaling(factor=rope_scaling_factor).apply(self.inv_freq)
         self._table: tuple[Tensor, ...] | None = None  # cos, sin [positions, channels / 2]
 
-    def angles(self, length: int, offset: int = 0) -> Tensor:
+    def compute_angles(self, length: int, offset: int = 0) -> Tensor:
         """Position * frequency of positions [offset, offset + length), [length, channels / 2] float32."""
         positions = torch.arange(length, dtype=torch.float32, device=self.inv_freq.device) + offset
         if self.seq_len_interpolation_factor is not None:
@@ -75,13 +75,13 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles in upstream's form: one for every channel, [s, 1, 1, channels]."""
-        angles = self.angles(max_seq_len, offset)
+        angles = self.compute_angles(max_seq_len, offset)
         # Both channels of a pair turn by the same angle; where they lie is what interleaved says.
         pairs = (angles, angles)
         every = torch.stack(pairs, dim=-1).flatten(-2) if self.rotary_interleaved else torch.cat(pairs, dim=-1)
         return every[:, None, None, :]
 
-    def rotation(
+    def build_rotation(
         self, length: int, offset: int = 0, device: torch.device | None = None, cp_group: Group | None = None
     ) -> Rotation:
         """Cosines and sines of positions [offset, offset + length) on `device`; of them those that this rank holds,
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:
             known = 0 if self._table is None else self._table[0].shape[0]
             # A cache makes positions grow by one: twice the table each time, instead of a new one for every token.
-            angles = self.angles(max(end, 2 * known if known < end and offset else end))
+            angles = self.compute_angles(max(end, 2 * known if known < end and offset else end))
             self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
         cos, sin = (x[offset:end] for x in self._table)
         if cp_group is not None:
