@@ -16,6 +16,7 @@ class MegatronModule(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        # The same object in all modules: what is set on it later, such as a loss scale, is seen everywhere.
         self.config = config
 
     def sharded_state_dict(

@@ -43,6 +43,7 @@ class TransformerBlock(MegatronModule):
         self.first_layer = layers.start
         self.rotary_kinds = [choose_rotary_kind(config, index + 1) for index in layers]
         self.tp_group = groups.tp
+        # Decided once, when the stage is built: how layers are grouped does not change between steps.
         policy = ActivationPolicy(config)
         self.units, self.divides_unit_inputs = policy.divide_layers(len(layers)), policy.divides_unit_inputs
         self.layers = nn.ModuleList(

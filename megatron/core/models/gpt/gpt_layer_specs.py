@@ -45,6 +45,7 @@ def get_gpt_layer_local_spec(
     them from its config (num_moe_experts, ...), so that one spec serves all layers. Raises ConfigError for what does
     not exist yet: multi_latent_attention, fp8, moe_use_legacy_grouped_gemm.
     """
+    # Refused rather than dropped: a layer without them would train another model than the caller asked for.
     _refuse_unsupported(multi_latent_attention, fp8, moe_use_legacy_grouped_gemm)
     self_attention = ModuleSpec(
         module=SelfAttention,

@@ -177,6 +177,7 @@ class GPTModel(LanguageModule):
         )
         if not self.post_process:
             return hidden_states
+        # Handed over in each call, because the output layer of a tied model has no weight of its own.
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.logit_scale != 1.0:
             hidden_states = hidden_states * self.logit_scale  # cheaper here than on the logits

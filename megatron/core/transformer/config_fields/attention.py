@@ -149,6 +149,7 @@ class AttentionFields(ArchitectureFields):
     def _norms_of_queries_and_keys(self) -> Iterator[str]:
         if self.qk_layernorm and self.qk_l2_norm:
             yield "--qk-layernorm and --qk-l2-norm contradict each other; keep one norm of queries and keys"
+        # A LayerNorm over heads that lie on several ranks would have to sum means as well.
         if self.qk_norm_scope == "all" and self.normalization != "RMSNorm":
             yield f"{self.say('qk_norm_scope')} is an RMSNorm, not {self.normalization}; add --normalization RMSNorm"
 
@@ -178,6 +179,7 @@ class AttentionFields(ArchitectureFields):
         )  # fmt: skip
         if cp == 1 or not self.num_attention_heads or self.num_attention_heads % tp:
             return
+        # In a hierarchy only the inner level exchanges heads; the ring beyond it passes them on whole.
         for kind, ranks in (("a2a", cp), ("a2a+p2p", levels[0] if levels else 1)):
             if kind in (self.cp_comm_type or []):
                 yield from self.exchange_problems(kind, tp, ranks)

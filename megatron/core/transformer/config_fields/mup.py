@@ -46,6 +46,7 @@ class MuPFields(InitializationFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        # Two words for one number: with both, a later change of one would silently lose against the other.
         if self.use_mup and self.mup_base_hidden_size is not None and self.mup_width_mult != 1.0:
             yield (
                 f"{self.say('mup_width_mult')} and {self.say('mup_base_hidden_size')} both say the width; keep the "

@@ -56,6 +56,7 @@ class PositionFields(AttentionFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        # With the kind as an argument, because a model may be built with other positions than its config names.
         yield from self.position_problems(self.position_embedding_type)
 
     def position_problems(self, kind: str) -> Iterator[str]:

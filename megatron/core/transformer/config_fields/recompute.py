@@ -63,6 +63,7 @@ class RecomputeFields(PipelineFields):
                     "--distribute-saved-activations needs a tensor-parallel size above 1 and --recompute-granularity "
                     "full"
                 )
+            # Ranks then hold different tokens: there is no common input left to divide.
             if self.sequence_parallel:
                 yield "--distribute-saved-activations has nothing to do with --sequence-parallel; keep one"
 
