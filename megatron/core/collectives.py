@@ -109,6 +109,7 @@ class _WideSum:
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
+        # Summed in the order of the ranks, so that the result does not depend on which message came first.
         total = self.versions.view(-1, self.slice.numel()).sum(dim=0, dtype=torch.float32)
         self.slice.copy_(total.div_(self.divisor))
 
@@ -151,6 +152,7 @@ def all_to_all_single(
         return None
     # An equal share stays here, or as many rows as the splits say.
     rows, size = input.shape[0], group.size()
+    # What a rank sends to itself does not touch the network.
     stays = rows // size if input_splits is None else input_splits[group.rank()]
     counted = _count_call(group, "all_to_all", input, share=(rows - stays) / max(rows, 1))
     work: Handle | None = dist.all_to_all_single(

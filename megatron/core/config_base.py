@@ -91,6 +91,7 @@ def flag(
         unsupported_choices=tuple(unsupported_choices),
         **spec,
     )
+    # Metadata, not a subclass of Field: dataclasses leave it alone.
     metadata = {_FLAG: flag_spec}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
@@ -225,7 +226,7 @@ class CheckedConfig:
         return get_settings(type(self))[name].spell(getattr(self, name))
 
     def flag(self, name: str) -> str:
-        """A field's flag: `--micro-batch-size`."""
+        """The spelling of a field's flag that we print: `--micro-batch-size`."""
         return get_settings(type(self))[name].name
 
 

@@ -134,6 +134,7 @@ def get_dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float |
 
 def _choose_peak(peaks: Peaks, dtype: torch.dtype) -> float | None:
     if dtype == torch.float32:
+        # The yardstick must be what the products of this run can reach.
         tf32_allowed = torch.get_float32_matmul_precision() != "highest"
         return peaks.tf32 if tf32_allowed and peaks.tf32 else peaks.float32
     if dtype == torch.float16 or (dtype == torch.bfloat16 and peaks.has_bfloat16):
@@ -156,9 +157,10 @@ Mark = float | torch.cuda.Event
 
 
 def mark() -> Mark:
-    """Now: after all that the device was given so far. Does not wait."""
+    """The moment at which the device has done all that it was given so far. Does not wait for it."""
     if not _cuda_in_use():
         return time.perf_counter()
+    # Recorded in the stream, because the host is ahead of the device by many kernels.
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -185,7 +187,7 @@ def start_cuda_profiler() -> None:
 
 
 def stop_cuda_profiler() -> None:
-    """Tell it to end."""
+    """Tell the attached profiler to stop."""
     torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
 
 
@@ -198,6 +200,7 @@ class NamedRange:
         self._record: Any = None
 
     def __enter__(self) -> None:
+        # Made on entry: the same range may be entered many times.
         self._record = torch.profiler.record_function(self.name)
         self._record.__enter__()
         if is_cuda(current_device()):
@@ -215,7 +218,7 @@ def record_memory_history() -> None:
 
 
 def dump_memory_snapshot(path: Path) -> None:
-    """Write that record."""
+    """Write the allocator's record to a file that pytorch.org/memory_viz shows."""
     torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
@@ -289,6 +292,7 @@ def _read_peak_resident_bytes() -> int:
 
 def get_rng_state() -> dict[str, torch.Tensor]:
     """torch's generator states: "cpu" always, "cuda" when this process computes on a GPU."""
+    # The CPU's as well: data and initialisation draw from it on a GPU, too.
     states = {"cpu": torch.get_rng_state()}
     device = current_device()
     if is_cuda(device):

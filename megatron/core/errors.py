@@ -1,4 +1,4 @@
-"""What goes wrong on purpose: one sentence for the user, and the exit code that goes with it.
+"""Errors that are meant for the user: one sentence each, and the exit code that goes with it.
 
 | class          | exit code | meaning                                                        |
 |----------------|-----------|----------------------------------------------------------------|

@@ -32,6 +32,7 @@ def find_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [()]
     row = math.prod(shape[1:])
+    # `stop` is exclusive: where it is a row's first element, `last` is a row that holds nothing of the range.
     first, last = start // row, stop // row
     if first == last:
         return _in_row(shape, first, start, stop)
@@ -62,6 +63,7 @@ def find_ranges(shape: Sequence[int], box: Box) -> list[Range]:
 def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """The ranges in ascending order, those that touch joined."""
     joined: list[Range] = []
+    # Touching, not overlapping: callers' ranges are disjoint.
     for start, stop in sorted(ranges):
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)

@@ -276,6 +276,7 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
 
 def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     found = {}
+    # A rank is a number in a mixed base whose first digit is the fastest axis.
     for axis, size in sizes.items():
         rank, found[axis] = divmod(rank, size)
     return found
@@ -283,6 +284,7 @@ def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 def _groups(sizes: dict[str, int], wanted: set[str]) -> list[list[int]]:
     """Ranks that differ only on the wanted axes; within a group and among groups the fastest axis runs first."""
+    # Two neighbours on an axis are as many ranks apart as all faster axes have together.
     strides = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1, func=int.__mul__), strict=False))
 
     def offsets(axes: list[str]) -> list[int]:

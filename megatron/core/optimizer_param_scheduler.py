@@ -225,6 +225,7 @@ class OptimizerParamScheduler:
 
     def step(self, increment: int) -> None:
         """Advance by `increment` samples and set lr and weight_decay of every parameter group."""
+        # In samples, so that a batch size that grows moves along the curve as fast as its data.
         self.num_steps += increment
         weight_decay = self.get_wd()
         for group in self.optimizer.param_groups:

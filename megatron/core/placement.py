@@ -207,6 +207,7 @@ class Placement:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this process's shard."""
+        # Derived, never stored: a shape of its own could contradict the splits.
         shape = list(self.full_shape)
         for split in self.splits:
             shape[split.dim] = split.local_size(shape[split.dim])
@@ -283,6 +284,7 @@ class Placement:
         """(name, start, length) of the parts along `dim` of the whole tensor, such as each query group's query, key and
         value; one without a name where it has no parts."""
         size = self.full_shape[dim]
+        # Of the whole tensor: which rank asks makes no difference.
         parts = next((split.list_parts(size) for split in self.splits if split.dim == dim), (Part(size),))
         starts = itertools.accumulate((part.size for part in parts), initial=0)
         return [(part.name, start, part.size) for part, start in zip(parts, starts, strict=False)]
@@ -294,6 +296,7 @@ class Placement:
 
         Where rows are padded, `full` may have any padding: valid rows are kept, other padding becomes zeros.
         """
+        # Before cutting, because the shards' bounds count the padding rows of this layout.
         full = self._with_our_padding(full)
         pieces = self.pieces()
         # The usual case needs no memory: a view will do.
@@ -311,10 +314,12 @@ class Placement:
         several shards hold are taken from the first of them.
         """
         coordinates = self.coordinates()
+        # A list comes from an all-gather, in the order of the ranks.
         if not isinstance(shards, Mapping):
             if len(shards) != len(coordinates):
                 raise ValueError(f"{self.name}: {len(coordinates)} shards make the full tensor; found {len(shards)}")
             shards = dict(zip(coordinates, shards, strict=True))
+        # Empty memory will do: the owned pieces of all shards together cover every element.
         full = shards[coordinates[0]].new_empty(self.full_shape)
         for coordinate in coordinates:
             shard = self.at(coordinate)
@@ -439,6 +444,7 @@ def suggest_kind(name: str, shape: Sequence[int]) -> Kind:
     >>> suggest_kind("decoder.layers.0.self_attention.q_layernorm.weight", (64,))
     'qk_norm'
     """
+    # Before the test for vectors, which these are, too.
     if "q_layernorm." in name or "k_layernorm." in name:
         return "qk_norm"
     if len(shape) < 2 or name.endswith(".bias"):

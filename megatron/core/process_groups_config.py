@@ -140,7 +140,7 @@ class ProcessGroupCollection:
     tp_ep_pp: Group = _along("etp-ep-pp")
     """Hold one replica of all experts (EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL)."""
     world: Group = _along("world")
-    """All (INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE)."""
+    """All processes of the run (INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE)."""
     hcp: tuple[Group, ...] = _listed(
         lambda grid: [grid.cp_level_groups(level) for level in range(len(grid.cp_levels))], "cp", ()
     )
@@ -312,11 +312,12 @@ def group_ranks(group: Group) -> list[int]:
         return [group.global_rank]
     if isinstance(group, PretendGroup):
         return list(group.ranks)
+    # torch's order, which is the one that rank() and collectives count in.
     return list(dist.get_process_group_ranks(torch_group(group)))
 
 
 def torch_group(group: dist.ProcessGroup | MeteredGroup | PretendGroup) -> dist.ProcessGroup:
-    """What torch.distributed knows it as. Raises RuntimeError for a group without processes."""
+    """The group as torch.distributed knows it. Raises RuntimeError for a group without processes."""
     if isinstance(group, PretendGroup):
         raise RuntimeError(
             f"nothing can be sent over ranks {list(group.ranks)}: ProcessGroupCollection.pretend() made rank "
@@ -334,6 +335,7 @@ def _create(
     options: Any = None,
 ) -> dist.ProcessGroup | None:
     """The torch group of these ranks, made once; None for a single rank. options: of the backend, where it has any."""
+    # Sorted, because torch numbers the members of a group in ascending order in any case.
     key = tuple(sorted(ranks))
     if len(key) == 1:
         return None

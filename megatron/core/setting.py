@@ -79,6 +79,7 @@ class Setting:
 
     @property
     def spellings(self) -> tuple[str, ...]:
+        """All spellings: those that store the value, then those that store False."""
         return self.names + self.off_names
 
     @property
@@ -88,6 +89,7 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
+        """Whether the flag takes no value."""
         return self.value_type is bool
 
     @property
@@ -196,6 +198,7 @@ def _format_number(bound: float) -> str:
 def _is_in_range(setting: Setting, value: float) -> bool:
     if setting.value_type is int and abs(value) > LARGEST_INTEGER:
         return False
+    # Comparisons with nan are False, so that nan is in no range that has a bound.
     above_minimum = setting.minimum is None or value >= setting.minimum
     above_bound = setting.above is None or value > setting.above
     return above_minimum and above_bound and (setting.maximum is None or value <= setting.maximum)
@@ -249,6 +252,7 @@ def find_field_problem(setting: Setting, value: Any) -> str | None:
     if isinstance(setting.nargs, int) and len(items) != setting.nargs:
         count = f"{setting.nargs} value{'s' * (setting.nargs != 1)}"
         return f"{setting.name} takes {count}, but {len(items)} are given"
+    # The first wrong element only: one sentence for each field.
     problem = next(filter(None, (find_value_problem(setting, item) for item in items)), None)
     refused = None if problem is not None else explain_refusal(setting, value, setting.spell(value))
     return problem if refused is None else refused[1]

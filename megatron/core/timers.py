@@ -154,6 +154,7 @@ class Timers:
             lines = ["times across ranks (ms):"]
             for name in names:
                 lines.append(f"  {name}:")
+                # Ranks in the order of the group, which all_gather_object keeps.
                 lines += [f"     rank {rank:2d}: {own[name] * 1000 / per:.2f}" for rank, own in enumerate(times)]
             return "\n".join(lines)
         lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]

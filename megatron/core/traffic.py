@@ -35,7 +35,7 @@ class Traffic:
         self.sent_bytes[axis, kind] += round(tensor_bytes * share * (2 if kind == "all_reduce" else 1))
 
     def take(self) -> dict[tuple[str, str], int]:
-        """What was counted since the last time."""
+        """Bytes sent since the last call, by (axis, kind); from now on counted from zero."""
         counted = dict(self.sent_bytes)
         self.sent_bytes.clear()
         return counted

@@ -36,10 +36,11 @@ class ParameterCounts:
     """Elements of the whole model."""
 
     layer_matrices: int
-    """Of attention, dense MLPs and shared experts."""
+    """Matrices of attention, dense MLPs and shared experts."""
     expert_matrices: int
+    """Matrices of all experts but shared ones."""
     active_expert_matrices: int
-    """Of the experts that work on one token."""
+    """Matrices of the experts that work on one token."""
     replicated: int
     """Norms and routers, which tensor parallelism does not divide."""
     embedding: int
@@ -49,10 +50,12 @@ class ParameterCounts:
 
     @property
     def transformer_block(self) -> int:
+        """Elements of all layers and the final norm."""
         return self.layer_matrices + self.expert_matrices + self.replicated
 
     @property
     def total(self) -> int:
+        """Elements of the whole model."""
         return self.transformer_block + self.embedding + self.output_layer
 
     @property
@@ -74,7 +77,7 @@ class Workload:
     micro_batch_size: int
     """Sequences of one forward pass."""
     num_microbatches: int
-    """Of a step, of one model replica."""
+    """Microbatches of one step on one model replica."""
     data_parallel_size: int
     """Model replicas with data of their own; context-parallel ranks share them."""
 
@@ -95,11 +98,11 @@ class MemoryEstimate:
     activations: float
     """Bytes of all microbatches that are under way at once."""
     microbatches_in_flight: float | None
-    """Of all stages' layers; None without pipeline stages."""
+    """Microbatches whose activations wait for backward at once, over all stages; None without pipeline stages."""
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Bytes of weights, gradients, optimizer state and activations together."""
         return self.weight_and_optimizer + self.activations
 
 
@@ -163,7 +166,7 @@ def estimate_memory(
 
 
 def _count_parameter_bytes(replicas: float, distributed_optimizer: bool) -> float:
-    """Of one parameter with its gradient and optimizer state."""
+    """Bytes of one parameter with its gradient and optimizer state."""
     # Weight (2) and gradient (4) are whole everywhere; main weight (4) and moments (8) are divided.
     return 6 + 12 / replicas if distributed_optimizer else 18
 

@@ -31,6 +31,7 @@ class PlacedCounts:
 
     @property
     def total(self) -> int:
+        """Elements of all kinds, inside experts and outside."""
         return sum(self.dense.values()) + sum(self.of_experts.values())
 
     def count_active(self, chosen: int, experts: int) -> int:
@@ -52,6 +53,7 @@ def count_whole(placements: Iterable[Placement]) -> PlacedCounts:
 def count_on_rank(chunks: Iterable[nn.Module]) -> PlacedCounts:
     """Elements that the process with these chunks holds, copies of tied embeddings among them; where parameters are
     divided over replicas (fully sharded), those of the replicas together."""
+    # By local shapes, because copies and replicated parts take memory on every rank that holds them.
     placements = (get_placement(param, name) for chunk in chunks for name, param in chunk.named_parameters())
     return _count((placement, math.prod(placement.local_shape)) for placement in placements)
 

@@ -88,7 +88,7 @@ class Yardstick:
         self.source = source
         """Where the number comes from, for the log."""
         self.flops = flops
-        """None: unknown."""
+        """FLOP/s; None where nothing is known."""
         self._measure = measure
         self._attempts_left = _ATTEMPTS
         if measure is not None:

@@ -196,7 +196,7 @@ class GradSync:
         self._is_last = True
 
     def report_arrival(self, param: nn.Parameter) -> None:
-        """A parameter's gradient has been added to its buffer."""
+        """Note that a gradient has been added to its buffer; starts the reduction of buckets that are complete now."""
         if not self._is_last:
             return
         position = self._place[param]

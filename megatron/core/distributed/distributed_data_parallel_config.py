@@ -1,4 +1,4 @@
-"""What data parallelism needs to know: plain, with divided optimizer state, and fully sharded."""
+"""Settings of data parallelism: plain, with divided optimizer state, and fully sharded."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class FlatBuffer(Protocol):
     """Parameters of one number format and their gradients, as flat memory of which this process updates `owned`."""
 
     names: list[str]
-    """In the whole model."""
+    """Name of each parameter in the whole model."""
     params: list[nn.Parameter]
     starts: list[int]
     """First element of each parameter that lies here, counted in its own flat memory."""

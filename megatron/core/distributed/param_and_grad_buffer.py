@@ -87,6 +87,7 @@ def lay_out(
     for of_vectors in (False, True):
         vectors_start = end
         members = [index for index, is_vector in enumerate(are_vectors) if is_vector == of_vectors]
+        # Each side of the border has buckets of its own.
         for bucket in _divide_into_buckets(members, sizes, bucket_size, alone):
             start = end
             for index in bucket:
@@ -188,6 +189,7 @@ class ParamAndGradBuffer:
 
     def bucket_params(self) -> Iterator[tuple[Bucket, list[nn.Parameter]]]:
         """Every bucket with the parameters that lie in it."""
+        # Indices, because the layout is arithmetic that knows no parameters.
         for bucket, (_, _, indices) in zip(self.buckets, self.layout.buckets, strict=True):
             yield bucket, [self.params[index] for index in indices]
 

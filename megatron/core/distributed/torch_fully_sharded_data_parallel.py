@@ -117,6 +117,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
     def _make_buffers(self, placements: list[tuple[Placement, torch.dtype]]) -> Iterator[ShardedParamBuffer]:
         self._model_dtypes = {placement.name: model_dtype for placement, model_dtype in placements}
+        # One buffer for each format that the network computes in: its slices are updated by one kernel.
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for param, (placement, model_dtype) in zip(self.module.parameters(), placements, strict=True):
             # A DTensor shows the whole shape, so that the placement fits it unchanged.
@@ -146,7 +147,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self._sum_over_copies(True)
 
     def start_grad_sync(self) -> None:
-        """Nothing: gradients are summed as they come."""
+        """Does nothing, because gradients are summed as they come."""
 
     def finish_grad_sync(self) -> None:
         """Call after the last microbatch of a step; gradients have been summed already."""
@@ -157,7 +158,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
     # ---- parameters
 
     def start_param_sync(self) -> None:
-        """Nothing: forward gathers what it needs."""
+        """Does nothing, because forward gathers what it needs."""
 
     def finish_param_sync(self) -> None:
         """Drop what was gathered, so that the module's parameters are the sharded ones."""
@@ -172,7 +173,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         return flat if main else flat.to(model_dtype), find_first_element(param, self.reduction.shards)
 
     def broadcast_params(self) -> None:
-        """Nothing: no two processes hold the same elements."""
+        """Does nothing, because no two processes hold the same elements."""
 
     @property
     def _sums_once(self) -> bool:
@@ -270,11 +271,11 @@ class Formats(NamedTuple):
     """How divided parameters and their gradients are kept and sent."""
 
     params: torch.dtype
-    """Of the divided parameters, which the optimizer updates; the network computes with copies in its own."""
+    """Number format of the divided parameters, which the optimizer updates; the network gets copies in its own."""
     grads: torch.dtype
-    """In which gradients are added up over microbatches."""
+    """Number format in which gradients are added up over microbatches."""
     sent: torch.dtype
-    """In which they are sent, and summed over processes."""
+    """Number format in which gradients are sent, and summed over processes."""
 
     @classmethod
     def build(cls, config: DistributedDataParallelConfig, model: torch.dtype) -> Formats:
@@ -305,7 +306,7 @@ def count_traffic(part: Any, reduction: Reduction) -> None:
 
 
 class _Counted:
-    """What torch asks for memory, and then to communicate."""
+    """Base of the collectives that are handed to fully_shard: allocates the memory that they work on."""
 
     def __init__(self, group: MeteredGroup) -> None:
         self.group = group
@@ -331,7 +332,7 @@ class _CountedSum(_Counted):
 
 
 class _CountedCopies:
-    """Called with what torch has summed over the copies."""
+    """Counts the all-reduce over the copies; called with what torch has summed."""
 
     def __init__(self, group: MeteredGroup) -> None:
         self.group = group

@@ -118,7 +118,7 @@ def compute_clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
 
 
 def sum_squares(tensor: Tensor) -> Tensor:
-    """Of all elements; a float64 scalar."""
+    """Sum of the squares of all elements; a float64 scalar on the tensor's device."""
     flat = tensor.flatten()
     body = flat.numel() // _ROW * _ROW
     norms = torch.linalg.vector_norm(flat[:body].view(-1, _ROW), dim=1, dtype=torch.float32)

@@ -42,27 +42,27 @@ class GradScaler(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
+        """Continue from what `state_dict` returned."""
         ...
 
 
 class ConstantGradScaler:
-    """--loss-scale: always the same."""
+    """A loss scale that never changes (--loss-scale)."""
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.value = scale
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, *, overflowed: bool) -> bool:
-        """An overflow would come again."""
+        """False after an overflow: with the same scale it would come again."""
         return not overflowed
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the command line says it."""
+        """Empty, because the command line gives the scale."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The command line wins."""
+        """Ignore what was saved: the scale of the command line holds."""
 
 
 class DynamicGradScaler:
@@ -103,11 +103,11 @@ class DynamicGradScaler:
         return not was_lowest
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and both counts."""
+        """The scale and both counts, as plain numbers."""
         return {"scale": self.value, "good_steps": self.good_steps, "patience": self.patience}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from them; a checkpoint of a run without dynamic scaling has none, and changes nothing."""
+        """Continue from saved scale and counts; a checkpoint of a run without dynamic scaling changes nothing."""
         if state:
             self.good_steps, self.patience = state["good_steps"], state["patience"]
             self._set(state["scale"])

@@ -77,6 +77,7 @@ def _find_layer(name: str) -> str:
 def _make_sort_key(layer: str) -> tuple[int, int, str]:
     """Embeddings, layers by number, then what follows them."""
     match = re.search(r"\.layers\.(\d+)$", layer)
+    # The model's order, which is not that of the letters: layer 10 comes after layer 9.
     group = 0 if layer.startswith("embedding") else 2 if match is None else 1
     return group, int(match[1]) if match else 0, layer
 

@@ -42,7 +42,7 @@ class FlatShard(NamedTuple):
     param: Tensor
     grad: Tensor
     state: dict[str, Tensor]
-    """By kind."""
+    """Name of a state tensor, such as exp_avg -> its slice."""
 
 
 class Member(NamedTuple):
@@ -127,7 +127,7 @@ class GroupState:
                         part.copy_(result)
 
     def copy_main_to_model(self) -> None:
-        """Round the updated values into the network's parameters, as far as this process updates them."""
+        """Round the main parameters that this process updates into the network's parameters."""
         if self.main is not None:
             for (start, stop), place in zip(self.owned, self._places, strict=True):
                 self.buffer.values(start, stop).copy_(self.main[place : place + stop - start])

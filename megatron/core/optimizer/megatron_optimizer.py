@@ -39,7 +39,7 @@ class UpdateResult(NamedTuple):
     grad_norm: Tensor
     """Global L2 norm of the gradients before clipping; a float32 scalar."""
     num_zeros_in_grad: int | None = None
-    """Not counted."""
+    """Zeros among the elements of the gradient; None, because an update does not count them (`count_zeros` does)."""
 
     @property
     def skipped(self) -> bool:
@@ -254,7 +254,7 @@ class MegatronOptimizer:
                     values.mul_(of_all[first : first + values.numel()])
 
     def named_slices(self) -> dict[str, StateSlice]:
-        """State of every parameter by its name in the whole model, as far as this process keeps it."""
+        """The state that this process keeps, by the parameter's name in the whole model."""
         return dict(entry for state in self._states for entry in state.named_slices())
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What the optimizer needs to know."""
+"""Settings of the optimizer: update rule and its constants, clipping, number formats, loss scale."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class OptimizerConfig(CheckedConfig):
         yield from self._update_rule_is_defined()
 
     def _rates_fall(self) -> Iterator[str]:
-        """The schedule falls from the rates to the smallest ones."""
+        """A sentence for every learning rate whose schedule would end above its start."""
         if self.lr is not None and self.min_lr > self.lr:
             yield f"{self.say('min_lr')} is above {self.say('lr')}; use {self.lr} or less"
         if self.decoupled_min_lr is not None and self.decoupled_lr is None:

@@ -45,7 +45,7 @@ _EPSILON = 1e-7
 
 
 class NewtonSchulz(NamedTuple):
-    """How to orthogonalise."""
+    """A Newton-Schulz iteration: its coefficients, its number format, and the iteration itself."""
 
     coefficients: tuple[Coefficients, ...]
     """Of each step; the last ones repeat where there are more steps."""
@@ -103,7 +103,7 @@ def multiply_by_transpose(x: Tensor, blocks: int = 4) -> Tensor:
 
 @contextlib.contextmanager
 def _set_float32_precision(precision: str) -> Iterator[None]:
-    """torch's setting for products of float32 matrices, for a while."""
+    """Set how torch computes products of float32 matrices while the context is open."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "high" else "medium")
     try:

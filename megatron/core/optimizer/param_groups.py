@@ -64,7 +64,7 @@ class ParamGroup:
             self.options |= {"lr": highest, "max_lr": highest, "min_lr": lowest}
 
     def part(self, buffers: Sequence[FlatBuffer]) -> ParamGroup:
-        """The same group, options and all, as far as it lies in some of the buffers."""
+        """The same group, sharing its options, with only the state that lies in these buffers."""
         # Shallow: the options stay one dictionary, in which the scheduler sets the rates of all parts at once.
         part = copy.copy(self)
         part.states = [state for state in self.states if any(state.buffer is buffer for buffer in buffers)]
@@ -77,8 +77,11 @@ def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
 
 
 def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
-    """Muon and SOAP are for the matrices inside the network; tables, the output layer, vectors and the stacked matrices
-    of experts take another rule."""
+    """Name of a parameter's update rule.
+
+    Muon and SOAP are for the matrices inside the network; tables, the output layer, vectors and the stacked matrices of
+    experts take another one.
+    """
     entry = RULES.get(config.optimizer)
     if entry is None or entry.rest is None or (placement.is_hidden_matrix and len(placement.full_shape) == 2):
         return config.optimizer
@@ -86,7 +89,7 @@ def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
 
 
 def make_param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
-    """The group of a parameter."""
+    """What decides the group of a parameter: weight decay, learning rates of its own, update rule."""
     return ParamKey(
         is_undecayed=not has_weight_decay(placement, config),
         is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """One row."""
+    """What the table says about one update rule."""
 
     path: str
     """module.Class in this package; `Class.from_config(config, groups)` builds the rule."""

@@ -137,14 +137,14 @@ class _Bases:
         return turned if right is None else turned @ right.t()
 
     def update_grams(self, grad: Tensor, beta: float) -> None:
-        """Advance L and R."""
+        """Advance the preconditioners L and R by one gradient, [rows, columns] in float32."""
         for side, matrix in (("left", grad), ("right", grad.t())):
             gram = self.tensors.get(f"soap_{side}_gram")
             if gram is not None:
                 gram.lerp_(matrix @ matrix.t(), 1.0 - beta)
 
     def update_bases(self, is_first: bool) -> None:
-        """Advance Ql and Qr."""
+        """Turn the bases Ql and Qr to the eigenvectors of L and R: the first time all the way, then by a step."""
         for side in ("left", "right"):
             gram = self.tensors.get(f"soap_{side}_gram")
             if gram is not None:

@@ -50,7 +50,7 @@ class UpdateRule(ABC):
         raise NotImplementedError(f"{cls.__name__} is no rule of --optimizer: it has no row in rule_table.py")
 
     def begin(self, states: Sequence[GroupState]) -> None:  # noqa: B027
-        """Before the first update: what the rule will update."""
+        """Called once before the first update, with the state of everything that the rule will update."""
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
         """State that is not shaped like a parameter, whole on each process that has it: parameter's name -> kind ->

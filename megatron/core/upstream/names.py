@@ -40,7 +40,7 @@ class UpstreamNames:
         self._packages = {parent for module in defined for parent in _list_parents(module)}
 
     def install(self) -> None:
-        """Put it before Python's own finders."""
+        """Put this finder before Python's own ones."""
         # Behind them it would not be asked about modules that have a file.
         sys.meta_path.insert(0, self)
 
