@@ -32,14 +32,14 @@ __all__ = ["forward_step", "loss_func", "model_provider", "train", "train_valid_
 
 
 def train(config: RunConfig) -> Run:
-    """The whole run that the settings describe."""
+    """Train the GPT model that the settings describe; returns the finished run."""
     from megatron.training.training import run_recipe
 
     return run_recipe(config, build_gpt_recipe(config))
 
 
 def main() -> int:
-    """Read the flags, then train."""
+    """Read the flags, then train; returns the exit code."""
     train(read_run_config(sys.argv[1:], add_world_size(os.environ)))
     return 0
 

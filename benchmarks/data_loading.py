@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Tokenizer:
-    """What a dataset asks of one."""
+    """As much of a tokenizer as a dataset asks for."""
 
     eod: int = EOD
     pad: int | None = None
@@ -80,6 +80,7 @@ def main() -> None:
 
 
 def write(prefix: str, documents: int, seed: int) -> None:
+    """Write a dataset of random documents; the last token of each is EOD."""
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
         for size in random.integers(1, 1998, documents).tolist():

@@ -81,7 +81,7 @@ class StraightLine:
         return flat, grads, torch.zeros_like(flat), torch.zeros_like(flat)
 
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Of every token, [s, b]."""
+        """Return the loss of every token, [s, b]."""
         sizes, w = self.sizes, self.weights
         width = sizes.hidden // sizes.heads
         x = multiply(self.lookup, ids.t(), w["embedding.word_embeddings.weight"])
@@ -103,7 +103,7 @@ class StraightLine:
         return vocab_parallel_cross_entropy(logits, labels.t(), tp_group=SingleRankGroup())
 
     def step(self, ids: Tensor, labels: Tensor) -> float:
-        """One update; the mean loss before it."""
+        """Make one update; returns the mean loss before it."""
         for _, grads, _, _ in self.flats:
             grads.zero_()
         loss = self.loss(ids, labels).mean()
@@ -146,7 +146,7 @@ class General:
         self.positions = torch.arange(sizes.sequence).expand(sizes.batch, -1)
 
     def step(self, ids: Tensor, labels: Tensor) -> float:
-        """One update; the mean loss before it."""
+        """Make one update; returns the mean loss before it."""
 
         def forward_step(batches: Any, model: nn.Module) -> Any:
             def loss_func(output: Tensor) -> Any:

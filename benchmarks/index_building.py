@@ -172,7 +172,7 @@ class Dataset:
         self.lengths = IndexedDataset(self.prefix).sequence_lengths
 
     def build_with_numpy(self) -> dict[str, Any]:
-        """As GPTDataset does it."""
+        """Build the indices as GPTDataset does it."""
         # One generator for documents and samples, in this order, as GPTDataset draws.
         random = np.random.RandomState(SEED)
         plan = plan_epochs(int(self.lengths.sum(dtype=np.int64)), None, self.length, 1)
@@ -182,6 +182,7 @@ class Dataset:
         return {"document_index": order, "sample_index": rows, "shuffle_index": shuffled}
 
     def build_with_loops(self) -> dict[str, Any]:
+        """Build the indices with the C++ loops."""
         assert self.loops is not None
         lengths = pointer(self.lengths)
         samples = (self.loops.tokens(lengths, self.documents) - 1) // self.length
@@ -197,7 +198,7 @@ class Dataset:
         return type("GPTDataset", (GPTDataset,), {"_build_indices": lambda _: self.build_with_loops()})
 
     def build_end_to_end(self, dataset_class: type[GPTDataset]) -> None:
-        """A dataset on an empty cache."""
+        """Open a dataset on an empty cache, as training does first of all."""
         # A new one each time: a second pass over the same cache would only read.
         cache = tempfile.mkdtemp(dir=self.folder)
         config = GPTDatasetConfig(
@@ -214,6 +215,7 @@ class Dataset:
 
 
 def compare_indices(arguments: argparse.Namespace, loops: ctypes.CDLL | None, folder: Path) -> None:
+    """Print times and memory of building the indices, for three sizes."""
     for documents in (arguments.documents // 4, arguments.documents // 2, arguments.documents):
         dataset = Dataset(folder, documents, arguments.sequence_length, loops)
         print(f"\n{documents:,} documents, {dataset.tokens:,} tokens, {dataset.samples:,} samples of {dataset.length}")
@@ -255,6 +257,7 @@ def write_lengths(prefix: str, documents: int) -> int:
 
 
 def compare_blend(what: str, weights: np.ndarray, arguments: argparse.Namespace, loops: ctypes.CDLL | None) -> None:
+    """Print the times of building one blend."""
     n, size = len(weights), arguments.samples
     dataset, sample = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
 
@@ -273,7 +276,7 @@ def compare_blend(what: str, weights: np.ndarray, arguments: argparse.Namespace,
 
 
 def rounds(variants: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """The best CPU seconds of each variant."""
+    """Return the best CPU seconds of each variant."""
     best = dict.fromkeys(variants, float("inf"))
     for _ in range(count):
         # In turn within a round, so that a machine that slows down slows all variants down.
@@ -285,11 +288,13 @@ def rounds(variants: dict[str, Callable[[], Any]], count: int) -> dict[str, floa
 
 
 def report(what: str, best: dict[str, float]) -> None:
+    """Print the times of the variants and their ratio."""
     ratio = f"ratio {best['numpy'] / best['C++']:.2f}" if "C++" in best else "(no g++: no ratio)"
     print(f"{what:30s} {ratio}   " + "   ".join(f"{name} {seconds:.3f} s" for name, seconds in best.items()))
 
 
 def compile_loops(folder: Path) -> ctypes.CDLL | None:
+    """Compile the C++ loops; None where there is no g++."""
     compiler = shutil.which("g++")
     if compiler is None:
         return None
@@ -302,10 +307,12 @@ def compile_loops(folder: Path) -> ctypes.CDLL | None:
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    """Return the array's memory as C takes it."""
     return ctypes.c_void_p(array.ctypes.data)
 
 
 def print_conditions(has_compiler: bool) -> None:
+    """Print machine, versions and command."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = [

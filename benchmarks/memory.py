@@ -63,7 +63,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
 class Bytes(NamedTuple):
-    """Of one process."""
+    """Bytes that one process holds, by kind."""
 
     parameters: float
     gradients: float
@@ -84,7 +84,7 @@ class KeptForBackward:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """While open, what is kept is counted."""
+        """Count what autograd keeps while the context is open."""
         install = saved_tensors_hooks.__init__
 
         def install_counting(hooks: Any, pack: Any, unpack: Any) -> None:
@@ -110,6 +110,7 @@ class KeptForBackward:
         return _Kept(self, packed) if isinstance(packed, Tensor) else packed
 
     def add(self, storage: torch.UntypedStorage, by: int) -> None:
+        """Count a reference to a piece of memory (by = 1), or its end (by = -1)."""
         # By memory, not by tensor: several views of one piece are counted once.
         place = storage.data_ptr()
         before = self.holders.get(place, 0)
@@ -146,7 +147,7 @@ def build_flags(layout: Layout, layers: int) -> list[str]:
 
 
 def measure(rank: int, text: str, layers: int) -> Bytes:
-    """What a process holds after two steps."""
+    """Return what a process holds after two steps."""
     layout = parse_layout(text)
     config = read_run_config(build_flags(layout, layers), {"WORLD_SIZE": str(layout.world_size)})
     recipe = build_gpt_recipe(config)
@@ -171,13 +172,13 @@ def _count_static_bytes(run: Run) -> tuple[int, int, int]:
 
 
 def _count_bytes(tensors: list[Tensor]) -> int:
-    """Each piece of memory once."""
+    """Sum bytes, each piece of memory once."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes.values())
 
 
 def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
-    """The formulas at the head of this file."""
+    """Return what the formulas at the head of this file say of a rank."""
     tp, pp, dp, cp = (layout.sizes[axis] for axis in ("tp", "pp", "dp", "cp"))
     terms = layout.text.split(",")
     stage = rank // (layout.world_size // pp)

@@ -61,6 +61,7 @@ class Link:
     sleep: Callable[[float], object] = time.sleep
 
     def carry(self, kind: str, tensor: Tensor, work: Any) -> Travel:
+        """Put a collective that has started on the link."""
         size = tensor.numel() * tensor.itemsize
         self.bytes[kind] += size
         rate = self.rate[kind]
@@ -70,6 +71,8 @@ class Link:
         return Travel(self, kind, work, self.free_at)
 
     def delayed(self, kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the collective, going over the link."""
+
         def carried(tensor: Tensor, *arguments: Any, async_op: bool = False) -> Travel | None:
             travel = self.carry(kind, tensor, collective(tensor, *arguments, async_op=True))
             if async_op:
@@ -82,7 +85,7 @@ class Link:
 
 @dataclass
 class Travel:
-    """A collective under way."""
+    """A collective under way over the artificial link."""
 
     link: Link
     kind: str
@@ -109,7 +112,7 @@ class Replica:
     loss: float = 0.0
 
     def forward(self) -> Tensor:
-        """The mean loss."""
+        """Return the mean loss."""
         positions = torch.arange(SEQUENCE).expand(BATCH, -1)
         loss: Tensor = self.model(self.tokens[:, :-1], positions, labels=self.tokens[:, 1:]).mean()
         return loss

@@ -160,6 +160,7 @@ def save_unknown_pattern(model: Path, folder: Path) -> Path:
 
 
 def save(tokenizer_json: str, folder: Path) -> Path:
+    """Write a tokenizer as the directory that the tools read."""
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer_json)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -176,6 +177,7 @@ def time_transformers_loop(model: Path, texts: list[str]) -> float:
 
 
 def time_tokenizers_loop(model: Path, texts: list[str]) -> float:
+    """Time encoding document by document with the `tokenizers` library."""
     from tokenizers import Tokenizer
 
     encode = Tokenizer.from_file(str(model / "tokenizer.json")).encode
@@ -193,12 +195,14 @@ def time_encoder(model: Path, texts: list[str]) -> float:
 
 
 def time_call(run: Callable[[], object]) -> float:
+    """Return the wall seconds of a call."""
     started_at = time.perf_counter()
     run()
     return time.perf_counter() - started_at
 
 
 def command(corpus: Path, model: Path, folder: Path, workers: int) -> list[str]:
+    """Return the command line of tools/preprocess_data.py."""
     flags = (
         f"--input {corpus} --output-prefix {folder}/out --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
     )
@@ -215,11 +219,12 @@ def command(corpus: Path, model: Path, folder: Path, workers: int) -> list[str]:
 
 
 def preprocess(corpus: Path, model: Path, folder: Path, workers: int) -> float:
-    """Seconds of the whole process."""
+    """Return the seconds of the whole process."""
     return time_call(lambda: subprocess.run(command(corpus, model, folder, workers), check=True, capture_output=True))
 
 
 def time_first_output(corpus: Path, model: Path, folder: Path) -> float:
+    """Return the seconds until the first progress line."""
     started_at = time.perf_counter()
     process = subprocess.Popen(command(corpus, model, folder, 1), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert process.stderr is not None
@@ -231,6 +236,7 @@ def time_first_output(corpus: Path, model: Path, folder: Path) -> float:
 
 
 def print_conditions(megabytes: float, documents: int) -> None:
+    """Print machine, versions, command and corpus."""
     cpu_info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else []
     name = names[0] if names else platform.processor()

@@ -51,6 +51,7 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a batch."""
         return self.batch * self.sequence
 
 
@@ -59,7 +60,7 @@ class Sizes:
 
 # The least that any implementation has to compute, without memory traffic of its own.
 def build_floor_step(sizes: Sizes) -> Step:
-    """The matrix products alone."""
+    """Build a step of the matrix products alone."""
     h, f, t = sizes.hidden, sizes.ffn, sizes.tokens
     layer = [build_linear_products(t, *shape) for shape in ((h, 3 * h), (h, h), (h, 2 * f), (f, h))]
     layer.append(build_attention_products(sizes.batch * sizes.heads, sizes.sequence, h // sizes.heads))
@@ -75,7 +76,7 @@ def build_floor_step(sizes: Sizes) -> Step:
 
 
 def build_linear_products(tokens: int, inputs: int, outputs: int) -> Step:
-    """Y = X W^T, dX = dY W, dW = dY^T X."""
+    """Build the three products of a linear layer: Y = X W^T, dX = dY W, dW = dY^T X."""
     x, weight, grad = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
     y, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
 
@@ -230,7 +231,7 @@ def report(times: dict[str, list[float]], tokens: int) -> None:
 
 
 def describe_machine(sizes: Sizes) -> None:
-    """What a reader needs to judge the numbers."""
+    """Print what a reader needs to judge the numbers."""
     from megatron.core.device import device_name
 
     model = f"{platform.machine()}, {device_name()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"

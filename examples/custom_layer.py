@@ -22,7 +22,7 @@ INITIAL_SCALE = 0.1
 
 
 def small(tensor: Tensor, generator: torch.Generator) -> None:
-    """Every element INITIAL_SCALE."""
+    """Fill the tensor with INITIAL_SCALE; the generator is not needed."""
     tensor.fill_(INITIAL_SCALE)
 
 

@@ -72,7 +72,7 @@ class Comparison:
         self.reference = self.trace(parse_layout("1"))
 
     def command_line(self, layout: Layout) -> list[str]:
-        """The layout's flags come last, so that they win."""
+        """Return the flags of a run under the layout; the layout's own come last, so that they win."""
         divisible_by = self.padding["1"] // layout.sizes["tp"]
         return [*self.flags, *_SETTINGS, "--make-vocab-size-divisible-by", str(divisible_by), *layout.flags]
 

@@ -37,7 +37,7 @@ MEASURED_COLUMNS = 160
 
 
 class Drawing(NamedTuple):
-    """A schedule that was played."""
+    """A schedule with the times of its actions, and how it is shown."""
 
     title: str
     chunks: int
@@ -68,7 +68,7 @@ def measured(directory: Path, iteration: int | None) -> list[Drawing]:
 
 
 def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
-    """Play one schedule. Raises ConfigError where it does not exist for these numbers."""
+    """Simulate one schedule. Raises ConfigError where it does not exist for these numbers."""
     chunks = {"interleaved": max(2, arguments.chunks or 2), "zb-v": 2}.get(name, 1)
     if arguments.chunks is not None and arguments.schedule != "all" and arguments.chunks != chunks:
         raise ConfigError(
@@ -98,7 +98,7 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
 
 
 def format_drawing(drawing: Drawing, ranks: int) -> str:
-    """One line for each rank; dots are idle."""
+    """Draw the schedule as text: one line for each rank; dots are idle."""
     events = drawing.timeline.events
     label = max(len(_label(event, drawing.chunks)) for event in events) + 1
     column = min(event.end - event.start for event in events) / label  # the shortest action fits its label

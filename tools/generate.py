@@ -59,7 +59,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 
 def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
-    """Each prompt with what the model adds to it."""
+    """Yield each prompt with what the model adds to it."""
     # torch takes seconds to import: mistakes in the command line are found before that.
     from megatron.core.inference.generate import generate
     from megatron.core.inference.sampling import Sampling

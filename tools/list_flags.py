@@ -45,19 +45,22 @@ This file is written by `python tools/list_flags.py --write`.
 
 
 def list_all_flags() -> list[Flag]:
+    """Return every flag of today."""
     return [*program_flags(), *declared_flags(), *table_flags()]
 
 
 def select_by_status(status: Status) -> list[Flag]:
+    """Return the flags of one status."""
     return [flag for flag in list_all_flags() if flag.status == status]
 
 
 def list_noted_flags() -> list[FormerFlag]:
+    """Return the spellings of other releases that are understood with a note."""
     return [former for former in former_flags() if not former.is_refused]
 
 
 def document() -> str:
-    """docs/flags.md."""
+    """Return the text of docs/flags.md."""
     return "\n".join([INTRODUCTION, *_counts(), *_works(), *_notes(), *_planned(), *_not_supported()]) + "\n"
 
 

@@ -22,6 +22,7 @@ from megatron.training.flags.parser import FlagParser  # noqa: E402
 
 
 def make_parser() -> FlagParser:
+    """Build the parser of the command line."""
     parser = FlagParser(
         prog="merge_datasets.py",
         description=__doc__,

@@ -51,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
     def unknown(self, arguments: list[str]) -> ConfigError:
+        """Return the error for arguments that no flag takes."""
         known = sorted(self._option_string_actions)
         problems = []
         for argument in arguments:
@@ -63,6 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
+    """Build the parser of the command line, without the flags of the tokenizer."""
     parser = Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -170,7 +172,7 @@ def parse_arguments(argv: list[str], parser: Parser) -> tuple[argparse.Namespace
 
 
 def build_options(arguments: argparse.Namespace, tokenizer: TokenizerConfig) -> PreprocessOptions:
-    """The settings of the job."""
+    """Return the settings of the job."""
     names = {field.name for field in dataclasses.fields(PreprocessOptions)}
     options = {name: value for name, value in vars(arguments).items() if name in names}
     return PreprocessOptions(

@@ -36,6 +36,7 @@ _LONGEST_SHOWN = 400  # characters of a decoded document
 
 
 def make_parser() -> FlagParser:
+    """Build the parser of the command line, without the flags of the tokenizer."""
     parser = FlagParser(
         prog="verify_dataset.py",
         description=__doc__,
@@ -52,7 +53,7 @@ def make_parser() -> FlagParser:
 
 
 def describe(facts: DatasetFacts, tokenizer: Tokenizer | None) -> list[str]:
-    """The statistics as lines."""
+    """Return the statistics of a dataset as lines of text."""
     documents, sequences = facts.document_lengths, facts.sequence_lengths
     empty = f", {facts.empty_documents} of them empty" if facts.empty_documents else ""
     lines = [

@@ -24,6 +24,7 @@ from tools.preprocess_data import Parser, build_options, make_parser, parse_argu
 
 
 def make_verification_parser() -> Parser:
+    """Build the parser of preprocess_data.py with --documents."""
     parser = make_parser()
     parser.prog, parser.description = "verify_tokenization.py", __doc__
     parser.usage = "%(prog)s --input FILE --output-prefix PREFIX [--documents N] [--flag value ...]"
@@ -37,6 +38,7 @@ def make_verification_parser() -> Parser:
 
 
 def report(verified: Verified) -> None:
+    """Print what was compared."""
     for prefix in verified.prefixes:
         print(f"{prefix}: equal")
     print(

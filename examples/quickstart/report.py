@@ -45,7 +45,7 @@ def read_metrics(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int,
 def draw(
     path: Path, training: list[tuple[int, float]], validation: list[tuple[int, float]], entropy: float | None
 ) -> None:
-    """Loss over iterations as a PNG."""
+    """Draw loss over iterations as a PNG."""
     import matplotlib
 
     # Draws into a file; no display is needed.

@@ -18,6 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def texts(corpus: Path) -> Iterator[str]:
+    """Yield the texts of the corpus."""
     with corpus.open(encoding="utf-8") as stream:
         for line in stream:
             yield json.loads(line)["text"]

@@ -94,7 +94,7 @@ class AttentionLogits:
 
 
 def find_measured_layers(module: nn.Module) -> list[_Layer]:
-    """Every self-attention whose backend measures."""
+    """Find every self-attention of a module whose backend measures its scores."""
     found = []
     for part in module.modules():
         if not isinstance(part, SelfAttention) or not isinstance(part.core_attention, DotProductAttention):

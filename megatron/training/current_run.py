@@ -27,11 +27,11 @@ class CurrentRun:
 
     @classmethod
     def show(cls, **parts: Any) -> None:
-        """Set any of these."""
+        """Set any of the attributes above, by name."""
         for name, value in parts.items():
             setattr(cls, name, value)
 
     @classmethod
     def forget(cls) -> None:
-        """The run is over."""
+        """Clear all attributes: the run is over."""
         cls.show(config=None, additions={}, args=None, tokenizer=None, timers=None)

@@ -34,14 +34,14 @@ def train(run: Run) -> None:
 
 
 def iterate(run: Run, batches: Iterator[Batch]) -> None:
-    """One iteration: the step, between the hooks."""
+    """Run one iteration: the step, between on_step_start and on_step_end of the hooks."""
     run.hooks.on_step_start(run)
     result = train_step(run, batches)
     run.hooks.on_step_end(run, result)
 
 
 def time_batches(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:
-    """The same microbatches; the timer runs while one is waited for."""
+    """Yield the same microbatches; the timer runs while the next one is waited for."""
     while True:
         with timer:
             batch = next(batches)

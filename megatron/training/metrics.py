@@ -44,7 +44,7 @@ class Shown(NamedTuple):
 
 @dataclass
 class Row:
-    """One iteration in plain numbers."""
+    """The values of one iteration in plain numbers."""
 
     iteration: int
     values: dict[str, float | None] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Row:
     """Lines to print below it."""
 
     def __getitem__(self, name: str) -> float:
-        """A value; not a number where it is not known."""
+        """Return a value by name; NaN where it is not known."""
         value = self.values.get(name)
         return math.nan if value is None else value
 

@@ -60,7 +60,7 @@ class Progress:
         self.skipped_iterations += skipped
 
     def end_here(self) -> None:
-        """No further iteration: the run only evaluates (--skip-train)."""
+        """Leave no further iteration: the run only evaluates (--skip-train)."""
         self.target_iterations = self.iteration
 
     def state_dict(self) -> dict[str, int]:
@@ -116,7 +116,7 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """`validation`, `validation-books`, `test`."""
+        """The name in logs: `validation`, `validation-books`, `test`."""
         return self.split if self.set_name is None else f"{self.split}-{self.set_name}"
 
 
@@ -226,7 +226,7 @@ Step = Callable[[Run, "Iterator[Batch]"], None]
 
 @dataclass(frozen=True)
 class HookContext:
-    """What hooks are made from beside the settings."""
+    """What `Hook.build` is given beside the settings."""
 
     recipe: Recipe
     """What depends on the kind of model."""
@@ -283,10 +283,10 @@ class Hook:
         return step
 
     def on_train_start(self, run: Run) -> None:
-        """Before the first step."""
+        """Called before the first step, after loading."""
 
     def on_step_start(self, run: Run) -> None:
-        """Before each step."""
+        """Called before each step."""
 
     def on_gradients(self, run: Run) -> None:
         """Between backward and update; the gradients are those of the loss times `run.optimizer.loss_scale`."""
@@ -298,19 +298,19 @@ class Hook:
         """When values have been read: every iteration comes once, in order."""
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def on_save(self, run: Run) -> None:
-        """After a checkpoint has become visible."""
+        """Called after a checkpoint has become visible."""
 
     def on_train_end(self, run: Run) -> None:
-        """After the last step."""
+        """Called after the last step, also after a requested stop."""
 
     def on_error(self, run: Run, error: Exception) -> None:
         """When training has raised `error`, on the ranks where it was raised; not when an interrupt ends it."""
 
     def on_close(self, run: Run) -> None:
-        """At the very end, also after an error."""
+        """Called at the very end, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the hook: plain numbers, texts, lists and dicts of them, equal on all ranks."""

@@ -234,7 +234,7 @@ def write_param_group_map(path: str, optimizer: MegatronOptimizer, groups: Proce
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate and weight decay over the run."""
+    """Build what sets learning rate and weight decay, by the number of samples consumed."""
     scheduler, training = config.scheduler, config.training
     # The schedule counts samples, whatever unit the flags use.
     steps = compute_scheduler_steps(

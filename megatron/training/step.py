@@ -93,5 +93,5 @@ def broadcast_from_last_stage(run: Run, means: dict[str, torch.Tensor]) -> dict[
 
 
 def get_learning_rate(run: Run) -> float:
-    """The learning rate without multipliers, as the progress line shows it."""
+    """Return the learning rate without multipliers, as the progress line shows it."""
     return float(run.scheduler.get_lr({"lr_mult": 1.0}))

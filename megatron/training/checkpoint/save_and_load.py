@@ -277,7 +277,7 @@ def _list_full_precision_weights(run: Run) -> list[ShardedTensor]:
 
 
 def _iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
-    """Parameters, each with its chunk and placement."""
+    """Yield the parameters, each with its chunk and its placement in the whole model."""
     for chunk in run.model:
         # With --overlap-param-gather a gather may still be under way, and the parameters old.
         chunk.finish_param_sync()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model is in evaluation mode."""
+    """A checkpoint in memory: where it lies, its settings, its recipe and its model, in evaluation mode."""
 
     path: Path
     config: RunConfig
@@ -39,7 +39,7 @@ class TrainedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one that the model was trained with."""
+        """The tokenizer that the model was trained with."""
         return self.recipe.tokenizer
 
     @property
@@ -49,7 +49,7 @@ class TrainedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens without padding."""
+        """The number of tokens in the vocabulary, without padding."""
         return self.recipe.vocab_size
 
 

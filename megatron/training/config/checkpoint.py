@@ -11,6 +11,7 @@ from megatron.core.setting import Needs
 CHECKPOINT_FORMATS = "the remaining checkpoint options"
 
 
+# An interval without a directory is no error: scripts switch saving off by leaving --save out.
 _SAVING = Needs("--save", lambda run: run.save is not None)
 
 
@@ -73,6 +74,7 @@ class CheckpointConfig(CheckedConfig):
         interval, kept = self.save_interval, self.save_retain_interval
         if self.save is not None and interval is None:
             yield f"{self.say('save')} needs --save-interval, the iterations between checkpoints"
+        # Only iterations that are saved can stay: with another number some of those to be kept would never be written.
         if kept is not None and interval is not None and kept % interval:
             yield (
                 f"{self.say('save_retain_interval')} is not a multiple of {self.say('save_interval')}; "
@@ -80,6 +82,7 @@ class CheckpointConfig(CheckedConfig):
             )
         for name in ("save", "load", "pretrained_checkpoint"):
             path = getattr(self, name)
+            # As a path it would be a local directory called "s3:".
             if path is not None and "://" in path:
                 yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
         if self.ckpt_step is not None and self.load is None:

@@ -55,6 +55,7 @@ class RunConfig:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Deriving comes first: rules judge what the run will use, not what was left out.
         derive_across_groups(self)
         problems = list(self.problems())
         if problems:
@@ -65,6 +66,7 @@ class RunConfig:
 
         Groups have judged their own settings when they were made.
         """
+        # Layout first: a layout that does not fit explains most of what the others would say.
         for relation in (*LAYOUT_RELATIONS, *MODEL_RELATIONS, *RELATIONS):
             yield from relation(self)
         yield from combinations_to_come(self)
@@ -83,6 +85,7 @@ class RunConfig:
     @property
     def data_parallel_size(self) -> int:
         """Processes that hold the same part of the model and train on other samples."""
+        # At least 1 also for a layout that does not fit, so that rules can still be asked about it.
         return max(1, self.world_size // self.processes_per_copy)
 
     def say(self, name: str) -> str:
@@ -103,6 +106,7 @@ class RunConfig:
 
     def with_groups(self, **groups: Any) -> RunConfig:
         """A copy with other groups in place of some. It is not checked: for settings of an earlier run, which were."""
+        # Unchecked: settings of a checkpoint describe another job, whose number of processes this one need not have.
         return unchecked(RunConfig, {part.name: getattr(self, part.name) for part in dataclasses.fields(self)} | groups)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,11 +124,13 @@ class RunConfig:
         Unknown names, as a later version may write, are ignored.
         """
         groups = group_classes()
+        # Fields move between groups from release to release; by name they are still found.
         everywhere = {
             name: value for part in content.values() if isinstance(part, dict) for name, value in part.items()
         }
         values: dict[str, Any] = {name: content[name] for name in ("world_size", "sources", "extra") if name in content}
         for name, config_class in groups.items():
+            # A value that stands in its own group wins over one of the same name elsewhere.
             values[name] = restore(config_class, everywhere | content.get(name, {}))
         values["notes"] = tuple(content.get("notes", ()))
         return unchecked(cls, values)
@@ -143,6 +149,7 @@ def groups_of_fields() -> dict[str, str]:
     declared = ((name, group) for group, config_class in group_classes().items() for name in get_settings(config_class))
     owners: dict[str, str] = {}
     for name, group in declared:
+        # The first group declares it: others that have the same name follow that one.
         owners.setdefault(name, group)
     return owners
 

@@ -9,6 +9,7 @@ from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.setting import Needs
 from megatron.core.tokenizers.tokenizer_options import TokenizerOptions
 
+# Every option without --fim-data has nothing to do, and a note says so.
 _FILL_IN = Needs("--fim-data", lambda run: run.fim_data)
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -39,6 +40,7 @@ class FillInTheMiddle(CheckedConfig):
     """Token before the suffix."""
     fim_pad_token: str = flag("<fim_pad>", needs=_FILL_IN)
     """Token that fills up a sample that became shorter; it has no loss."""
+    # Names of tokens, not ids: their ids are the tokenizer's affair.
     fim_eod_token: str = flag("<|endoftext|>", needs=_FILL_IN)
     """Token that ends a document."""
 
@@ -68,6 +70,7 @@ class DataConfig(FillInTheMiddle):
     """Synthetic sequences instead of files."""
     seq_length: int | None = flag(None, minimum=1, unit="tokens")
     """Tokens per training sequence."""
+    # kind "kernel": where indices lie, or how files are read, never changes a number.
     data_cache_path: str | None = flag(None, kind="kernel")
     """Directory of the sample indices; `cache/GPTDataset_indices` beside the data when not given, and in memory where
     that cannot be written."""
@@ -122,6 +125,7 @@ class DataConfig(FillInTheMiddle):
     def derive(self) -> None:
         """Defaults that depend on other fields."""
         super().derive()
+        # Upstream's default. It means something for one blend only; data per split are not split.
         if self.split is None and (self.data_path or self.data_args_path):
             self.split = "969, 30, 1"
         if self.dataloader_type is None:
@@ -139,6 +143,7 @@ class DataConfig(FillInTheMiddle):
         """Blends, lists of blends in a file, blends per split, or synthetic data."""
         blended = [name for name in ("data_path", "data_args_path") if getattr(self, name)]
         per_split = [name for name in _PATHS[1:] if getattr(self, name)]
+        # The three paths per split are one source.
         sources = blended + [name for name in ("per_split_data_args_path",) if self.per_split_data_args_path]
         sources += per_split[:1] + (["mock_data"] if self.mock_data else [])
         if len(sources) > 1:
@@ -154,6 +159,7 @@ class DataConfig(FillInTheMiddle):
                 "leave it out"
             )
         for name in _PATHS:
+            # nargs="*" lets a flag stand alone, which is what an empty shell variable leaves.
             if getattr(self, name) == []:
                 yield f"{self.flag(name)} is given without a path; name a dataset prefix, or leave it out"
 
@@ -186,6 +192,7 @@ class DataConfig(FillInTheMiddle):
             yield "--sft needs conversations, --mock-data has none; give JSONL files with --data-path"
         if self.fim_data:
             yield "--sft and --fim-data are different kinds of data; keep one"
+        # Conversations of a sample never see one another: these would ask for what happens anyway, or for the opposite.
         apart = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_inter_document_masking")
         for name in apart:
             if getattr(self, name):

@@ -18,6 +18,7 @@ class DistributedInitConfig(CheckedConfig):
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"), kind="kernel")
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
+    # Also the time in which the processes must find each other when a job starts.
     distributed_timeout_minutes: int = flag(10, minimum=1, unit="minutes")
     """How long a collective may wait for other ranks."""
     distributed_timeout_seconds_after_init: int | None = flag(
@@ -50,5 +51,6 @@ class DistributedInitConfig(CheckedConfig):
     )  # fmt: skip
     """Groups whose NCCL communication runs on streams of high priority, by their names in process_groups_config.py: tp,
     cp, pp, dp, dp_cp, ... Has no effect with gloo, which has no streams."""
+    # kind "layout": another numbering moves shards between ranks, and changes no number.
     use_tp_pp_dp_mapping: bool = flag(False, kind="layout")
     """Number the ranks so that the stages of one pipeline lie close together, instead of the replicas of a stage."""

@@ -38,6 +38,7 @@ def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
     """Every step of the run, and the evaluations; a batch size that grows is looked at when the run is set up."""
     model, batch, replicas = run.model, run.training.global_batch_size, run.data_parallel_size
     micro_batch, stages = run.training.micro_batch_size or 1, model.pipeline_model_parallel_size
+    # zb-v has two chunks per stage too, but fills its pipeline by rules of its own.
     is_interleaved = model.virtual_pipeline_model_parallel_size is not None and model.pipeline_schedule != "zb-v"
     if not is_interleaved or batch is None or not run.is_divisible:
         return
@@ -119,6 +120,7 @@ def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:
     if not model.hybrid_context_parallel or most is None:
         return
     ranks = run.data_parallel_size * model.context_parallel_size
+    # A power of two has one bit; groups of 1, 2, 4, ... ranks then nest in one another.
     if run.is_divisible and ranks & (ranks - 1):
         below = 1 << (ranks.bit_length() - 1)
         yield (
@@ -172,6 +174,8 @@ def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
     if ddp.overlap_grad_reduce or ddp.overlap_param_gather:
         given = "--overlap-grad-reduce" if ddp.overlap_grad_reduce else "--overlap-param-gather"
         yield f"{asked} always sums and gathers beside the computation; leave out {given}"
+    # Fewer key-value heads than tensor-parallel ranks: several ranks then hold the same rows, whose gradients are
+    # partial.
     groups = model.num_query_groups
     if groups and groups != model.num_attention_heads and groups < model.tensor_model_parallel_size:
         yield (
@@ -205,8 +209,10 @@ def formats_of_divided_parameters_fit(run: RunConfig) -> Iterator[str]:
     foreign = [name for name in _FORMATS if getattr(ddp, name) not in ("auto", "fp32", model)]
     for name in foreign:
         yield f"{run.say(name)} is neither float32 nor the model's {model}; use fp32, auto, or --{getattr(ddp, name)}"
+    # The rules below compare formats, which are not known here.
     if foreign:
         return
+    # "auto" is the model's format for parameters, and whatever fits for the others.
     params, grads, sent = (getattr(ddp, name) for name in _FORMATS)
     params = model if params == "auto" else params
     if are_parameters_divided(run):
@@ -237,6 +243,7 @@ def sharding_flag(run: RunConfig) -> str:
 
 def _replicas(run: RunConfig) -> int | None:
     """Processes that hold the same shard of the model; None where the layout does not fit."""
+    # Context-parallel ranks hold the same weights, so parameters are divided over them as well.
     return run.data_parallel_size * run.model.context_parallel_size if run.is_divisible else None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.setting import Needs
 
+# TensorBoard and Weights & Biases are given the same curves, so either is enough.
 _CURVES = Needs("--tensorboard-dir", lambda run: run.tensorboard_dir is not None or run.wandb_project is not None)
 _WANDB = Needs("--wandb-project", lambda run: run.wandb_project is not None)
 
@@ -26,6 +27,7 @@ class LoggerConfig(CheckedConfig):
     log_max_attention_logit: bool = False
     """Also log the largest attention score of the step, over all layers and heads; costs another product of queries
     and keys."""
+    # Measured at --log-interval only: every norm is a pass over all parameters.
     log_layer_norms: bool = False
     """Print the norms of every layer's parameters and gradients with each progress line."""
     log_comm_volume: bool = False
@@ -48,6 +50,7 @@ class LoggerConfig(CheckedConfig):
         needs=Needs("--timing-log-level", lambda run: run.timing_log_level > 0),
     )
     """What is printed of the ranks' times: the largest, the smallest and the largest, or every rank's."""
+    # Upstream's flag has another name than its setting, too.
     barrier_with_L1_time: bool = flag(  # noqa: N815 (upstream's name)
         True, names=("--barrier-with-level-1-timing",), off_names=("--no-barrier-with-level-1-timing",)
     )

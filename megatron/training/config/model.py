@@ -9,6 +9,7 @@ from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.flag_texts import whole_or_decimal
 from megatron.core.setting import Needs
 
+# `run` is every setting of the run by name, whatever group declares it.
 _ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
 
 
@@ -26,6 +27,7 @@ class GPTModelFlags(CheckedConfig):
     """Longest sequence the model has positions for."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="numerics", needs=_ROTARY)
     """Which rotary positions, where --position-embedding-type rope asks for some."""
+    # Switches from here on stand for values of TransformerConfig; flags/derive.py puts those in.
     use_rotary_position_embeddings: bool = False
     """Earlier spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, names=("--position-embedding",), off_names=("--no-position-embedding",))
@@ -79,6 +81,7 @@ class GPTModelFlags(CheckedConfig):
 
     def problems(self) -> Iterator[str]:
         """One activation; a layer of one's own is named completely."""
+        # --openai-gelu may stand beside --geglu, where it means the gate's form.
         exclusive = ["swiglu", "quick_geglu", "squared_relu"] + ["geglu" if self.geglu else "openai_gelu"]
         chosen = [self.say(name) for name in exclusive if getattr(self, name)]
         if len(chosen) > 1:

@@ -29,6 +29,7 @@ def rotation_takes_pairs(run: RunConfig) -> Iterator[str]:
     model = run.model
     if model.position_embedding_type not in ("rope", "yarn") or model.kv_channels is None:
         return
+    # Rounded down, as the model does it.
     rotated = int(model.kv_channels * run.gpt.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield (
@@ -55,6 +56,7 @@ def scores_can_be_measured(run: RunConfig) -> Iterator[str]:
         yield from model.score_measuring_problems("--log-max-attention-logit")
     if (model.qk_clip or run.logger.log_max_attention_logit) and run.ddp.overlap_param_gather_with_optimizer_step:
         asked = "--qk-clip" if model.qk_clip else "--log-max-attention-logit"
+        # With that flag the first chunks are gathered while others are still being updated.
         yield f"{asked} acts when all chunks are updated; leave --overlap-param-gather-with-optimizer-step out"
     if model.qk_clip and run.ddp.use_torch_fsdp2:
         yield "--qk-clip needs whole rows, which --use-torch-fsdp2 may cut; use --use-distributed-optimizer"
@@ -66,6 +68,8 @@ def optimizer_fits_the_model(run: RunConfig) -> Iterator[str]:
     if model.use_mup and optimizer.optimizer not in ("adam", "lion"):
         yield f"--use-mup scales the learning rates of Adam and Lion, not of {run.say('optimizer')}; use adam"
     groups, tp = model.num_query_groups, model.tensor_model_parallel_size
+    # Blockwise orthogonalisation works on the shard a rank holds; without splitting queries, keys and values a shard
+    # must be whole query groups.
     is_cut = optimizer.muon_tp_mode == "blockwise" and not optimizer.muon_split_qkv
     if optimizer.optimizer == "muon" and is_cut and groups and groups != model.num_attention_heads and groups < tp:
         yield (

@@ -21,6 +21,7 @@ class ProfilingConfig(CheckedConfig):
 
     profile: bool = False
     """Profile some iterations: for Nsight Systems (nsys profile -c cudaProfilerApi), or with --use-pytorch-profiler."""
+    # The window counts iterations of the whole run, not of this job.
     profile_step_start: int = flag(10, minimum=0, unit="iterations", needs=_WINDOW)
     """Begin after this many iterations of the whole run; pipeline traces, too."""
     profile_step_end: int = flag(12, minimum=1, unit="iterations", needs=_WINDOW)
@@ -42,6 +43,7 @@ class ProfilingConfig(CheckedConfig):
     """The trace has the place in the program of every operation."""
     pytorch_profiler_collect_chakra: bool = flag(False, needs=_TORCH)
     """Also write an execution trace, rank-N.chakra.json, that the Chakra tools read."""
+    # Independent of --profile: nsys can also watch a whole run from outside.
     nvtx_ranges: bool = False
     """Iterations, and the parts of the layers in forward, have names in the profiles of Nsight Systems and
     torch.profiler."""

@@ -25,6 +25,7 @@ def derive_across_groups(run: RunConfig) -> None:
     training, evaluation, model, scheduler = run.training, run.validation, run.model, run.scheduler
     if training.micro_batch_size is None:
         training.micro_batch_size = 1
+    # The order matters: evaluation takes over what training was given or derived.
     if training.global_batch_size is None and training.step_batch_size_schedule is not None:
         training.global_batch_size = last_batch_size(training.step_batch_size_schedule)
     elif training.global_batch_size is None and run.is_divisible:
@@ -36,10 +37,13 @@ def derive_across_groups(run: RunConfig) -> None:
     is_constant = scheduler.weight_decay_incr_style == "constant"
     if is_constant and scheduler.start_weight_decay is None and scheduler.end_weight_decay is None:
         scheduler.start_weight_decay = scheduler.end_weight_decay = run.optimizer.weight_decay
+    # Learned positions are weights, so their number must be said; rotary ones are computed.
     if run.gpt.max_position_embeddings is None and model.position_embedding_type != "learned_absolute":
         run.gpt.max_position_embeddings = run.data.seq_length
+    # bfloat16 has 8 bits of precision: sums over many microbatches would lose small gradients.
     if model.bf16 and not run.ddp.grad_reduce_in_bf16 and run.optimizer.main_grads_dtype == "fp32":
         run.ddp.grad_reduce_in_fp32 = True
+    # Evaluation alone needs no moments, which may be most of a checkpoint.
     if evaluation.skip_train:
         run.checkpoint.no_load_optim = True
     model.measures_attention_logits = model.qk_clip or run.logger.log_max_attention_logit
@@ -64,6 +68,7 @@ def batch_is_divisible(run: RunConfig) -> Iterator[str]:
     is_constant = training.step_batch_size_schedule is None and training.rampup_batch_size is None
     if training.global_batch_size is None or not is_constant or training.decrease_batch_size_if_needed:
         return
+    # Samples of one microbatch on every data-parallel rank.
     unit = (training.micro_batch_size or 1) * replicas
     if run.is_divisible and training.global_batch_size % unit:
         yield (
@@ -107,6 +112,7 @@ def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
             decrease_batch_size_if_needed=training.decrease_batch_size_if_needed,
         )
     except ConfigError as error:
+        # Where the layout does not fit, that sentence is enough: these numbers would follow from it.
         if run.is_divisible:
             yield from error.problems
 
@@ -122,6 +128,7 @@ def last_batch_size(schedule: str) -> int | None:
 def units_agree(run: RunConfig) -> Iterator[str]:
     """A run counted in iterations has a schedule in iterations, a run counted in samples one in samples."""
     training = run.training
+    # Both or neither is another rule's matter.
     if (training.train_iters is None) == (training.train_samples is None):
         return
     unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
@@ -223,6 +230,7 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
     if model.num_moe_experts is None:
         return
     drops_by_position = model.moe_expert_capacity_factor is not None and model.moe_token_drop_policy == "position"
+    # Given, named as the user wrote it, and what to use instead.
     with_experts = (
         (ddp.use_torch_fsdp2, sharding_flag(run), "--use-distributed-optimizer"),
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),

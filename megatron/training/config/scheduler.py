@@ -19,6 +19,7 @@ class SchedulerConfig(CheckedConfig):
 
     lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
     """Shape of the decay from --lr to --min-lr."""
+    # Each length exists in iterations and in samples; relations.py sees to it that they agree with the unit of the run.
     lr_decay_iters: int | None = flag(None, minimum=1, unit="iterations")
     """Iterations until the learning rate is --min-lr; --train-iters when not given."""
     lr_decay_samples: int | None = flag(None, minimum=1, unit="samples")
@@ -43,6 +44,7 @@ class SchedulerConfig(CheckedConfig):
     """Weight decay at the end; --weight-decay when not given."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """Shape of the change from --start-weight-decay to --end-weight-decay."""
+    # Neither flag: settings that differ from the checkpoint's are an error, as upstream.
     override_opt_param_scheduler: bool = flag(False, aliases=("--override-opt_param-scheduler",), kind="report")
     """Schedule settings of the command line win over the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -55,6 +57,7 @@ class SchedulerConfig(CheckedConfig):
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if self.lr_warmup_fraction is not None and getattr(self, name):
                 yield f"{self.say('lr_warmup_fraction')} and {self.say(name)} both set the warm-up; keep one"
+        # The share is of the decay's length, so 1 would end the decay where it begins.
         if self.lr_warmup_fraction == 1:
             yield f"{self.say('lr_warmup_fraction')} leaves nothing for the decay; use a share below 1"
         yield from self._weight_decay_problems()

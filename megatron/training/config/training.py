@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.setting import Needs
 
+# Choices that a program can never handle: the system ends or stops it without asking.
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
 EXIT_SIGNALS = (
     "SIGHUP", "SIGINT", "SIGQUIT", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL", "SIGUSR1",
@@ -37,6 +38,7 @@ class TrainingConfig(CheckedConfig):
     """Grow the global batch size from START by INCREMENT to --global-batch-size over SAMPLES samples."""
     step_batch_size_schedule: str | None = flag(None, nargs="+", metavar="TOKENS:SIZE", kind="numerics")
     """Global batch size over the run: each size from its number of tokens on, such as 0:16 2.4B:320 4.8B:624."""
+    # Lengths count the whole run, not the present job, so that a resumed run ends where it would have ended.
     train_iters: int | None = flag(None, minimum=0, unit="iterations", kind="numerics")
     """Optimizer steps over all runs. Give this or --train-samples."""
     train_samples: int | None = flag(None, minimum=1, unit="samples", kind="numerics")
@@ -72,6 +74,7 @@ class TrainingConfig(CheckedConfig):
     """Warn of a gradient norm more than 10 times the largest of the run's first 100 iterations."""
     dump_param_to_param_group_map: str | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
+    # Beside the training flags because upstream has it there; the model's own setting is recompute_granularity.
     recompute_activations: bool = flag(False, kind="kernel")
     """Short for --recompute-granularity selective."""
 
@@ -105,6 +108,7 @@ class ValidationConfig(CheckedConfig):
         100,
         minimum=0,
         unit="iterations",
+        # 0 switches evaluation off, which is something to do even without an interval.
         needs=Needs("--eval-interval", lambda run: run.eval_interval is not None or run.eval_iters == 0),
     )
     """Global batches per evaluation; 0: no evaluation."""

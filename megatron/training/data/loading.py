@@ -58,7 +58,7 @@ class LoaderSettings:
     """Token ids must be below this: the padded vocabulary size."""
 
     def build_sampler(self, total_samples: int, consumed_samples: int, *, repeats: bool) -> Iterable[list[int]]:
-        """Which samples come next on this rank."""
+        """Build what yields the indices of each microbatch of the rank, from sample `consumed_samples` on."""
         # Both samplers are functions of the samples consumed: nothing about the data needs to stand in a checkpoint.
         place = (total_samples, consumed_samples, self.micro_batch_size, self.dp_rank, self.dp_size)
         return CyclicSampler(*place) if self.dataloader_type == "cyclic" else SingleSampler(*place, repeats=repeats)
@@ -145,7 +145,7 @@ class TrainingData:
         return load_samples(dataset, split, sampler, settings)
 
     def close(self) -> None:
-        """End the loader processes."""
+        """Close every iterator that was opened, which ends its loader processes."""
         while self._open:
             self._open.pop().close()
 

@@ -74,7 +74,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of one step."""
+    """The plan of one step: which conversations form each microbatch, on how many ranks."""
 
     num_samples: int
     places: tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class StepPlan:
 
     @cached_property
     def microbatches(self) -> list[list[Place]]:
-        """This rank's, in order."""
+        """This rank's microbatches in order, each a list of places; at least one."""
         own = [
             [Place(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
             for microbatch in self.context.list_microbatches(self.layout.rank)
@@ -152,7 +152,7 @@ class StepPlans:
         raise build_used_up_error("train", len(self.dataset), consumed_samples)
 
     def microbatches(self, consumed_samples: int) -> Iterator[list[Place]]:
-        """This rank's, of one step after the other, to the end of the data."""
+        """Yield this rank's microbatches, of one step after the other, to the end of the data."""
         while (plan := self.at(consumed_samples)) is not None:
             yield from plan.microbatches
             consumed_samples += plan.num_samples

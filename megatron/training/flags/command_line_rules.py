@@ -21,6 +21,7 @@ class PlannedFlags:
         self._flags, self._given = flags, given
 
     def __getitem__(self, dest: str) -> Any:
+        # A missing name is a mistake of ours and raises KeyError.
         return self._given.get(dest, self._flags[dest].default)
 
     def say(self, dest: str) -> str:
@@ -84,6 +85,7 @@ def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str
 
 def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     checkpoint = run.checkpoint
+    # Upstream gathers the optimizer's state over gloo for that format.
     without_gloo = not run.distributed.use_gloo_process_groups and run.ddp.use_distributed_optimizer
     if without_gloo and checkpoint.ckpt_format == "torch":
         yield (
@@ -98,6 +100,7 @@ def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
 
 def contradicting_flags(run: RunConfig, given: Set[str]) -> Iterator[str]:
     """Flags that say one thing in two ways. given: names of the settings a user wrote."""
+    # `given` rather than the settings: derivation turns the first into the second.
     if given >= {"use_megatron_fsdp", "use_torch_fsdp2"}:
         yield "--use-megatron-fsdp and --use-torch-fsdp2 contradict each other; keep one"
     if given & {"use_megatron_fsdp", "use_torch_fsdp2"}:
@@ -112,6 +115,7 @@ def _formats_said_twice(run: RunConfig, given: Set[str]) -> Iterator[str]:
         number_format = getattr(run.ddp, name)
         if number_format in ("bf16", "fp16") and "grad_reduce_in_fp32" in given:
             yield f"{run.say(name)} contradicts --accumulate-allreduce-grads-in-fp32; keep one"
+        # Gradients of divided parameters are sent in a format of their own; others are sent as they are kept.
         is_sent = name == "megatron_fsdp_grad_comm_dtype" or not are_parameters_divided(run)
         if number_format == "fp32" and is_sent and "grad_reduce_in_bf16" in given:
             yield f"{run.say(name)} contradicts --grad-reduce-in-bf16; keep one"
@@ -119,6 +123,7 @@ def _formats_said_twice(run: RunConfig, given: Set[str]) -> Iterator[str]:
 
 def environment_problems(run: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
     """Environment variables that contradict the settings."""
+    # One hardware queue would run gathers and computation one after the other.
     if (run.ddp.use_megatron_fsdp or run.ddp.use_torch_fsdp2) and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield (
             f"{sharding_flag(run)} needs several hardware queues, but CUDA_DEVICE_MAX_CONNECTIONS=1 in the "

@@ -49,7 +49,8 @@ def declared_flags() -> tuple[Flag, ...]:
 
 
 def flags_of(config_class: type, config: str) -> Iterator[Flag]:
-    """One Flag per field that is not hidden."""
+    """Yield a Flag for every field of the config that is not hidden."""
+    # The class that declares a field names its group in the help, also where another config inherits it.
     owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
     settings = get_settings(config_class)
     for field in dataclasses.fields(config_class):
@@ -67,6 +68,7 @@ def flags_of(config_class: type, config: str) -> Iterator[Flag]:
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string literal below each field of this class."""
+    # Python keeps no docstrings of fields, so the source is read: one text serves the reader of the code and --help.
     body = _class_bodies(cls.__module__)[cls.__name__]
     docs = {}
     for statement, below in zip(body, body[1:], strict=False):
@@ -87,8 +89,10 @@ def _class_bodies(module_name: str) -> dict[str, list[ast.stmt]]:
 def parse_value(flag: Flag, text: str) -> Any:
     """One value of a flag. Raises ValueError with the sentence `--flag text is not …; give …`."""
     try:
+        # integer and decimal instead of int and float, which take "1_000", " 7" and "nan".
         value = (flag.parse or _PARSERS.get(flag.value_type, str))(text)
     except ValueError:
+        # The parser's own words ("invalid literal for int()") say nothing to a user.
         raise ValueError(describe_type_problem(flag, text)) from None
     problem = find_value_problem(flag, value, text)
     if problem is not None:
@@ -125,18 +129,19 @@ class FormerFlag:
     """Upstream's parser of today still knows it."""
 
     def replacement(self, values: list[str]) -> list[str]:
+        """Return the tokens of the command line that the flag with these values stands for."""
         return [value for part in self.becomes for value in (values if part == "{}" else [part])]
 
 
 @functools.cache
 def table_flags() -> tuple[Flag, ...]:
-    """The flags of flag_table.tsv."""
+    """Read the flags of flag_table.tsv."""
     return tuple(_table_flag(row) for row in _rows("flag_table.tsv"))
 
 
 @functools.cache
 def former_flags() -> tuple[FormerFlag, ...]:
-    """The flags of former_flags.tsv."""
+    """Read the flags of former_flags.tsv."""
     return tuple(
         FormerFlag(
             name=row["flag"],
@@ -152,6 +157,7 @@ def former_flags() -> tuple[FormerFlag, ...]:
 
 def _rows(file_name: str) -> Iterator[dict[str, str]]:
     with Path(__file__).with_name(file_name).open(encoding="utf-8", newline="") as file:
+        # Quotation marks are part of the sentences.
         yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
@@ -162,6 +168,7 @@ def _nargs(text: str) -> int | str | None:
 def _table_flag(row: dict[str, str]) -> Flag:
     value_type, parse = _KINDS[row["kind"]]
     choices = tuple(value_type(choice) for choice in row["choices"].split(",")) if row["choices"] else None
+    # Without values first: reading those takes the flag's own parser.
     bare = Flag(
         dest=row["dest"],
         names=tuple(row["options"].split()),
@@ -185,6 +192,7 @@ def _table_value(flag: Flag, text: str) -> Any:
         return None
     if flag.is_switch:
         return text == "true"
+    # A list of values in the table: "[a,b]".
     if flag.nargs is not None:
         return [parse_value(flag, part) for part in text.strip("[]").split(",") if part]
     return parse_value(flag, text)

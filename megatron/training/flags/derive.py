@@ -17,7 +17,8 @@ from megatron.training.config.layout_relations import sharding_flag
 
 
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
-    """All of it, in the order in which settings depend on each other. given: names of the settings a user wrote."""
+    """Derive everything, in the order in which settings depend on each other; yield notes. given: names of the settings
+    that a user wrote."""
     yield from _processes(run, given)
     yield from _batch(run)
     _positions(run)

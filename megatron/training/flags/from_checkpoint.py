@@ -43,6 +43,7 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
         return  # CheckpointConfig says so
     try:
         path = _checkpoint(Path(root), given.get("ckpt_step"))
+        # The first start of a script that also serves to continue.
         if path is None and given.get("save") == root:
             parsed.notes.append(
                 f"--use-checkpoint-args: {root} holds no checkpoint yet; the flags alone say what to do"

@@ -71,7 +71,9 @@ class ParsedFlags:
     """Values of the flags that the user's own script added."""
 
     def misspelt(self, text: str, *flags: Flag) -> None:
+        """Record a problem with what was written, and that the values of these flags are not known."""
         self.problems.append(Problem("spelling", text))
+        # Rules that mention a flag whose value could not be read would judge a default instead.
         self.broken.update(name for flag in flags for name in flag.spellings)
 
     def give(self, flag: Flag, spelling: str, texts: Sequence[str], source: str, place: str = "") -> None:
@@ -91,7 +93,7 @@ class ParsedFlags:
 
 @functools.cache
 def program_flags() -> tuple[Flag, ...]:
-    """--config, --print-config, ..."""
+    """Return the flags of the program itself: --config, --print-config, ..."""
     return tuple(flags_of(ProgramFlags, "program"))
 
 
@@ -102,6 +104,7 @@ def flags_by_spelling() -> dict[str, Flag]:
     for flag in known_flags():
         for spelling in flag.spellings:
             if spelling in known:
+                # A mistake of ours, not of the user; a test runs into it first.
                 raise AssertionError(f"{spelling} is declared twice: {known[spelling].dest} and {flag.dest}")
             known[spelling] = flag
     return known
@@ -109,6 +112,7 @@ def flags_by_spelling() -> dict[str, Flag]:
 
 @functools.cache
 def formers_by_name() -> dict[str, FormerFlag]:
+    """Return the spellings of other releases, by name."""
     return {former.name: former for former in former_flags()}
 
 
@@ -116,6 +120,7 @@ def formers_by_name() -> dict[str, FormerFlag]:
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 
 
+# argparse prints its usage and exits at the first mistake; here all of them come in one error.
 class FlagParser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError instead of leaving the program."""
 
@@ -132,6 +137,7 @@ class HelpFormatter(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not isinstance(action, _Record):
             return super()._format_action_invocation(action)
+        # Aliases and former spellings work, and would only make the help longer.
         shown = [*action.flag.names[:1], *action.flag.off_names[:1]]
         value = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
         return " | ".join(shown) + value
@@ -191,6 +197,7 @@ def add_flag(container: Any, flag: Flag, parsed: ParsedFlags, shown: bool) -> No
         action=functools.partial(_Record, flag, parsed),
         dest=flag.dest,
         nargs=0 if flag.is_switch else flag.nargs,
+        # Absent instead of None: what was not written stays apart from what was written as the default.
         default=argparse.SUPPRESS,
         metavar=None if flag.is_switch else value_name,
         help=help_text(flag).replace("%", "%%") if shown else argparse.SUPPRESS,
@@ -198,7 +205,7 @@ def add_flag(container: Any, flag: Flag, parsed: ParsedFlags, shown: bool) -> No
 
 
 def help_text(flag: Flag) -> str:
-    """The docstring, the unit and the default."""
+    """Return the help of a flag: the docstring of its field, its unit and its default."""
     unit = f" In {flag.unit}." if flag.unit else ""
     if flag.is_switch:
         default = f" (on unless {flag.off_names[0]})" if flag.default else ""
@@ -215,6 +222,7 @@ def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: Ext
     arities.update((name, former.nargs) for name, former in formers_by_name().items())
     if extra_flags is not None:
         own = build_parser(ParsedFlags(), extra_flags)._actions
+        # A throw-away parser: only argparse knows what a user's function has added.
         arities.update((spelling, action.nargs) for action in own for spelling in action.option_strings)
     written: list[str] = []
     translated: dict[str, list[str]] = {}
@@ -287,6 +295,7 @@ def _wrong_number(spelling: str, texts: list[str], nargs: int | str | None) -> s
     """What is wrong with the number of texts after a flag."""
     wanted = 1 if nargs is None else nargs
     for text in texts:
+        # One value may begin with a hyphen (-1e-5); among several it is more likely a flag with one hyphen too few.
         several = len(texts) > 1 or nargs in ("*", "+", "?")
         if text == "--" or (several and text.startswith("-") and not _NEGATIVE.fullmatch(text)):
             return f"{spelling} is followed by {text!r}, which looks like a flag and not like a value"
@@ -311,6 +320,7 @@ def _count(number: int | str) -> str:
 def _unmistakable(spelling: str, texts: list[str], arities: dict[str, int | str | None]) -> list[str]:
     """The tokens again, written so that argparse does not take a value such as -1e5 for a flag."""
     if len(texts) == 1 and arities[spelling] is None:
+        # With "=" argparse takes whatever follows for the value.
         return [f"{spelling}={texts[0]}"]
     return [spelling, *texts]
 
@@ -322,6 +332,7 @@ def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     candidates = list(known)
     if hyphenated in candidates:
         return f"unknown flag {spelling}; flags are written with hyphens: {hyphenated}"
+    # A unique beginning is what abbreviations used to mean; five characters are the least that says something.
     longer = [name for name in candidates if name.startswith(hyphenated)] if len(hyphenated) > 4 else []
     likely = longer if len(longer) == 1 else difflib.get_close_matches(hyphenated, candidates, n=3, cutoff=0.75)
     if not likely:
@@ -348,6 +359,7 @@ class TokenizerFlags:
         tokens: list[str] = []
         for token in argv:
             former = formers_by_name().get(token.partition("=")[0])
+            # A tool's own flags may have the name of a former flag of the training program.
             if former is None or not token.startswith(_TOKENIZER_FORMER):
                 tokens.append(token)
             else:

@@ -43,7 +43,7 @@ _LARGEST_WORLD = 10_000_000
 
 @dataclass(frozen=True)
 class Examination:
-    """What a command line comes to."""
+    """A command line after parsing, deriving and checking."""
 
     config: RunConfig
     """The settings of the run. Where there are problems it serves to look at them only."""
@@ -70,6 +70,7 @@ def read_run_config(
     environ: the environment; of it WORLD_SIZE counts, the number of processes (default 1).
     extra_flags: adds flags of a user's own to the argparse parser it is given; their values are in `RunConfig.extra`.
     """
+    # Before parsing: help is wanted most where the rest of the command line is wrong.
     if "--help" in argv or "-h" in argv:
         build_parser(ParsedFlags(), extra_flags).print_help()
         raise SystemExit(0)
@@ -95,7 +96,9 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
         from megatron.training.flags.yaml_config import read_yaml_config
 
         read_yaml_config(path.value, parsed)
+    # The command line is parsed first, to find --config, and merged last, to win.
     _merge(parsed, command_line)
+    # Only now: the file may name --load.
     if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
@@ -105,6 +108,7 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
 
 def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
     """Derive, then let every config, their relations and the flags of coming capabilities judge the result."""
+    # Read before derivation: what a user wrote and what followed from it must stay apart for notes and for sources.
     given = {dest: entry.value for dest, entry in parsed.given.items()}
     world_size = _world_size(environ, parsed)
     run = _unchecked_run(given, world_size)
@@ -119,6 +123,7 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
     ]
     for group in group_classes():
         config = getattr(run, group)
+        # A setting that is refused for its status is judged no further.
         rules += check(config, refused & vars(config).keys())
     rules += run.problems()
     unavailable = list(combinations_to_come(run))
@@ -127,10 +132,12 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
         for text in rules
         if not names_any(text, parsed.broken)
     ]
+    # After all rules: notes are about settings that are legal and have nothing to do.
     notes += idle_notes(run, given.keys())
     sources = {flag.name: "default" for flag in declared_flags()}
     sources |= {entry.flag.name: entry.source for entry in parsed.given.values() if entry.flag.name in sources}
     sources["WORLD_SIZE"] = "environment" if "WORLD_SIZE" in environ else "default"
+    # dict.fromkeys removes repeated sentences and keeps their order.
     config = run.with_groups(sources=sources, notes=tuple(dict.fromkeys(notes)), extra=parsed.extra)
     program = ProgramFlags(**{flag.dest: given[flag.dest] for flag in program_flags() if flag.dest in given})
     return Examination(config, tuple(dict.fromkeys(parsed.problems)), program, planned)
@@ -183,8 +190,10 @@ def _merge(parsed: ParsedFlags, command_line: ParsedFlags) -> None:
 
 def _world_size(environ: Mapping[str, str], parsed: ParsedFlags) -> int:
     text = environ.get("WORLD_SIZE", "1")
+    # The environment is a launcher's, and may hold anything.
     if re.fullmatch("[0-9]{1,8}", text) and 1 <= int(text) <= _LARGEST_WORLD:
         return int(text)
+    # A terminal must not be handed control characters of a variable.
     shown = ascii(text[:40])
     parsed.misspelt(f"environment variable WORLD_SIZE={shown} is not a whole number from 1 to {_LARGEST_WORLD}")
     parsed.broken.add("WORLD_SIZE")

@@ -19,8 +19,10 @@ import yaml
 from megatron.training.flags.declarations import Flag
 from megatron.training.flags.parser import ParsedFlags, flags_by_spelling, formers_by_name, translate, unknown_flag
 
+# Far more than every flag with a long blend would take.
 LARGEST_FILE_BYTES = 2**17
 _DEEPEST = 3
+# YAML 1.1's words, which people write; a value that means them as text is quoted.
 _TRUE, _FALSE, _NULL = ("true", "yes", "on"), ("false", "no", "off"), ("", "null", "~", "none")
 
 
@@ -28,7 +30,9 @@ def read_yaml_config(path: str, parsed: ParsedFlags) -> None:
     """Record every flag of the file with source "file"."""
     try:
         text = _read(Path(path))
+        # Events are read one by one, so nothing large has been built when an alias is met.
         _refuse_aliases_and_depth(text, path)
+        # Nodes instead of values: they keep the line and the text, which `load` would turn into Python numbers.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -52,10 +56,12 @@ def _read(path: Path) -> str:
     if path.is_dir():
         raise ValueError("is a directory; give a YAML file")
     with path.open("rb") as file:
+        # One byte more than allowed tells a file that is too large without reading all of it.
         content = file.read(LARGEST_FILE_BYTES + 1)
     if len(content) > LARGEST_FILE_BYTES:
         raise ValueError(f"is larger than {LARGEST_FILE_BYTES} bytes; a file of flags is not")
     try:
+        # Windows editors put a byte-order mark in front.
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
@@ -117,6 +123,7 @@ def _record_switch(flag: Flag, spelling: str, texts: list[str], place: str, pars
     if text not in _TRUE + _FALSE:
         parsed.misspelt(f"{place}{spelling} is a switch; give true or false", flag)
         return
+    # `no-mmap-bin-files: false` means that they are mapped.
     is_on = (text in _TRUE) == (spelling in flag.names)
     if is_on or flag.off_names:
         name = spelling if text in _TRUE else (flag.names if is_on else flag.off_names)[0]
@@ -140,7 +147,7 @@ def _texts(node: yaml.Node) -> list[str] | None:
 
 
 def _pairs(tokens: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """`--a 1 --b` -> ("--a", ["1"]), ("--b", [])."""
+    """Divide tokens into flags with their values: `--a 1 --b` -> ("--a", ["1"]), ("--b", [])."""
     starts = [i for i, token in enumerate(tokens) if token.startswith("--")]
     for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
         yield tokens[start], tokens[start + 1 : end]

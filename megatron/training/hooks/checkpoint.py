@@ -28,17 +28,17 @@ class CheckpointHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CheckpointHook | None:
-        """Of --save."""
+        """Return the hook for --save; None where it is not asked for."""
         return None if config.checkpoint.save is None else cls(config.checkpoint)
 
     def on_train_start(self, run: Run) -> None:
-        """What was loaded need not be saved again."""
+        """Note what --load has restored: it need not be saved again."""
         self._saved_iteration = run.progress.iteration
         save, load = self.settings.save, self.settings.load
         self._is_removable = save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Save at the interval."""
+        """Save every --save-interval iterations; where the disk refuses, print the error and go on."""
         if self.interval is not None and run.progress.iteration % self.interval == 0:
             try:
                 self._save(run)

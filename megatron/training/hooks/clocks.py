@@ -41,11 +41,11 @@ class TimingHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> TimingHook | None:
-        """Of --timing-log-level."""
+        """Return the hook for --timing-log-level; None where it is not asked for."""
         return cls(config.logger) if config.logger.timing_log_level > 0 else None
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Record at the interval. Every rank takes part."""
+        """Report the timers of all ranks every --log-interval iterations. Every rank takes part."""
         self._iterations += 1
         # Everything below is collective; all ranks leave here at the same iterations.
         if run.progress.iteration % self.config.log_interval:
@@ -75,7 +75,7 @@ class PipelineClockHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> PipelineClockHook | None:
-        """Of --timing-log-level 2 and --pipeline-trace-dir."""
+        """Return the hook for --timing-log-level 2 and --pipeline-trace-dir; None where it is not asked for."""
         level, profiling = config.logger.timing_log_level, config.profiling
         return cls(profiling, level) if level >= 2 or profiling.pipeline_trace_dir is not None else None
 
@@ -103,7 +103,7 @@ class PipelineClockHook(Hook):
         )
 
     def on_step_start(self, run: Run) -> None:
-        """Start a clock."""
+        """Give the executor a clock for the step that begins."""
         if self.times_all or self._is_traced(run.progress.iteration):
             # A new one for each step: it keeps two marks per action until they are read.
             run.executor.clock = ActionClock()
@@ -121,7 +121,7 @@ class PipelineClockHook(Hook):
             self._write_iteration(run.progress.iteration + 1, times)
 
     def on_close(self, run: Run) -> None:
-        """Close the file."""
+        """Close the file of the trace, also after an error."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -155,11 +155,11 @@ class NamedRangesHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> NamedRangesHook | None:
-        """Of --nvtx-ranges."""
+        """Return the hook for --nvtx-ranges; None where it is not asked for."""
         return cls() if config.profiling.nvtx_ranges else None
 
     def on_train_start(self, run: Run) -> None:
-        """Put a range around each module."""
+        """Register forward hooks that put a named range around each module in _PARTS."""
         for chunk in run.model:
             for name, module in chunk.module.named_modules():
                 if name.rpartition(".")[2] in _PARTS:
@@ -175,11 +175,11 @@ class NamedRangesHook(Hook):
         self._step.__enter__()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """End it."""
+        """End the iteration's range."""
         self._leave()
 
     def on_close(self, run: Run) -> None:
-        """Take the ranges away, also after an error."""
+        """Close an open range and remove the forward hooks, also after an error."""
         self._leave()
         for handle in self._handles:
             handle.remove()

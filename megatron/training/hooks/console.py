@@ -26,7 +26,7 @@ _RATE_MEMORY = 0.9
 
 @dataclass
 class Interval:
-    """Sums over the steps since the last line."""
+    """Sums over the steps since the last progress line."""
 
     steps: int = 0
     elapsed_seconds: float = 0.0
@@ -54,13 +54,13 @@ class Interval:
 
     @property
     def mean_losses(self) -> dict[str, float]:
-        """Mean over the steps that count."""
+        """Mean losses over the steps that were neither skipped nor NaN."""
         # At least 1: in an interval of skipped steps alone the mean is 0, not an error.
         counted = max(1, self.steps - self.skipped - self.nan)
         return {name: total / counted for name, total in self.losses.items()}
 
     def describe(self, shown: Mapping[str, Shown]) -> Iterator[str]:
-        """What metrics have to say in the progress line."""
+        """Yield the words of each metric in `shown`, reduced over the interval."""
         for name, (reduce, text) in shown.items():
             value = reduce_values(self.values.get(name, []), reduce)
             if value is not None:
@@ -80,11 +80,11 @@ class ConsoleHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ConsoleHook:
-        """Always."""
+        """Every run has this hook."""
         return cls(config.logger.log_interval)
 
     def on_train_start(self, run: Run) -> None:
-        """What is about to be trained, on what."""
+        """Print what is about to be trained and on which devices. Every rank takes part in counting."""
         # Counting gathers from all stages, so it stands before the other ranks leave.
         parameters, active = count_parameters(run)
         own = sum(p.numel() for chunk in run.model for p in chunk.parameters())
@@ -111,12 +111,12 @@ class ConsoleHook(Hook):
         self._step_began_at = time.perf_counter()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Move the bar."""
+        """Move the progress bar by one step."""
         if self.bar is not None:
             self.bar.advance(run.progress.iteration, time.perf_counter() - self._step_began_at)
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        """Sum up; print at the interval."""
+        """Add rows to the interval; print a progress line every --log-interval iterations."""
         if not run.is_first_rank:
             return
         for row in rows:
@@ -131,7 +131,7 @@ class ConsoleHook(Hook):
             self.bar.show(rows[-1].losses)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Loss and perplexity."""
+        """Print loss and perplexity in a box."""
         if run.is_first_rank:
             line = format_evaluation_line(run.progress.iteration, evaluation)
             self._print("\n".join(("-" * len(line), line, "-" * len(line))))
@@ -237,13 +237,13 @@ class ProgressBar:
             self.redraw()
 
     def show(self, losses: Mapping[str, float]) -> None:
-        """Take in the last losses that were read."""
+        """Show these losses from now on."""
         self._loss_text = "".join(f", {name} {loss:.3f}" for name, loss in losses.items())
         if self.iteration == self.target:
             self.redraw()
 
     def text(self, columns: int) -> str:
-        """The line, at most `columns` wide."""
+        """Return the line, at most `columns - 1` characters wide."""
         share = self.iteration / self.target if self.target else 1.0
         filled = round(20 * share)
         line = f"iteration {self.iteration}/{self.target} [{'#' * filled}{'-' * (20 - filled)}]"
@@ -254,19 +254,19 @@ class ProgressBar:
         return line[: columns - 1]
 
     def redraw(self) -> None:
-        """Write the line in place."""
+        """Write the line over the one on the terminal."""
         self._drawn_at = time.monotonic()
         sys.stdout.write("\r\x1b[K" + self.text(shutil.get_terminal_size().columns))
         sys.stdout.flush()
 
     def clear(self) -> None:
-        """Make room for a line of text."""
+        """Erase the line, so that text can be printed in its place."""
         sys.stdout.write("\r\x1b[K")
         sys.stdout.flush()
 
 
 def format_duration(seconds: int) -> str:
-    """86 -> "1:26", 3700 -> "1:01:40"."""
+    """Format whole seconds for people: 86 -> "1:26", 3700 -> "1:01:40"."""
     minutes, second = divmod(seconds, 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

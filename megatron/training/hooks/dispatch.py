@@ -11,7 +11,7 @@ from megatron.training.run import Evaluation, Hook, Phase, Run, Step, StepResult
 
 
 class Hooks(Hook):
-    """Several hooks as one."""
+    """Passes each moment of a run on to several hooks, phase by phase."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.hooks = list(hooks)

@@ -32,7 +32,7 @@ class EvaluationHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> EvaluationHook | None:
-        """Of --eval-interval, --eval-iters, --full-validation and --skip-train."""
+        """Return the hook for --eval-interval, --eval-iters, --full-validation and --skip-train, or None."""
         validation = config.validation
         evaluates = validation.eval_interval is not None or validation.skip_train
         return cls(validation) if evaluates and (validation.eval_iters > 0 or validation.full_validation) else None
@@ -48,7 +48,7 @@ class EvaluationHook(Hook):
             )
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Evaluate at the interval."""
+        """Evaluate every --eval-interval iterations, from --start-eval-at-iter on."""
         interval = self.config.eval_interval
         first = self.config.start_eval_at_iter or 0
         if interval is not None and run.progress.iteration % interval == 0 and run.progress.iteration >= first:
@@ -108,14 +108,14 @@ class NonLossDataHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> NonLossDataHook | None:
-        """Of pretrain(process_non_loss_data_func=...) and --tensorboard-dir."""
+        """Return the hook for pretrain(process_non_loss_data_func=...) and --tensorboard-dir, or None."""
         recipe = context.recipe
         if recipe.process_non_loss_data is None or config.logger.tensorboard_dir is None:
             return None
         return cls(recipe.process_non_loss_data, recipe.collect_non_loss_data)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Collect and process. Every rank takes part."""
+        """Collect the data and process them on the first rank. Every rank takes part."""
         data = self.collect(run.model) if self.collect is not None else self._forward(run, evaluation)
         # The loss is on the last stage, the writer on the first rank.
         data = broadcast_object(data, run.groups.pp, run.groups.last_stage)

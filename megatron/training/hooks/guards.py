@@ -31,7 +31,7 @@ class NonFiniteHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> NonFiniteHook | None:
-        """Of --check-for-nan-in-loss-and-grad."""
+        """Return the hook for --check-for-nan-in-loss-and-grad; None where it is not asked for."""
         return cls() if config.ddp.check_for_nan_in_grad else None
 
     def on_step_start(self, run: Run) -> None:
@@ -78,7 +78,7 @@ class OutlierHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> OutlierHook | None:
-        """Of --check-for-spiky-loss and --check-for-large-grads."""
+        """Return the hook for --check-for-spiky-loss and --check-for-large-grads; None where it is not asked for."""
         spiky, large = config.training.check_for_spiky_loss, config.training.check_for_large_grads
         return cls(losses=spiky, gradients=large) if spiky or large else None
 
@@ -100,11 +100,11 @@ class OutlierHook(Hook):
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was usual."""
+        """Return the largest values seen and how many there were, by name."""
         return {"largest": self.largest, "seen": self.seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on judging by it."""
+        """Continue with the values that the checkpoint holds."""
         self.largest, self.seen = dict(state["largest"]), dict(state["seen"])
 
     def _is_outlier(self, name: str, value: float) -> bool:

@@ -21,28 +21,28 @@ class GarbageCollectionHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> GarbageCollectionHook | None:
-        """Of --manual-gc."""
+        """Return the hook for --manual-gc; None where it is not asked for."""
         return cls(config.training) if config.training.manual_gc else None
 
     def on_train_start(self, run: Run) -> None:
-        """From here on nothing is collected automatically."""
+        """Collect once and switch automatic collection off."""
         # A collection on one rank makes all others wait at the next collective; at fixed iterations they pause
         # together.
         gc.disable()
         gc.collect()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Collect at the interval."""
+        """Collect garbage every --manual-gc-interval iterations."""
         if self.interval and run.progress.iteration % self.interval == 0:
             gc.collect()
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Evaluation leaves garbage of its own."""
+        """Collect what the evaluation has left, with --manual-gc-eval."""
         if self.around_evaluation:
             gc.collect()
 
     def on_close(self, run: Run) -> None:
-        """Back to automatic collection."""
+        """Switch automatic collection on again."""
         gc.enable()
 
 
@@ -54,16 +54,16 @@ class FreeMemoryHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> FreeMemoryHook | None:
-        """Of --empty-unused-memory-level."""
+        """Return the hook for --empty-unused-memory-level; None where it is not asked for."""
         level = config.training.empty_unused_memory_level
         return cls(level) if level >= 1 else None
 
     def on_gradients(self, run: Run) -> None:
-        """After forward and backward."""
+        """Free cached memory after forward and backward."""
         release_cached_memory()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """After the update."""
+        """Free cached memory after the update, at level 2."""
         # Returning memory makes the allocator ask for it again in the next step: slow, hence not at level 1.
         if self.level >= 2:
             release_cached_memory()
@@ -79,7 +79,7 @@ class CollectiveTimeoutHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CollectiveTimeoutHook | None:
-        """Of --distributed-timeout-seconds-after-init."""
+        """Return the hook for --distributed-timeout-seconds-after-init; None where it is not asked for."""
         seconds = config.distributed.distributed_timeout_seconds_after_init
         return None if seconds is None else cls(seconds)
 

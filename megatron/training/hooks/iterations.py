@@ -35,7 +35,7 @@ class SkipIterationsHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> SkipIterationsHook | None:
-        """Of --iterations-to-skip."""
+        """Return the hook for --iterations-to-skip; None where it is not asked for."""
         return cls(config.training.iterations_to_skip) if config.training.iterations_to_skip else None
 
     def wrap_step(self, step: Step) -> Step:
@@ -70,7 +70,7 @@ class ExitConditionsHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ExitConditionsHook | None:
-        """Of --exit-interval and --exit-duration-in-mins."""
+        """Return the hook for --exit-interval and --exit-duration-in-mins; None where it is not asked for."""
         training = config.training
         is_asked_for = training.exit_interval is not None or training.exit_duration_in_mins is not None
         return cls(training, PROGRAM_STARTED_AT) if is_asked_for else None
@@ -96,7 +96,7 @@ class ExitSignalHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ExitSignalHook | None:
-        """Of --exit-signal-handler."""
+        """Return the hook for --exit-signal-handler; None where it is not asked for."""
         return cls(config.training.exit_signal) if config.training.exit_signal_handler else None
 
     def on_train_start(self, run: Run) -> None:
@@ -105,12 +105,12 @@ class ExitSignalHook(Hook):
         self._previous = signal.signal(self.signal, self._note)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Ask all ranks, for which the host waits."""
+        """Request a stop where any rank has received the signal. The host waits for all ranks."""
         if reduce_to_maximum(run, float(self._received)):
             run.request_stop(f"exiting program after signal {self.signal.name}")
 
     def on_close(self, run: Run) -> None:
-        """Let the signal do what it did before."""
+        """Restore the signal handler that was there before training."""
         if self._previous is not None:
             signal.signal(self.signal, self._previous)
             self._previous = None

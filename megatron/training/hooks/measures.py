@@ -25,7 +25,7 @@ from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 
 def list_flat_buffers(run: Run) -> list[FlatBuffer]:
-    """The buffers of all chunks of this process."""
+    """Return the flat buffers of all chunks of this process."""
     return [buffer for chunk in run.model for buffer in chunk.flat_buffers]
 
 
@@ -56,7 +56,7 @@ class StepHook(Hook):
             run.yardstick = build_yardstick(run.device, next(run.model[0].parameters()).dtype)
 
     def on_gradients(self, run: Run) -> None:
-        """Count zeros if asked to."""
+        """Count zeros among the gradients, with --log-num-zeros-in-grad."""
         if run.config.logger.log_num_zeros_in_grad:
             self._zeros = count_zeros(list_flat_buffers(run), run.optimizer.model_sum)
 
@@ -110,7 +110,7 @@ class ExpertsHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ExpertsHook | None:
-        """Of --num-experts and --moe-per-layer-logging."""
+        """Return the hook for --num-experts and --moe-per-layer-logging; None where it is not asked for."""
         return None if config.model.num_moe_experts is None else cls(per_layer=config.model.moe_per_layer_logging)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -142,7 +142,7 @@ class ExpertsHook(Hook):
 
 
 def list_routers(run: Run) -> Iterator[TopKRouter]:
-    """Those of this process's layers."""
+    """Yield the routers of this process's layers."""
     for chunk in run.model:
         yield from (module for module in chunk.module.modules() if isinstance(module, TopKRouter))
 
@@ -154,11 +154,11 @@ class AttentionLogitsHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> AttentionLogitsHook | None:
-        """Of --log-max-attention-logit."""
+        """Return the hook for --log-max-attention-logit; None where it is not asked for."""
         return cls() if config.logger.log_max_attention_logit else None
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Record it."""
+        """Record the largest score of the step."""
         assert isinstance(run.optimizer.after_update, AttentionLogits), "setup puts it there"
         largest = run.optimizer.after_update.largest
         run.metrics.record("max-attention-logit", largest, "last", "max attention logit: {:.3f}".format)
@@ -177,7 +177,7 @@ class TrafficHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> TrafficHook | None:
-        """Of --log-comm-volume."""
+        """Return the hook for --log-comm-volume; None where it is not asked for."""
         return cls(config.logger.log_interval, context.traffic) if config.logger.log_comm_volume else None
 
     def on_step_start(self, run: Run) -> None:
@@ -185,7 +185,7 @@ class TrafficHook(Hook):
         self.traffic.take()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Gather at the interval. Every rank takes part."""
+        """Gather the numbers of all ranks at the interval. Every rank takes part."""
         self.step = self.traffic.take()
         if run.progress.iteration % self.log_interval:
             return
@@ -214,7 +214,7 @@ class BalanceHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> BalanceHook | None:
-        """Of --hybrid-context-parallel."""
+        """Return the hook for --hybrid-context-parallel; None where it is not asked for."""
         return cls(config.logger.log_interval) if config.model.hybrid_context_parallel else None
 
     def on_step_start(self, run: Run) -> None:
@@ -223,7 +223,7 @@ class BalanceHook(Hook):
         self._plan = None if run.plans is None else run.plans.at(run.progress.consumed_train_samples)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Record at the interval."""
+        """Record how evenly the work was divided, at the interval, on the first rank."""
         if self._plan is None or not run.is_first_rank or run.progress.iteration % self.log_interval:
             return
         balance, static = self._plan.context.balance, self._plan.compute_static_balance
@@ -244,11 +244,11 @@ class LayerNormsHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> LayerNormsHook | None:
-        """Of --log-layer-norms."""
+        """Return the hook for --log-layer-norms; None where it is not asked for."""
         return cls(config.logger.log_interval) if config.logger.log_layer_norms else None
 
     def on_gradients(self, run: Run) -> None:
-        """Measure before clipping. Every rank takes part."""
+        """Measure the gradients of each layer before clipping. Every rank takes part."""
         if (run.progress.iteration + 1) % self.log_interval == 0:
             # With --fp16 gradients are those of the loss times the loss scale until the update.
             scaled = compute_layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "gradients")
@@ -266,7 +266,7 @@ class LayerNormsHook(Hook):
 
 
 def format_layer_norms(iteration: int, parameters: dict[str, float], gradients: dict[str, float]) -> str:
-    """A line for each layer."""
+    """Format a table of norms with a line for each layer."""
     width = max(map(len, parameters))
     lines = [f" norms by layer at iteration {iteration} | {'parameters':>12s} | {'gradients':>12s} |"]
     for layer, norm in parameters.items():
@@ -284,12 +284,12 @@ class MemoryHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MemoryHook | None:
-        """Of --log-memory-interval."""
+        """Return the hook for --log-memory-interval; None where it is not asked for."""
         interval = config.logger.log_memory_interval
         return None if interval is None else cls(interval)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Gather at the interval. Every rank takes part."""
+        """Gather the numbers of all ranks at the interval. Every rank takes part."""
         if run.progress.iteration % self.interval:
             return
         own = (device.read_memory_stats(), device.read_used_memory_bytes())

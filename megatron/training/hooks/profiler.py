@@ -31,7 +31,7 @@ class ProfilerHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ProfilerHook | None:
-        """Of --profile."""
+        """Return the hook for --profile; None where it is not asked for."""
         return cls(config.profiling) if config.profiling.profile else None
 
     def on_step_start(self, run: Run) -> None:
@@ -43,7 +43,7 @@ class ProfilerHook(Hook):
             self._begin(run)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """End where the window ends."""
+        """Stop and write the profile where the window ends."""
         if run.progress.iteration >= self.config.profile_step_end:
             self._end(run)
 
@@ -114,11 +114,11 @@ class MemoryHistoryHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MemoryHistoryHook | None:
-        """Of --record-memory-history."""
+        """Return the hook for --record-memory-history; None where it is not asked for."""
         return cls(config.profiling) if config.profiling.record_memory_history else None
 
     def on_train_start(self, run: Run) -> None:
-        """Begin."""
+        """Begin to record allocations."""
         if is_profiled(run, self.config):
             device.record_memory_history()
             self._is_recording = True
@@ -135,5 +135,5 @@ class MemoryHistoryHook(Hook):
 
 
 def is_profiled(run: Run, config: ProfilingConfig) -> bool:
-    """Whether this rank was chosen."""
+    """Tell whether this rank is among --profile-ranks; by default the first rank is."""
     return run.groups.world.rank() in (config.profile_ranks or [0])

@@ -23,14 +23,14 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 # Throughput is floating-point operations over wall time between two such points.
 class Start(NamedTuple):
-    """Where jobs with this number of GPUs began."""
+    """The moment (seconds since the epoch) and the operations so far when jobs with this many GPUs began."""
 
     seconds: float
     flops: float
 
 
 class ProgressHistoryHook(Hook):
-    """Appends on the first rank."""
+    """Appends to progress.txt on the first rank."""
 
     phase = Phase.WRITE
 
@@ -40,18 +40,18 @@ class ProgressHistoryHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ProgressHistoryHook | None:
-        """Of --log-progress, where there is --save."""
+        """Return the hook for --log-progress with --save; None where either is missing."""
         save = config.checkpoint.save
         return cls(save) if config.logger.log_progress and save is not None else None
 
     def on_train_start(self, run: Run) -> None:
-        """A job begins."""
+        """Append the line of a job that starts."""
         self._started = Start(time.time(), self._flops(run))
         self._append(run, f"Starting job\tIteration: {run.progress.iteration}\tFloating-point operations: "
                           f"{self._started.flops:.6e}")  # fmt: skip
 
     def on_save(self, run: Run) -> None:
-        """A checkpoint is there."""
+        """Append the line of a checkpoint, with the throughput until then."""
         if not run.is_first_rank:
             return
         now = Start(time.time(), self._flops(run))

@@ -43,7 +43,7 @@ class MetricsFileHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MetricsFileHook | None:
-        """Of --metrics-dir."""
+        """Return the hook for --metrics-dir; None where it is not asked for."""
         return None if config.logger.metrics_dir is None else cls(config.logger.metrics_dir)
 
     def on_train_start(self, run: Run) -> None:
@@ -52,12 +52,12 @@ class MetricsFileHook(Hook):
             self.file.open(run.progress.iteration)
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        """A line for each iteration."""
+        """Write a line for each iteration."""
         if run.is_first_rank:
             self.file.write(*({"iteration": row.iteration, **row.values} for row in rows))
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """A line for each evaluation."""
+        """Write a line for the evaluation."""
         if run.is_first_rank:
             row: dict[str, Any] = {
                 "iteration": run.progress.iteration,
@@ -196,7 +196,7 @@ def build_row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[st
 
 
 def build_evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dict[str, float]:
-    """The points of one evaluation."""
+    """Return the points of one evaluation, by curve."""
     points = {f"{name} {evaluation.name}": loss for name, loss in evaluation.losses.items()}
     if config.log_validation_ppl_to_tensorboard:
         points |= {f"{name} ppl": math.exp(min(_LARGEST_EXPONENT, loss)) for name, loss in points.items()}
@@ -213,7 +213,7 @@ class TensorBoardHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> TensorBoardHook | None:
-        """Of --tensorboard-dir."""
+        """Return the hook for --tensorboard-dir; None where it is not asked for."""
         return None if config.logger.tensorboard_dir is None else cls(config.logger)
 
     def on_train_start(self, run: Run) -> None:
@@ -235,17 +235,17 @@ class TensorBoardHook(Hook):
                 ) from error
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        """Points of each iteration."""
+        """Write the points of each iteration."""
         for row in rows if run.is_first_rank else ():
             self._write(run, build_row_points(row, self.config, run.groups.world.size()), row.iteration)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Points of the evaluation."""
+        """Write the points of the evaluation."""
         if run.tensorboard_writer is not None:
             self._write(run, build_evaluation_points(evaluation, self.config), run.progress.iteration)
 
     def on_close(self, run: Run) -> None:
-        """Write what is still in memory."""
+        """Write what is still in memory and close the writer."""
         if run.tensorboard_writer is not None:
             run.tensorboard_writer.close()
             run.tensorboard_writer = None
@@ -267,7 +267,7 @@ class WandbHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> WandbHook | None:
-        """Of --wandb-project."""
+        """Return the hook for --wandb-project; None where it is not asked for."""
         return None if config.logger.wandb_project is None else cls(config.logger)
 
     def on_train_start(self, run: Run) -> None:
@@ -295,7 +295,7 @@ class WandbHook(Hook):
             ) from error
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        """Points of each iteration."""
+        """Write the points of each iteration."""
         for row in rows if self.writer is not None else ():
             points = build_row_points(row, self.config, run.groups.world.size())
             if points:
@@ -303,12 +303,12 @@ class WandbHook(Hook):
                 self.writer.log(points, step=row.iteration)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Points of the evaluation."""
+        """Write the points of the evaluation."""
         if self.writer is not None:
             self.writer.log(build_evaluation_points(evaluation, self.config), step=run.progress.iteration)
 
     def on_close(self, run: Run) -> None:
-        """Send, or write, what is still in memory."""
+        """Send, or write, what is still in memory and end the run there."""
         if self.writer is not None:
             self.writer.finish()
             self.writer = None

@@ -93,7 +93,7 @@ def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any
 
 
 def shut_down() -> None:
-    """Leave the process groups in order."""
+    """Destroy the process groups, after a run that has succeeded."""
     ProcessGroupCollection.clear_current()
     if dist.is_initialized():
         dist.destroy_process_group()

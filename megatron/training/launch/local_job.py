@@ -36,7 +36,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Report:
-    """What one process tells at its end."""
+    """What one process sends to the caller at its end: a value, or what went wrong."""
 
     value: Any = None
     """What the function returned."""

@@ -20,6 +20,7 @@ isfile = os.path.isfile
 
 
 @dataclass
+# Upstream's functions are handed pieces; a whole Run, with data and hooks, does not exist in a loop of one's own.
 class _Parts:
     """As much of a Run as a checkpoint is made of."""
 
@@ -46,6 +47,7 @@ def save_checkpoint(
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
     parts.progress.iteration = iteration
+    # Upstream's scripts count it in args while they train.
     consumed = getattr(args, "consumed_train_samples", None)
     parts.progress.consumed_train_samples = iteration * (args.global_batch_size or 1) if consumed is None else consumed
     save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world)
@@ -60,6 +62,7 @@ def load_checkpoint(
     args.consumed_train_samples then says which samples come next. load_arg: "load" only. strict: tensors that the model
     lacks are always refused. Raises CheckpointError.
     """
+    # Upstream also reads --pretrained-checkpoint through this door; here `load` falls back to it by itself.
     if load_arg != "load":
         raise CheckpointError(f"load_checkpoint() reads what --load names; found load_arg={load_arg!r}")
     args = get_args()
@@ -91,6 +94,7 @@ def get_checkpoint_name(
     expert_rank = groups.ep.rank() if expert_rank is None else expert_rank
     has_stages = groups.pp.size() > 1 if pipeline_parallel is None else pipeline_parallel
     has_experts = groups.ep.size() > 1 if expert_parallel is None else expert_parallel
+    # Upstream leaves the numbers of axes that are not divided out of the name.
     rank = f"mp_rank_{tensor_rank:02d}" + f"_{pipeline_rank:03d}" * has_stages + f"_{expert_rank:03d}" * has_experts
     return os.path.join(base, rank, basename)
 

@@ -44,6 +44,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    # Making the config is what checks it.
     core_transformer_config_from_args(args)
     return args
 
@@ -67,7 +68,7 @@ def core_transformer_config_from_yaml(args: Namespace, transfomer_key: str = "la
 
 
 def set_args(args: Namespace) -> None:
-    """What get_args() returns from now on."""
+    """Set what get_args() returns from now on."""
     CurrentRun.show(args=args, config=getattr(args, "run_config", None))
 
 
@@ -76,13 +77,14 @@ def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
     set_args(args)
     CurrentRun.show(timers=Timers(log_level=args.timing_log_level))
     calculator = build_batch_size_calculator(args.run_config)
+    # get_num_microbatches() has no arguments, so it needs both here.
     batches.CurrentBatchSize.calculator, batches.CurrentBatchSize.consumed_samples = calculator, 0
     if build_tokenizer:
         _build_tokenizer(args)
 
 
 def unset_global_variables() -> None:
-    """Forget them all."""
+    """Forget arguments, tokenizer, timers and the number of microbatches."""
     CurrentRun.forget()
     batches.destroy_num_microbatches_calculator()
 
@@ -108,6 +110,7 @@ def initialize_megatron(
     allow_no_cuda: a computer without a GPU is always allowed. skip_mpu_initialization, skip_model_parallel_init: do
     nothing now, and return the function that does it. The others: of upstream's signature, None.
     """
+    # None, as upstream's callers leave them, is fine; a value would be ignored, so it is refused.
     for name, value in (("get_embedding_ranks", get_embedding_ranks), ("store", store)):
         if value is not None:
             raise ValueError(f"initialize_megatron() has no use for {name}; leave it out")
@@ -131,6 +134,7 @@ def print_rank_last(message: object) -> None:
 
 def is_last_rank() -> bool:
     """Whether this is the last process of the job."""
+    # One process is the first and the last.
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 

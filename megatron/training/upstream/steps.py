@@ -45,6 +45,7 @@ def get_model(
     groups = pg_collection or ProcessGroupCollection.current()
     shape = build_virtual_stages(config)
     layout = build_pipeline_layout(config, shape)
+    # Upstream hands vp_stage only to providers that have a parameter of that name.
     accepts_stage = "vp_stage" in inspect.signature(model_provider_func).parameters
     chunks: list[nn.Module] = []
     for index in range(shape.chunks):
@@ -53,6 +54,7 @@ def get_model(
         with torch.device(device_module.current_device()):
             chunk = model_provider_func(pre_process=content.has_embedding, post_process=content.has_loss, **offered)
         chunks.append(chunk.to(device_module.current_device()))
+    # Before wrapping: flat buffers take every parameter once.
     tie_chunks(chunks)
     if not wrap_with_ddp:
         return chunks
@@ -98,6 +100,7 @@ def train_step(
     args = get_args()
     for chunk in model:
         chunk.zero_grad_buffer()
+    # With --fp16 the loss is multiplied before backward; the schedule asks the config for it.
     config.grad_scale_func = optimizer.grad_scale_func
     losses = (forward_backward_func or get_forward_backward_func())(
         forward_step_func=forward_step_func,
@@ -108,6 +111,7 @@ def train_step(
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
+    # With the function set, the schedule has called it already: twice would divide the gradients twice.
     if getattr(config, "finalize_model_grads_func", None) is None:
         finalize_model_grads(list(model))
     update = optimizer.step()
@@ -122,6 +126,7 @@ def mean_losses(losses: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     means = {}
     for name in losses[0] if losses else ():
         values = [torch.as_tensor(entry[name]) for entry in losses]
+        # Loss functions of earlier releases return a mean instead of (sum, tokens): it counts as one token.
         pairs = [value if value.numel() == 2 else torch.stack([value, torch.ones_like(value)]) for value in values]
         total = torch.stack(pairs).float().sum(dim=0)
         all_reduce(total, group)
@@ -145,6 +150,7 @@ def evaluate_and_print_results(
     """
     args = get_args()
     totals: dict[str, float] = {}
+    # Restored as it was: a script may hold some chunks in evaluation mode on purpose.
     was_training = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
@@ -216,10 +222,12 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor], group: G
 def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
     """L2 norm of all parameters of the model. force_create_fp32_copy: it is computed in float64 anyway."""
     groups = ProcessGroupCollection.current()
+    # Experts are divided over other processes than the rest, so their sums are added over other groups.
     sums = {of_experts: torch.zeros((), dtype=torch.float64) for of_experts in (False, True)}
     for chunk in model if isinstance(model, list | tuple) else [model]:
         for name, param in chunk.named_parameters():
             placement = get_placement(param, name)
+            # Copies and rows of padding must not count twice.
             if is_counted(placement, groups):
                 owned = [param.detach()[_slices(block.local_box)] for block in placement.pieces() if block.owned]
                 sums[placement.is_expert] += sum(part.double().square().sum().cpu() for part in owned)

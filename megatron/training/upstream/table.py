@@ -14,6 +14,7 @@ def _in(module: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, module)
 
 
+# Upstream's module -> name -> the module that defines it here.
 DEFINED: dict[str, dict[str, str]] = {
     "megatron.training": _in(_STEPS, "get_model")
     | _in(_SETTINGS, "get_train_valid_test_num_samples", "is_last_rank", "print_rank_last"),
@@ -55,6 +56,7 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.training.yaml_arguments": _in(_SETTINGS, "core_transformer_config_from_yaml"),
 }
 
+# What an ImportError says for a name that has no counterpart.
 ABSENT: dict[str, str] = {
     "megatron.training.inprocess_restart": "a lost process ends the job with exit code 75; start it again",
     "megatron.training.set_startup_timestamps": "--timing-log-level 2 tells how long the parts of a step take",

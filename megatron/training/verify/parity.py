@@ -47,7 +47,7 @@ class HeldParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one process saw."""
+    """What one process saw: losses and gradient norms of every iteration, and the parameters it holds."""
 
     losses: list[dict[str, float]]
     grad_norms: list[float]
@@ -86,7 +86,7 @@ class FirstGradients(Hook):
         self.grads: list[Tensor] = []
 
     def on_gradients(self, run: Run) -> None:
-        """Every rank takes part."""
+        """Keep the gradients of the first step. Every rank takes part."""
         if not self.grads:
             # Copies, because the buffers are cleared with the next step.
             self.grads = _gather_grads(run)
@@ -157,7 +157,7 @@ def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter
 
 @dataclass
 class Trace:
-    """What a layout must not change."""
+    """What a layout must not change, as full tensors."""
 
     losses: list[dict[str, float]]
     grad_norms: list[float]

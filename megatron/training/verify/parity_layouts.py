@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Processes it takes."""
+        """The number of processes that the layout takes."""
         return math.prod(self.sizes.values())
 
 
