@@ -52,6 +52,7 @@ def model_config(layout: Layout, **changes: Any) -> TransformerConfig:
         **sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | changes,
         tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("sp", False),
         context_parallel_size=layout.get("cp", 1), cp_comm_type=layout.get("comm", ["p2p"]),
+        hierarchical_context_parallel_sizes=layout.get("levels"),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from megatron.core.placement import get_placement
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
-from megatron.training.hooks.measures import routers
+from megatron.training.hooks.measures import list_routers
 from megatron.training.step import train_step
 from megatron.training.verify.parity import (
     RankTrace,
@@ -116,7 +116,7 @@ def biases_and_losses(text: str, directory: str, save: bool) -> tuple[list[torch
             run.hooks.on_step_end(run, result)
         row = run.metrics.read()[-1]
         logged = {name: row[name] for name in row.values if "load_balancing" in name or "z_loss" in name}
-        biases = [router.expert_bias.detach().clone() for router in routers(run) if router.expert_bias is not None]
+        biases = [router.expert_bias.detach().clone() for router in list_routers(run) if router.expert_bias is not None]
         if save:
             save_checkpoint(run)
         return biases, logged, float(result.losses["lm loss"])

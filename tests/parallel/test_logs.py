@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
-from megatron.training.hooks.measures import flat_buffers
+from megatron.training.hooks.measures import list_flat_buffers
 from megatron.training.run import Hook, Run
 from megatron.training.step import train_step
 from megatron.training.verify.parity import open_local_run
@@ -22,8 +22,8 @@ class Counting(Hook):
     """Looks at the gradients where the logs do."""
 
     def on_gradients(self, run: Run) -> None:
-        self.gradients = compute_layer_norms(flat_buffers(run), run.optimizer.model_sum, "gradients")
-        self.zeros = int(count_zeros(flat_buffers(run), run.optimizer.model_sum))
+        self.gradients = compute_layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "gradients")
+        self.zeros = int(count_zeros(list_flat_buffers(run), run.optimizer.model_sum))
 
 
 def statistics(layout: str) -> Statistics:
@@ -32,7 +32,7 @@ def statistics(layout: str) -> Statistics:
     with open_local_run(config, recipe, own_rank(config)) as run:
         run.hooks = found = Counting()
         train_step(run, run.data.open("train", 0))
-        parameters = compute_layer_norms(flat_buffers(run), run.optimizer.model_sum, "parameters")
+        parameters = compute_layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "parameters")
         report = run.timers.report(["forward-backward", "optimizer"], run.groups.world, option="all")
         return parameters, found.gradients, found.zeros, report
 
