@@ -77,7 +77,7 @@ class Executor:
         self.pipeline = Pipeline.from_config(config, pg_collection, len(self.chunks))
         self.stages = self.pipeline.shape
         self.clock: ActionClock | None = None
-        """Where a step's actions are timed; whoever wants that sets one before the step."""
+        """Where a step's actions are timed; set one before the step to have them timed."""
         # Virtual stages, not processes: one process with two chunks already passes hidden states on.
         self._has_whole_model = self.stages.count == 1
         self._queue: WeightGradQueue | None = None

@@ -1,4 +1,4 @@
-"""get_forward_backward_func: upstream's door to the schedules and the executor."""
+"""get_forward_backward_func: upstream's entry to the schedules and the executor."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class TransformerLayer(MegatronModule):
         else:
             self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
         self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
-        # With a float32 residual stream, what attention and MLP read is narrowed at their door.
+        # With a float32 residual stream, what attention and MLP read is cast to the format of their weights.
         self.compute_dtype = parameter_dtype(config)
         policy = ActivationPolicy(config, has_experts=not is_dense)
         self.recomputes_attention_norm = policy.recomputes_attention_norm and self.input_layernorm is not None
