@@ -72,6 +72,15 @@ def activate(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def is_cpu(where: torch.Tensor | torch.device) -> bool:
+    """Whether a tensor or a device is the host's own: read without waiting, computed by the CPU's kernels.
+
+    What differs between the kernels of CPUs and GPUs is asked with this, here as everywhere, so that a further kind of
+    device has one place to be thought of.
+    """
+    return (where.device if isinstance(where, torch.Tensor) else where).type == "cpu"
+
+
 def is_cuda(device: torch.device) -> bool:
     """Whether it is a CUDA device."""
     return device.type == "cuda"

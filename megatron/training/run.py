@@ -15,7 +15,6 @@ from megatron.training.metrics import Metrics, Row
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.device import Mark
     from megatron.core.distributed.model_chunk import ModelChunk
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
@@ -93,12 +92,6 @@ class StepResult:
     """After this step, as upstream logs it: the rate that the next step will use."""
     samples: int
     """Size of the global batch."""
-    # Marks are events on the device's stream: taking one does not make the host wait, reading the time between two
-    # does.
-    began: Mark
-    """The moment on the device at which the step began, and..."""
-    ended: Mark
-    """...at which it ended."""
     loss_scale: float = 1.0
     """What this step's loss was multiplied by before backward, with --fp16."""
 

@@ -87,8 +87,11 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         optimizer=optimizer,
         scheduler=(recipe.build_scheduler or build_scheduler)(config, optimizer),
         executor=executor,
-        schedule=functools.partial(executor.pipeline.program, groups.pp.rank()),
-        evaluation_schedule=functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True),
+        # A program depends on the number of microbatches alone, of which a run has few.
+        schedule=functools.cache(functools.partial(executor.pipeline.program, groups.pp.rank())),
+        evaluation_schedule=functools.cache(
+            functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True)
+        ),
         batch_size=batch_size,
         data=TrainingData(
             dict(zip(SPLITS, datasets, strict=True)), settings, planned=None if plans is None else plans.batches

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.collectives import all_reduce, broadcast, broadcast_object
-from megatron.core.device import mark
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.run import Run, StepResult
 
@@ -21,7 +20,6 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 
     batches: this rank's microbatches. Results stay tensors on the device until a hook reads them.
     """
-    began = mark()
     num_microbatches = run.num_microbatches
     samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
 
@@ -48,15 +46,12 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     if not update.skipped:
         run.scheduler.step(samples)
 
-    losses = reduce_losses(run, outputs.loss_dicts)
     return StepResult(
-        losses=losses,
+        losses=reduce_losses(run, outputs.loss_dicts),
         grad_norm=update.grad_norm,
         skipped=update.skipped,
         learning_rate=get_learning_rate(run),
         samples=samples,
-        began=began,
-        ended=mark(),
         loss_scale=loss_scale,
     )
 

@@ -21,8 +21,8 @@ from tests.unit.source_code import Source, parse, sources
 from tests.unit.test_architecture import loaded_by
 from tests.unit.tiny_training import FLAGS, RandomTokens, finish, prepare
 
-MAY_NAME_GPT = ("megatron/training/recipes/", "megatron/training/config/", "megatron/training/flags/")
-"""The recipes, and where GPT's flags are declared."""
+MAY_NAME_GPT = tuple(f"megatron/training/{room}/" for room in ("recipes", "config", "flags", "upstream"))
+"""The recipes, where GPT's flags are declared, and upstream's names."""
 
 
 def names_of_gpt(source: Source) -> list[str]:

@@ -4,14 +4,14 @@ module's own end of the step."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.placement import Placement, Split, get_placement
+from megatron.core.placement import Placement, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 from megatron.core.timers import Timers
 
@@ -41,7 +41,11 @@ def finalize_model_grads(
     with timers("all-grads-sync", 1, barrier=True):
         for chunk in model:
             chunk.finish_grad_sync()
-    for axis, grads in _collect_partial_grads(model).items():
+    partial: dict[str, list[Tensor]] = defaultdict(list)
+    for chunk in model:
+        for axis, params in chunk.partial_params.items():
+            partial[axis] += [param.main_grad for param in params]  # type: ignore[attr-defined]
+    for axis, grads in partial.items():
         group = getattr(groups, axis)
         if group is None or isinstance(group, SingleRankGroup):
             continue
@@ -52,7 +56,9 @@ def finalize_model_grads(
             all_reduce(flat, group)
             for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(total.view_as(grad))
-    sum_replicated_grads(_list_placed_grads(model), groups)
+    replicated = [(placement, param.main_grad) for chunk in model for placement, param in chunk.replicated_params]  # type: ignore[attr-defined]
+    if replicated:
+        sum_replicated_grads(replicated, groups)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
     for chunk in model:
@@ -74,24 +80,6 @@ def _divide_by_tokens(
     for chunk in model_chunks:
         # Where every token of the step is masked the gradients stay 0 instead of becoming nan.
         chunk.scale_gradients(1.0 / total.clamp(min=1))
-
-
-def _list_placed_grads(model_chunks: Sequence[ModelChunk]) -> Iterator[tuple[Placement, Tensor]]:
-    for chunk in model_chunks:
-        for name, param in chunk.module.named_parameters():
-            if param.requires_grad:
-                yield get_placement(param, name), param.main_grad  # type: ignore[attr-defined]
-
-
-def _collect_partial_grads(model_chunks: Sequence[ModelChunk]) -> dict[str, list[Tensor]]:
-    """Gradients to sum, by axis."""
-    by_axis: dict[str, list[Tensor]] = defaultdict(list)
-    for chunk in model_chunks:
-        for name, param in chunk.module.named_parameters():
-            if param.requires_grad:
-                for axis in get_placement(param, name).partial_grad_axes:
-                    by_axis[axis].append(param.main_grad)  # type: ignore[attr-defined]
-    return dict(by_axis)
 
 
 def sum_replicated_grads(grads: Iterable[tuple[Placement, Tensor]], groups: ProcessGroupCollection) -> None:

@@ -6,7 +6,9 @@ asked for), TorchFullyShardedDataParallel divides the parameters themselves. A w
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from megatron.core.distributed.bucket import Reduction
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import BufferLayout
 from megatron.core.flat_ranges import Range
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -68,6 +71,31 @@ class ModelChunk(nn.Module, ABC):
     """Whether gradients are reduced during backward, so that pipeline stages may want to begin at the same moment."""
 
     # ---- gradients
+
+    @functools.cached_property
+    def partial_params(self) -> dict[str, list[nn.Parameter]]:
+        """By axis: the parameters of whose gradient each process of that axis has a partial sum.
+
+        Found once: placements never change, and asking each parameter in every step would take longer than the sums.
+        """
+        by_axis: dict[str, list[nn.Parameter]] = defaultdict(list)
+        for placement, param in self._placed_params():
+            for axis in placement.partial_grad_axes:
+                by_axis[axis].append(param)
+        return dict(by_axis)
+
+    @functools.cached_property
+    def replicated_params(self) -> list[tuple[Placement, nn.Parameter]]:
+        """The parameters of which several shards hold the same part: keys and values of few query groups."""
+        return [
+            (placement, param)
+            for placement, param in self._placed_params()
+            if any(split.replicated_parts(placement.full_shape[split.dim]) for split in placement.splits)
+        ]
+
+    def _placed_params(self) -> list[tuple[Placement, nn.Parameter]]:
+        named = self.module.named_parameters()
+        return [(get_placement(param, name), param) for name, param in named if param.requires_grad]
 
     @abstractmethod
     def zero_grad_buffer(self) -> None:

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import is_cpu
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 
@@ -91,7 +92,7 @@ class Matmul(Product):
         if self.out_dtype is None:
             return F.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
-        if x.is_cpu:  # whose kernels have no product of 16-bit operands with a wider result
+        if is_cpu(x):  # whose kernels have no product of 16-bit operands with a wider result
             y = rows.to(self.out_dtype) @ weight.to(self.out_dtype).t()
         else:
             y = torch.mm(rows, weight.t(), out_dtype=self.out_dtype)
@@ -170,7 +171,7 @@ def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
     """main_grad [out, in] += dY^T X, summed in main_grad's number format; grad [tokens, out], rows [tokens, in]."""
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), rows)
-    elif main_grad.is_cpu:
+    elif is_cpu(main_grad):
         # The product is rounded to the operands' format before it is added.
         main_grad.add_(grad.t() @ rows)
     else:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import is_cpu
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
@@ -199,7 +200,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; x [..., h], weight [h]. Computes in float32, returns x's format."""
     # Elsewhere torch has a kernel of its own, which also computes statistics in float32.
-    if x.is_cpu and x.dtype == torch.float32:
+    if is_cpu(x) and x.dtype == torch.float32:
         result: Tensor = _FusedRMSNorm.apply(x, weight, eps)
         return result
     return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from megatron.core.device import is_cpu
 from megatron.core.errors import DataError, MegatronError, TemporaryError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -226,7 +227,7 @@ def load_samples(
         multiprocessing_context="fork" if settings.num_workers else None,
         timeout=settings.worker_timeout_seconds if settings.num_workers else 0,
         # Only from pinned memory can a GPU copy without making the host wait.
-        pin_memory=settings.device.type != "cpu",
+        pin_memory=not is_cpu(settings.device),
         # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
         generator=torch.Generator(),
         worker_init_fn=_Behaviour(settings.ignored_signal),

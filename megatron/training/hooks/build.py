@@ -18,6 +18,7 @@ from megatron.training.hooks.measures import (
     MemoryHook,
     StepHook,
     TrafficHook,
+    ZerosHook,
 )
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
@@ -26,7 +27,8 @@ from megatron.training.run import Hook, HookContext
 
 HOOKS: tuple[type[Hook], ...] = (
     # Phase.MEASURE; values appear in the log in this order
-    StepHook, ExpertsHook, AttentionLogitsHook, TrafficHook, BalanceHook, LayerNormsHook, TimingHook, MemoryHook,
+    StepHook,
+    ZerosHook, ExpertsHook, AttentionLogitsHook, TrafficHook, BalanceHook, LayerNormsHook, TimingHook, MemoryHook,
     PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,

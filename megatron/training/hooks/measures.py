@@ -48,17 +48,16 @@ class StepHook(Hook):
     phase = Phase.MEASURE
 
     def __init__(self) -> None:
-        self._zeros: Tensor | None = None
+        self._began: device.Mark | None = None
 
     def on_train_start(self, run: Run) -> None:
         """Measure the yardstick for MFU where the reports are written."""
         if run.is_first_rank:
             run.yardstick = build_yardstick(run.device, next(run.model[0].parameters()).dtype)
 
-    def on_gradients(self, run: Run) -> None:
-        """Count zeros among the gradients, with --log-num-zeros-in-grad."""
-        if run.config.logger.log_num_zeros_in_grad:
-            self._zeros = count_zeros(list_flat_buffers(run), run.optimizer.model_sum)
+    def on_step_start(self, run: Run) -> None:
+        """Mark the moment on the device."""
+        self._began = device.mark()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record everything. How long the step took is known only when the device has done it."""
@@ -66,15 +65,14 @@ class StepHook(Hook):
         # Per device, as hardware peaks are given.
         flops = None if run.flops_per_token is None else run.flops_per_token * tokens / run.groups.world.size()
 
+        assert self._began is not None, "a step ends that has not begun"
         # A function, called when values are read: asking now would make the host wait for the step.
-        seconds = partial(device.measure_seconds_between, result.began, result.ended)
+        seconds = partial(device.measure_seconds_between, self._began, device.mark())
         metrics.record("consumed_samples", run.progress.consumed_train_samples, reduce="last")
         metrics.record_losses(result.losses)
         metrics.record("grad_norm", result.grad_norm, reduce="last")
         if run.config.logger.log_params_norm:
             metrics.record("params_norm", run.optimizer.params_norm(), reduce="last")
-        if self._zeros is not None:
-            metrics.record("num_zeros_in_grad", self._zeros.long(), reduce="last")
         metrics.record("lr", result.learning_rate, reduce="last")
         metrics.record("global_batch_size", result.samples, reduce="last")
         metrics.record("skipped", result.skipped, reduce="sum")
@@ -98,6 +96,22 @@ class StepHook(Hook):
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Count iterations whose loss was not a number."""
         run.progress.nan_iterations += sum(row.has_nan for row in rows)
+
+
+class ZerosHook(Hook):
+    """--log-num-zeros-in-grad: num_zeros_in_grad, how many elements of the step's gradients are exactly zero."""
+
+    phase = Phase.MEASURE
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> ZerosHook | None:
+        """Where the flag asks for it."""
+        return cls() if config.logger.log_num_zeros_in_grad else None
+
+    def on_gradients(self, run: Run) -> None:
+        """Count between backward and update: the buffers are cleared before the next step."""
+        zeros = count_zeros(list_flat_buffers(run), run.optimizer.model_sum)
+        run.metrics.record("num_zeros_in_grad", zeros.long(), reduce="last")
 
 
 class ExpertsHook(Hook):

@@ -60,13 +60,18 @@ def forward_step(
     batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel
 ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
     """The model on this rank's tokens of the next microbatch: each token's loss [b, s], and how to reduce it."""
-    from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
-    from megatron.core.packed_seq_params import pack_batch
+    batch, packed_seq_params, cp_group = next(batches), None, model.groups.cp
+    if "cu_seqlens" in batch:
+        from megatron.core.packed_seq_params import pack_batch
 
-    # Every rank reads whole sequences and keeps its own piece: nothing about the data is sent.
-    batch, packed_seq_params = pack_batch(next(batches), model.groups.hybrid_cp)
-    own_group = None if packed_seq_params is None else packed_seq_params.cp_group
-    batch = get_batch_on_this_cp_rank(batch, own_group or model.groups.cp)
+        batch, packed_seq_params = pack_batch(batch, model.groups.hybrid_cp)
+        # With dynamic context parallelism every batch names the ranks that share it.
+        cp_group = (packed_seq_params and packed_seq_params.cp_group) or cp_group
+    if cp_group.size() > 1:
+        from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
+
+        # Every rank reads whole sequences and keeps its own piece: nothing about the data is sent.
+        batch = get_batch_on_this_cp_rank(batch, cp_group)
     output = model(
         batch["tokens"],
         batch["position_ids"],

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cpu
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
     PlainKernel,
@@ -83,7 +84,7 @@ def _fits(query: Tensor, key: Tensor) -> bool:
     sequence, batch, heads, _ = query.shape
     return (
         query.shape == key.shape  # no cache of earlier tokens, one key-value head per query head
-        and query.is_cpu
+        and is_cpu(query)
         and query.dtype == torch.float32
         and _probabilities_bytes(sequence, batch * heads) <= _MOST_BYTES_PER_LAYER
     )

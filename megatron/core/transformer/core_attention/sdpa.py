@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.device import is_cpu
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 
 _SMALLEST_BLOCK = 256
@@ -73,7 +74,7 @@ class SDPAttention(AttentionBackend):
         is_causal = visible.causal and visible.mask is None and is_square
         hidden = None if is_causal else inputs.build_mask()
         heads_per_group = query.shape[2] // key.shape[2]
-        if hidden is not None and heads_per_group > 1 and not query.is_cpu:
+        if hidden is not None and heads_per_group > 1 and not is_cpu(query):
             # Only its math kernel, which stores all scores, takes both a mask and grouped heads there.
             key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
         width = value.shape[-1]

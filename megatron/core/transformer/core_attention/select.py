@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron.core.device import is_cpu
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transformer.config_fields.attention import comm_type_problem
@@ -35,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def attention_problems(config: TransformerConfig, device: torch.device) -> list[str]:
     """Why the configured backend cannot honour the configured options on this device; empty when it can."""
-    backend, on_cpu = config.attention_backend, device.type == "cpu"
+    backend, on_cpu = config.attention_backend, is_cpu(device)
     problems = []
     if backend == "flash" and on_cpu and config.attention_dropout > 0:
         problems.append(
@@ -80,7 +81,7 @@ def build_attention_backend(
     if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
     # Its backward is written by hand, where a compiler would break the graph.
-    if config.attention_backend == "auto" and device.type == "cpu" and not config.compile:
+    if config.attention_backend == "auto" and is_cpu(device) and not config.compile:
         return CPUAttention(options)
     # Everything else, and every compiled model: torch's operator is one node that compilers know.
     return SDPAttention(options, config.attention_backend)
@@ -156,6 +157,6 @@ def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, de
         )
     # To merge blocks takes the logarithm of each one's sum, which torch's CPU kernel returns and its operator does not.
     by_kernel = config.attention_backend in ("auto", "flash") and options.dropout == 0 and options.softcap is None
-    if by_kernel and device.type == "cpu":
+    if by_kernel and is_cpu(device):
         return CPUFlashKernel(options.scale)
     return PlainKernel(options.scale, options.dropout, options.softcap)
