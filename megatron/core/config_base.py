@@ -122,10 +122,9 @@ def _read_settings(config_class: type) -> dict[str, Setting]:
     # Bases first, so that the class that declares a field again decides.
     for owner in reversed(config_class.__mro__):
         kinds |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(owner).get("usual_kind"))
-    settings = {f.name: _setting(f, flag_spec(f), hints.get(f.name, Any)) for f in dataclasses.fields(config_class)}
     return {
-        name: setting if setting.kind else dataclasses.replace(setting, kind=kinds[name])
-        for name, setting in settings.items()
+        f.name: _setting(f, flag_spec(f), hints.get(f.name, Any), kinds[f.name])
+        for f in dataclasses.fields(config_class)
     }
 
 
@@ -137,7 +136,7 @@ def _annotations(config_class: type) -> dict[str, Any]:
         return typing.get_type_hints(config_class.__mro__[1], localns=names)
 
 
-def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any) -> Setting:
+def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any, usual_kind: FieldKind | None) -> Setting:
     value_type, nargs, choices = _value_type(hint)
     default = field.default if field.default is not dataclasses.MISSING else None
     if field.default_factory is not dataclasses.MISSING:
@@ -148,8 +147,8 @@ def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any) -> Settin
         nargs=spec.nargs if spec.nargs is not None else nargs, choices=spec.choices or choices, default=default,
         parse=spec.parse, minimum=spec.minimum, maximum=spec.maximum, above=spec.above, example=spec.example,
         unit=spec.unit, status="planned" if spec.planned else "works", explanation=spec.planned or spec.coming or "",
-        planned_choices=spec.planned_choices, unsupported_choices=spec.unsupported_choices, kind=spec.kind,
-        needs=spec.needs, annotation=hint,
+        planned_choices=spec.planned_choices, unsupported_choices=spec.unsupported_choices,
+        kind=spec.kind or usual_kind, needs=spec.needs, annotation=hint,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import csv
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -32,11 +33,17 @@ class Flag(Setting):
     """A setting as the help and the documentation show it."""
 
     metavar: str | tuple[str, ...] | None = None
-    help: str = ""
     group: str = ""
     """Heading in the help: what the flags of one class have in common."""
     config: str | None = None
     """Group of RunConfig that holds the setting; None for the table's flags."""
+    owner: type | None = None
+    """Class that declares the field; None for the table's flags."""
+
+    @property
+    def help(self) -> str:
+        """The field's docstring. Found when asked for, because reading a command line does not need it."""
+        return "" if self.owner is None else field_docs(self.owner).get(self.dest, "")
 
 
 @functools.cache
@@ -59,17 +66,22 @@ def flags_of(config_class: type, config: str) -> Iterator[Flag]:
             yield Flag(
                 **vars(settings[field.name]),
                 metavar=spec.metavar,
-                help=field_docs(owner).get(field.name, ""),
-                group=(inspect.getdoc(owner) or owner.__name__).splitlines()[0].rstrip("."),
+                group=_read_heading(owner),
                 config=config,
+                owner=owner,
             )
+
+
+@functools.cache
+def _read_heading(cls: type) -> str:
+    return (inspect.getdoc(cls) or cls.__name__).splitlines()[0].rstrip(".")
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string literal below each field of this class."""
     # Python keeps no docstrings of fields, so the source is read: one text serves the reader of the code and --help.
-    body = _class_bodies(cls.__module__)[cls.__name__]
+    body = _parse_fields(cls)
     docs = {}
     for statement, below in zip(body, body[1:], strict=False):
         is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
@@ -79,18 +91,29 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def _parse_fields(cls: type) -> list[ast.stmt]:
+    """The statements of a class up to its first method; fields stand before."""
+    # Not inspect.getsource, which tokenizes the whole file, and only the fields, because all that is parsed here is
+    # parsed at every --help.
+    _, header, rest = _read_source(cls.__module__).partition(f"\nclass {cls.__name__}(")
+    fields = re.split(_AFTER_FIELDS, rest, maxsplit=1)[0]
+    definition = ast.parse(header + fields).body[0]
+    return typing.cast(ast.ClassDef, definition).body
+
+
+# A method, a decorator, or the two empty lines behind a class.
+_AFTER_FIELDS = r"\n    (?:def |@)|\n\n\n"
+
+
 @functools.cache
-def _class_bodies(module_name: str) -> dict[str, list[ast.stmt]]:
-    """The statements of every class of a module. Much faster than inspect.getsource, which tokenizes the file."""
-    source = Path(str(sys.modules[module_name].__file__)).read_text(encoding="utf-8")
-    return {node.name: node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+def _read_source(module_name: str) -> str:
+    return Path(str(sys.modules[module_name].__file__)).read_text(encoding="utf-8")
 
 
 def parse_value(flag: Flag, text: str) -> Any:
     """One value of a flag. Raises ValueError with the sentence `--flag text is not …; give …`."""
     try:
-        # integer and decimal instead of int and float, which take "1_000", " 7" and "nan".
-        value = (flag.parse or _PARSERS.get(flag.value_type, str))(text)
+        value = _choose_parser(flag.value_type, flag.parse)(text)
     except ValueError:
         # The parser's own words ("invalid literal for int()") say nothing to a user.
         raise ValueError(describe_type_problem(flag, text)) from None
@@ -101,6 +124,11 @@ def parse_value(flag: Flag, text: str) -> Any:
 
 
 _PARSERS: dict[type, Callable[[str], Any]] = {int: integer, float: decimal}
+
+
+def _choose_parser(value_type: type, parse: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    # integer and decimal instead of int and float, which take "1_000", " 7" and "nan".
+    return parse or _PARSERS.get(value_type, str)
 
 
 _KINDS: dict[str, tuple[type, Any]] = {
@@ -167,32 +195,34 @@ def _nargs(text: str) -> int | str | None:
 
 def _table_flag(row: dict[str, str]) -> Flag:
     value_type, parse = _KINDS[row["kind"]]
+    nargs = _nargs(row["nargs"])
     choices = tuple(value_type(choice) for choice in row["choices"].split(",")) if row["choices"] else None
-    # Without values first: reading those takes the flag's own parser.
-    bare = Flag(
+    default, neutral = (_table_value(row[column], value_type, nargs, parse) for column in ("default", "neutral"))
+    return Flag(
         dest=row["dest"],
         names=tuple(row["options"].split()),
         off_names=tuple(row["off"].split()),
         value_type=value_type,
-        nargs=_nargs(row["nargs"]),
+        nargs=nargs,
         choices=choices,
+        default=default,
         parse=parse,
         group=row["group"],
         status=cast(Status, row["status"]),
         explanation=row["capability_or_reason"],
         alternative=row["alternative"],
+        neutral=() if neutral is None else (neutral,),
     )
-    values = {column: _table_value(bare, row[column]) for column in ("default", "neutral")}
-    neutral = () if values["neutral"] is None else (values["neutral"],)
-    return Flag(**{**vars(bare), "default": values["default"], "neutral": neutral})
 
 
-def _table_value(flag: Flag, text: str) -> Any:
+def _table_value(text: str, value_type: type, nargs: int | str | None, parse: Callable[[str], Any] | None) -> Any:
+    """The value, or the list of values, that a cell of the table holds."""
     if not text:
         return None
-    if flag.is_switch:
+    if value_type is bool:
         return text == "true"
+    read = _choose_parser(value_type, parse)
     # A list of values in the table: "[a,b]".
-    if flag.nargs is not None:
-        return [parse_value(flag, part) for part in text.strip("[]").split(",") if part]
-    return parse_value(flag, text)
+    if nargs is not None:
+        return [read(part) for part in text.strip("[]").split(",") if part]
+    return read(text)

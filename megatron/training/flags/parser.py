@@ -162,9 +162,13 @@ def known_flags() -> tuple[Flag, ...]:
 
 
 def build_parser(
-    parsed: ParsedFlags, extra_flags: ExtraFlags | None = None, flags: Iterable[Flag] | None = None
+    parsed: ParsedFlags,
+    extra_flags: ExtraFlags | None = None,
+    flags: Iterable[Flag] | None = None,
+    *,
+    with_help: bool = False,
 ) -> FlagParser:
-    """The parser with all flags, or with these; only those that work are shown in the help."""
+    """The parser with all flags, or with these. with_help: its help shows those that work."""
     parser = FlagParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--flag value ...]",
@@ -177,7 +181,7 @@ def build_parser(
     parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Show this text and stop.")
     groups: dict[str, Any] = {}
     for flag in known_flags() if flags is None else flags:
-        shown = flag.status == "works"
+        shown = with_help and flag.status == "works"
         if shown and flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
         add_flag(groups[flag.group] if shown else parser, flag, parsed, shown)

@@ -72,7 +72,9 @@ def read_run_config(
     """
     # Before parsing: help is wanted most where the rest of the command line is wrong.
     if "--help" in argv or "-h" in argv:
-        build_parser(ParsedFlags(), extra_flags).print_help()
+        # The table's flags would not be shown. A user's own flags are declared beside all, as when they are read.
+        shown = program_flags() + declared_flags() if extra_flags is None else None
+        build_parser(ParsedFlags(), extra_flags, shown, with_help=True).print_help()
         raise SystemExit(0)
     if "--version" in argv:
         print(__version__)
