@@ -30,7 +30,7 @@ class AuxiliaryLossScale:
 
 
 def find_auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLossScale]:
-    """Those of all modules inside."""
+    """The scales of all modules inside the models that add losses of their own, such as routers."""
     found = (getattr(module, "auxiliary_loss_scale", None) for model in models for module in model.modules())
     return [scale for scale in found if isinstance(scale, AuxiliaryLossScale)]
 

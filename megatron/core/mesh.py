@@ -180,11 +180,9 @@ class RankGrid:
                 f"of two and divide the {replicas} ranks of data and context parallelism; "
                 "change --max-seqlen-per-dp-cp-rank"
             )
-        if not problems and (self.optimizer_instances < 1 or replicas % self.optimizer_instances):
-            problems.append(
-                f"--num-distributed-optimizer-instances {self.optimizer_instances} does not divide the {replicas} "
-                "replicas of the model"
-            )
+        instances_problem = find_instances_problem(self.optimizer_instances, replicas)
+        if not problems and instances_problem is not None:
+            problems.append(instances_problem)
         # A layer's attention and its experts have to lie on the same stage.
         if not problems and _groups(self.dense_sizes, {"pp"}) != _groups(self.expert_sizes, {"pp"}):
             problems.append(
@@ -272,6 +270,17 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
             f"({world_size} / {written('pp')}); use sizes whose product is {name_divisors(available, per_expert)}"
         )
     return problems
+
+
+def find_instances_problem(instances: int, replicas: int) -> str | None:
+    """Why so many copies of a divided optimizer state are not possible among these replicas of the model; None where
+    they are."""
+    if instances >= 1 and replicas % instances == 0:
+        return None
+    return (
+        f"--num-distributed-optimizer-instances {instances} does not divide the {replicas} model copies; "
+        f"use {name_divisors(replicas, instances)}"
+    )
 
 
 def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:

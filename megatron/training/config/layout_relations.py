@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.config_base import name_divisors, name_multiples
+from megatron.core.config_base import name_multiples
 from megatron.core.context_parallel.planning import count_ranks_of_sample, cutting_problem
-from megatron.core.mesh import size_problems
+from megatron.core.mesh import find_instances_problem, size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.pipeline_parallel.schedules import interleaved_problem
 
@@ -150,11 +150,9 @@ def copies_of_the_optimizer_state_divide_the_replicas(run: RunConfig) -> Iterato
     instances, replicas = run.ddp.num_distributed_optimizer_instances, _replicas(run)
     if replicas is None or instances == 1:
         return
-    if replicas % instances:
-        yield (
-            f"{run.say('num_distributed_optimizer_instances')} does not divide the {replicas} model copies; "
-            f"use {name_divisors(replicas, instances)}"
-        )
+    problem = find_instances_problem(instances, replicas)
+    if problem is not None:
+        yield problem
     if run.ddp.use_torch_fsdp2 and instances == replicas:
         yield (
             f"{run.say('num_distributed_optimizer_instances')} leaves each of the {instances} model copies whole, and "
