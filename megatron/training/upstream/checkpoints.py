@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint import save_and_load
 from megatron.training.global_vars import get_args
+from megatron.training.hooks.dispatch import Hooks
 from megatron.training.run import Progress
 
 isfile = os.path.isfile
 
 
+# Upstream's functions are handed pieces; a whole Run, with data, does not exist in a loop of one's own.
 @dataclass
-# Upstream's functions are handed pieces; a whole Run, with data and hooks, does not exist in a loop of one's own.
 class _Parts:
     """As much of a Run as a checkpoint is made of."""
 
@@ -30,6 +31,8 @@ class _Parts:
     optimizer: Any
     scheduler: Any
     progress: Progress
+    hooks: Hooks = field(default_factory=lambda: Hooks([]))
+    """Empty: a loop of one's own does itself what hooks do."""
 
 
 def save_checkpoint(
