@@ -117,7 +117,7 @@ class ModelParallelConfig(CheckedConfig):
         if self.max_seqlen_per_dp_cp_rank is None:
             yield (
                 "--hybrid-context-parallel needs --max-seqlen-per-dp-cp-rank, the most tokens of a microbatch on one "
-                "process; start with --seq-length / --context-parallel-size"
+                "process; start with the length of a sequence divided by --context-parallel-size"
             )
         if not self.calculate_per_token_loss:
             yield (
