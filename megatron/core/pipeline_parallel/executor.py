@@ -25,7 +25,7 @@ from megatron.core.auxiliary_loss import find_auxiliary_loss_scales
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.action_clock import ActionClock
+from megatron.core.pipeline_parallel.action_clock import ActionClock, TimedAction
 from megatron.core.pipeline_parallel.p2p_communication import P2PTransfers, TensorKey, connect_neighbours
 from megatron.core.pipeline_parallel.programs import Pipeline, Transfer, find_end_of_transfers
 from megatron.core.pipeline_parallel.schedules import Action
@@ -76,8 +76,7 @@ class Executor:
         self.grad_scale_func = grad_scale_func
         self.pipeline = Pipeline.from_config(config, pg_collection, len(self.chunks))
         self.stages = self.pipeline.shape
-        self.clock: ActionClock | None = None
-        """Where a step's actions are timed; set one before the step to have them timed."""
+        self._clock: ActionClock | None = None
         # Virtual stages, not processes: one process with two chunks already passes hidden states on.
         self._has_whole_model = self.stages.count == 1
         self._queue: WeightGradQueue | None = None
@@ -91,6 +90,19 @@ class Executor:
             attach_queue(_output_weight(self.chunks[-1]), self._queue)
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
         connect_neighbours(pg_collection.pp, self.stages, current_device())
+
+    def start_clock(self) -> None:
+        """Time the actions of the steps that follow, until `read_clock`."""
+        # A new clock each time: it keeps two marks per action until they are read.
+        self._clock = ActionClock()
+
+    def read_clock(self) -> list[TimedAction] | None:
+        """The actions since `start_clock`, in their order, and stop timing; None where no clock was started.
+
+        Waits for the device, which is what timing at this level costs.
+        """
+        clock, self._clock = self._clock, None
+        return None if clock is None else clock.read()
 
     def run(
         self,
@@ -129,7 +141,7 @@ class Executor:
                 return None, self._collect_loss(loss_func(output), num_microbatches, outputs)
 
         signals = {} if forward_only else plan_grad_sync(actions, self.chunks, self.groups.pp.rank())
-        clock = None if forward_only else self.clock
+        clock = None if forward_only else self._clock
         # Read from the program, not from the config: the programs of evaluation have no W actions.
         deferred = {(action.microbatch, action.chunk) for action in computed if action.kind == "W"}
         if self._has_whole_model and not deferred:

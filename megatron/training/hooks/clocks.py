@@ -17,7 +17,7 @@ from torch import nn
 from megatron.core.collectives import all_gather_object
 from megatron.core.device import NamedRange
 from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.action_clock import ActionClock, TimedAction
+from megatron.core.pipeline_parallel.action_clock import TimedAction
 from megatron.core.placement import get_placement
 from megatron.core.timers import TimingOption
 from megatron.training.config.container import RunConfig
@@ -105,16 +105,13 @@ class PipelineClockHook(Hook):
     def on_step_start(self, run: Run) -> None:
         """Give the executor a clock for the step that begins."""
         if self.times_all or self._is_traced(run.progress.iteration):
-            # A new one for each step: it keeps two marks per action until they are read.
-            run.executor.clock = ActionClock()
+            run.executor.start_clock()
 
     def on_gradients(self, run: Run) -> None:
         """Read it, after the last action, so that the timers are complete when the step ends."""
-        if run.executor.clock is None:
+        times = run.executor.read_clock()
+        if times is None:
             return
-        # Waits for the device, which is what timing at this level costs.
-        times = run.executor.clock.read()
-        run.executor.clock = None
         for action, start, end in times:
             run.timers(_TIMER_NAMES[action.kind], 2).add(end - start)
         if self._file is not None and self._is_traced(run.progress.iteration):
