@@ -421,3 +421,13 @@ def test_tokenizers_from_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert pad(orig_vocab_size=50, args=args) == 64 and "with 14 dummy tokens" in capsys.readouterr().out
     pad(50, args, logging_enabled=False)
     assert capsys.readouterr().out == ""
+
+
+def test_paths_of_a_dataset_and_the_config_of_fill_in_the_middle() -> None:
+    bin_path, idx_path = use("datasets.indexed_dataset", "get_bin_path", "get_idx_path")
+    assert (bin_path(path_prefix="a/b"), idx_path(path_prefix="a/b")) == ("a/b.bin", "a/b.idx")
+    config_class = resolve("megatron.training.datasets.fim_dataset", "GPTFIMDatasetConfig")
+    config = config_class(
+        random_seed=1, sequence_length=8, fim_rate=0.5, fim_spm_rate=0.5, fim_extra_tokens={"prefix": "<p>"}
+    )
+    assert (config.fim_rate, config.mock) == (0.5, True)

@@ -123,6 +123,7 @@ def checksum(path: Path) -> int:
     """crc32 of a file's content. Raises OSError."""
     value = 0
     with open(path, "rb") as file:
+        # In blocks: a shard may be larger than the memory that is left.
         while block := file.read(_BLOCK_BYTES):
             value = zlib.crc32(block, value)
     return value
@@ -134,6 +135,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def _render(content: dict[str, Any]) -> bytes:
+    # The manifest vouches for all other files, so it needs a checksum of its own.
     crc32 = zlib.crc32(json.dumps(content).encode())
     return (json.dumps({"crc32": crc32, "content": content}, indent=1) + "\n").encode()
 
@@ -148,6 +150,7 @@ def _from_content(content: Mapping[str, Any]) -> Manifest:
 def _inside(name: str) -> str:
     """The name, when it is a path below the checkpoint's directory."""
     path = PurePosixPath(name)
+    # A manifest comes with the checkpoint, from whoever made that: it must not make us read or trust files elsewhere.
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise CheckpointError(f"the manifest names the file {name!r}, which lies outside the checkpoint; refused")
     return name

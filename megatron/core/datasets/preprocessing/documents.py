@@ -216,6 +216,7 @@ class ChunkEncoder:
         """Texts by document, key and number, and the line (from 0 in the chunk) of each document."""
         documents, lines = [], []
         offset = chunk.byte_offset
+        # split, not splitlines: a form feed or a Unicode line separator inside a text ends no line of JSON.
         for number, line in enumerate(chunk.data.removesuffix(b"\n").split(b"\n")):
             try:
                 if not line.strip(_BLANK):
@@ -235,6 +236,7 @@ class ChunkEncoder:
         if len(line) > self.options.max_line_bytes:
             raise LineError(too_long(self.options.max_line_bytes))
         document = parse_object(line, offset)
+        # A lone surrogate can only come from an escape, so lines without one are spared the search.
         texts = [texts_under(document, key, check_surrogates=b"\\u" in line) for key in self.options.json_keys]
         split = self.options.split
         return texts if split is None else [[part for text in of_key for part in split(text)] for of_key in texts]
@@ -258,6 +260,7 @@ class ChunkEncoder:
                 good.append((document, line))
             except DataError as error:
                 result.problems.append(_sentence(chunk, line, LineError(str(error))))
+        # In place: the caller's lists must lose the same documents.
         documents[:] = [document for document, _ in good]
         lines[:] = [line for _, line in good]
         return encoded
@@ -269,6 +272,7 @@ class ChunkEncoder:
         counts: list[int] = []
         eod = np.array([self.options.eod], dtype=np.uint32) if self.options.append_eod else None
         for texts in documents:
+            # An empty text makes no sequence; a document without any gets no end-of-document token, as upstream's.
             sequences = [ids for ids in texts if len(ids)]
             pieces += sequences
             lengths += [len(ids) for ids in sequences]
@@ -277,6 +281,7 @@ class ChunkEncoder:
                 pieces.append(eod)
                 lengths[-1] += 1
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
+        # Checked before the conversion, which would wrap in silence.
         limit = np.iinfo(self.options.dtype).max
         if len(tokens) and int(tokens.max()) > limit:
             raise DataError(
@@ -288,6 +293,7 @@ class ChunkEncoder:
         """Compare an excerpt of one document with what the tokenizer itself gives."""
         texts = [text for document in documents for texts in document for text in texts if text]
         if texts:
+            # Another text and place in every chunk, but the same ones whenever the job is repeated.
             text = texts[chunk.first_line_overall % len(texts)]
             start = chunk.byte_offset % len(text)
             self.encoder.verify(text[start : start + _AUDIT_CHARACTERS])

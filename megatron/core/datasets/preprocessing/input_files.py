@@ -62,6 +62,7 @@ def check_format(path: str) -> None:
             head = file.read(8)
     except OSError as error:
         raise DataError(f"--input {path}: cannot be read: {error.strerror}") from error
+    # pzstd and others put such a frame before the data.
     if head[1:4] == _SKIPPABLE_FRAME and head[0] >> 4 == 5:
         head = _ZSTD_MAGIC
     name = next((name for magic, name in _OTHER_FORMATS.items() if head.startswith(magic)), None)
@@ -70,6 +71,7 @@ def check_format(path: str) -> None:
             f"--input {path}: {name or os.path.splitext(path)[1]} is not read; "
             "convert it to .jsonl, .jsonl.gz or .jsonl.zst"
         )
+    # Name and content must agree: compressed bytes read as text would be a file of one unusable line.
     for ending, (name, magic) in _FORMATS.items():
         if path.endswith(ending) and head and not head.startswith(magic):
             raise DataError(
@@ -103,6 +105,7 @@ def read_blocks(path: str, block_bytes: int) -> Iterator[bytes]:
         raise DataError(f"{path}: vanished before it was read") from error
     except OSError as error:
         raise StorageError(f"{path}: reading failed: {error.strerror}") from error
+    # A corpus that is still being written would make a dataset that stops in the middle.
     if (opened.st_size, opened.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
         raise DataError(
             f"{path}: changed while it was read ({opened.st_size} to {now.st_size} bytes); "
@@ -149,6 +152,7 @@ class _ZstdReader:
             if self._frame is not None:
                 raise _TruncatedZstd
             return None
+        # A file may be several frames, one after the other; each needs a decompressor of its own.
         if self._frame is None:
             self._frame = self._library.ZstdDecompressor().decompressobj()
         try:
@@ -188,6 +192,7 @@ def find_inputs(pattern: str) -> list[str]:
 
     Raises ConfigError where nothing matches, DataError for a file that cannot be read.
     """
+    # A file whose name holds a bracket or a star is that file, not a pattern.
     paths = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern))
     if not paths:
         raise ConfigError(
@@ -206,6 +211,7 @@ def count_lines(paths: Sequence[str]) -> int:
         block = b"\n"
         for block in read_blocks(path, CHUNK_BYTES):
             count += block.count(b"\n")
+        # A last line without a newline is a line, too.
         count += not block.endswith(b"\n")
     return count
 
@@ -288,6 +294,7 @@ class _LineCutter:
         if len(data) < self._pending_bytes:  # the rest of a line over the limit was dropped
             data = data[: self._max_line_bytes + 1]
         offset = self.offset
+        # Editors on Windows begin UTF-8 files with it; JSON does not allow it.
         if offset == 0 and data.startswith(_BOM):
             offset, data = len(_BOM), data[len(_BOM) :]
         chunk = Chunk(self.path, self.lines + 1, self.lines_overall, offset, data)

@@ -205,6 +205,7 @@ def preprocess(
         )
     if problems:
         raise ConfigError(problems)
+    # Before the lock and the encoder: a wrong path is answered at once.
     paths = find_inputs(options.input)
     work = document_options(options, paths, tokenizer)
     show = progress or (lambda size: Progress(sys.stderr, options.log_interval, size))
@@ -214,6 +215,8 @@ def preprocess(
             raise ConfigError(f"{_FAST_ONLY}, and this job would have {encoder.description}; leave it out")
         try:
             return _run(options, paths, ChunkEncoder(encoder, work), show)
+        # A worker compared an excerpt and found a difference: everything is encoded again, so that a file never mixes
+        # two encoders.
         except EncoderMismatch as reason:
             if options.use_gigatoken:
                 raise DataError(f"{_FAST_ONLY}, and {reason}; leave it out") from None
@@ -225,6 +228,7 @@ def preprocess(
 def token_type(tokenizer: Tokenizer) -> str:
     """The type of token ids on disk: two bytes if the vocabulary is small and its largest id fits, else four."""
     dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
+    # Ids may have gaps, so the largest one can lie beyond the number of tokens.
     return "int32" if tokenizer.max_id > np.iinfo(dtype).max else dtype.name
 
 
@@ -237,6 +241,7 @@ def sample_texts(paths: list[str], options: PreprocessOptions) -> list[str]:
             texts += [text[:_SAMPLE_TEXT] for line in lines for text in _usable_texts(line, options.json_keys)]
             if texts:
                 break
+    # Spread over the sample: the first lines of a corpus are often alike.
     step = sum(map(len, texts)) // _SAMPLE_CHARACTERS + 1
     return texts[::step]
 
@@ -273,6 +278,7 @@ def _run(options: PreprocessOptions, paths: list[str], work: ChunkEncoder, show:
     """Encode all chunks and write them."""
     encoder, dtype = work.encoder, work.options.dtype
     summary = Summary(encoder=encoder.description, dtype=dtype)
+    # How much text is in a compressed file is known only at its end.
     progress = show(0 if any(map(is_compressed, paths)) else total_bytes(paths))
     progress.say(
         f"{len(paths)} input file{'s' * (len(paths) > 1)}, {options.workers} worker{'s' * (options.workers > 1)}: "
@@ -293,10 +299,12 @@ def _run(options: PreprocessOptions, paths: list[str], work: ChunkEncoder, show:
         ) as writer,
         WorkerPool[Chunk, EncodedChunk](work, options.workers) as pool,
     ):
+        # In the order of the input, whatever the number of workers: the files are the same byte for byte.
         for chunk in pool.map_ordered(chunks):
             _count(chunk, options, summary)
             writer.add(chunk)
             progress.add(chunk.num_documents, chunk.num_bytes)
+        # Before finish(), which gives the files their names.
         _check_not_empty(options, summary, writer)
         summary.prefixes = writer.finish()
         summary.sequences, summary.tokens = writer.num_sequences, writer.num_tokens

@@ -120,6 +120,8 @@ class _Reader:
             raise DataError(f"{where} is missing: the dataset ends before it; was it made from this input?")
         parts = texts if work.split is None else [part for text in texts for part in work.split(text)]
         encoded = [(part, self._tokenizer.tokenize(part)) for part in parts]
+        # What documents.py makes of the texts, written a second time on purpose: a check that shared the encoding would
+        # share its faults.
         expected = [ids for _, ids in encoded if ids]
         if expected and work.append_eod and work.eod is not None:
             expected[-1] = [*expected[-1], work.eod]
@@ -136,6 +138,7 @@ class _Reader:
         result.sequences += len(expected)
         result.tokens += sum(map(len, expected))
         result.texts += len(encoded)
+        # Counted, not demanded: many tokenizers normalise spaces or characters.
         result.restored += sum(self._tokenizer.detokenize(ids) == part for part, ids in encoded)
 
     def check_end(self) -> None:
@@ -172,6 +175,7 @@ def _check_whole(prefix: str, part_prefixes: list[str]) -> None:
         documents = len(part.document_indices)
         if starts[document : document + documents].tolist() != (part.document_indices + sequence).tolist():
             raise DataError(f"{prefix}: its documents are not those of {part_prefix} from document {document} on")
+        # Sequence by sequence: comparing whole files would need as much memory as they have bytes.
         for number in range(len(part)):
             if whole[sequence + number].tolist() != part[number].tolist():
                 raise DataError(
