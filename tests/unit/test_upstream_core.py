@@ -431,3 +431,12 @@ def test_paths_of_a_dataset_and_the_config_of_fill_in_the_middle() -> None:
         random_seed=1, sequence_length=8, fim_rate=0.5, fim_spm_rate=0.5, fim_extra_tokens={"prefix": "<p>"}
     )
     assert (config.fim_rate, config.mock) == (0.5, True)
+
+
+@pytest.mark.parametrize(
+    "given", [{"qk_layernorm": True}, {"qk_l2_norm": True}, {"num_experts": 4}, {"normalization": "RMSNorm"}]
+)
+def test_a_spec_that_contradicts_the_config_is_refused(given: dict[str, Any]) -> None:
+    spec = use("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")(**given)
+    with pytest.raises(ConfigError, match="the layer spec was made with .* the config says .* give TransformerConfig"):
+        gpt(spec)

@@ -11,6 +11,7 @@ with dropout on what is added. Sources: Xiong et al., 2020 (pre-norm); OLMo 2, 2
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +63,17 @@ class TransformerLayer(MegatronModule):
         submodules: TransformerLayerSubmodules,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
+        expected_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """layer_number: this layer in the whole model, counted from 1."""
+        """layer_number: this layer in the whole model, counted from 1. expected_config: fields of the config that the
+        layer's spec was made for; raises ConfigError where the config has other values."""
         super().__init__(config)
+        for name, value in (expected_config or {}).items():
+            if getattr(config, name) != value:
+                raise ConfigError(
+                    f"the layer spec was made with {name} {value!r}, the config says {getattr(config, name)!r}; "
+                    f"give TransformerConfig({name}={value!r})"
+                )
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.layer_number = layer_number
         # In the order of forward: gradient buckets follow the order of construction, and fill up in backward from the

@@ -41,9 +41,10 @@ def get_gpt_layer_local_spec(
 ) -> ModuleSpec:
     """A GPT layer on plain torch; which norm, activation and attention kernel it gets is up to its config.
 
-    num_experts, moe_grouped_gemm, qk_layernorm, normalization, qk_l2_norm: part of upstream's signature; a layer takes
-    them from its config (num_moe_experts, ...), so that one spec serves all layers. Raises ConfigError for what does
-    not exist yet: multi_latent_attention, fp8, moe_use_legacy_grouped_gemm.
+    A layer takes num_experts, qk_layernorm, normalization and qk_l2_norm from its config (num_moe_experts, ...), so
+    that one spec serves all layers; where they are given here, building the layer raises ConfigError unless the config
+    says the same. moe_grouped_gemm: how experts are computed is up to the config; the numbers are the same. Raises
+    ConfigError for what does not exist yet: multi_latent_attention, fp8, moe_use_legacy_grouped_gemm.
     """
     # Refused rather than dropped: a layer without them would train another model than the caller asked for.
     _refuse_unsupported(multi_latent_attention, fp8, moe_use_legacy_grouped_gemm)
@@ -58,8 +59,18 @@ def get_gpt_layer_local_spec(
             k_layernorm=build_norm,
         ),
     )
+    asked = {
+        "num_moe_experts": num_experts,
+        "qk_layernorm": qk_layernorm,
+        "qk_l2_norm": qk_l2_norm,
+        "normalization": normalization,
+    }
+    # False and None are upstream's defaults, and say nothing.
+    asked = {name: value for name, value in asked.items() if value}
     return ModuleSpec(
         module=TransformerLayer,
+        # Only where something is asked: a layer class of a user's own may take no such argument.
+        params={"expected_config": asked} if asked else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=build_norm,
             self_attention=self_attention,
