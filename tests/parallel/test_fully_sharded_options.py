@@ -11,10 +11,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.torch_fully_sharded_data_parallel import replace_returned_parameters
 from megatron.training.hooks.measures import TrafficHook
 from megatron.training.loop import train
 from megatron.training.step import train_step
-from megatron.training.verify.parity import RankTrace, find_largest_differences, join, open_local_run, trace_rank
+from megatron.training.verify.parity import (
+    RankTrace,
+    compare,
+    find_largest_differences,
+    join,
+    open_local_run,
+    trace_rank,
+)
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
@@ -144,6 +152,45 @@ def test_units_are_gathered_together() -> None:
         assert finely[:2] == (False, False)
         assert together[2] == pytest.approx(layer_by_layer[2], rel=1e-6)
         assert finely[2] == pytest.approx(layer_by_layer[2], rel=1e-6)
+
+
+FINE = "--megatron-fsdp-enable-fine-grained-param-gather"
+DIVIDED = [
+    *UNITS,
+    "--torch-fsdp2-no-reshard-after-forward",
+    f"{FINE} --data-parallel-sharding-strategy optim_grads",
+    f"{FINE} --init-model-with-meta-device --no-bias-dropout-fusion",
+    f"{FINE} --recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+    f"{FINE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+]
+
+
+def trained_with(style: str, flag_list: list[str]) -> list[RankTrace]:
+    settings = [training(f"{STYLES[style]} {flags}", "dp2,fsdp2") for flags in flag_list]
+    return [trace_rank(*each, rank=own_rank(each[0]), iterations=2) for each in settings]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_option_changes_the_run(style: str) -> None:
+    """With biases, which attention and MLP return for the layer to add, and without."""
+    reference = join([trace_rank(*training(STYLES[style], "1"), rank=0, iterations=2)])
+    ranks = run_distributed(trained_with, 2, style, DIVIDED, timeout=240.0)
+    for flags, shares in zip(DIVIDED, zip(*ranks, strict=True), strict=True):
+        assert compare(reference, join(list(shares))) == [], flags
+
+
+def test_a_part_that_returns_its_parameters_hands_out_copies() -> None:
+    part, foreign = nn.Linear(3, 2), torch.zeros(2)
+    assert part.bias is not None
+    returned = {"bias": part.bias, "rows": (part.weight[1:],), "other": foreign, "none": None}
+    copies = replace_returned_parameters(part, (), returned)
+    assert copies["other"] is foreign and copies["none"] is None
+    for copy, original in ((copies["bias"], part.bias), (copies["rows"][0], part.weight[1:])):
+        assert torch.equal(copy, original)
+        assert copy.untyped_storage().data_ptr() != original.untyped_storage().data_ptr()
+    (copies["bias"].sum() + copies["rows"][0].sum()).backward()
+    assert torch.equal(part.bias.grad, torch.ones(2)), "a copy hands its gradient back"
+    assert torch.equal(part.weight.grad, torch.tensor([[0.0] * 3, [1.0] * 3]))
 
 
 def memory_asked_for(flags: str) -> int:

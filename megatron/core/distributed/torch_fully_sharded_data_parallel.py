@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.collectives import Handle, all_gather_into_tensor, reduce_scatter_tensor
 from megatron.core.device import current_device
@@ -94,6 +95,8 @@ class TorchFullyShardedDataParallel(ModelChunk):
         for unit in find_sharding_units(module, ddp_config):
             for part in unit:
                 self._prepare(part)
+                # Before fully_shard, whose own hook after forward frees the parameters: hooks run in this order.
+                part.register_forward_hook(replace_returned_parameters)
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
         # What belongs to no unit stays through backward.
         self._prepare(module)
@@ -253,6 +256,18 @@ def _join_layers(layers: list[nn.Module], size: int) -> Iterator[list[nn.Module]
             unit = []
     if unit:
         yield unit
+
+
+def replace_returned_parameters(part: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook: return the output with copies in place of the part's parameters, and of views of them.
+
+    A part may leave work to its caller, as attention and MLP return their last bias for the layer to add. The caller
+    would read memory that is freed when the part's forward ends; a copy lives on, and hands its gradient back.
+    """
+    # Inner units are divided again by now, and have replaced what they returned.
+    whole = (param for param in part.parameters() if not isinstance(param, DTensor))
+    memory = {param.untyped_storage().data_ptr() for param in whole}
+    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage().data_ptr() in memory else t, output)
 
 
 def _count_elements(module: nn.Module) -> int:
