@@ -15,7 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.products import multiply
-from megatron.core.transformer.moe.grouped_products import ExpertByExpert, GroupedMatmul
+from megatron.core.transformer.moe.grouped_products import ExpertByExpert, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import permute, sort_slots, unpermute
 from megatron.core.transformer.moe.router import LOSS_NAMES, read_loss_coefficients
@@ -329,6 +329,27 @@ def test_how_experts_compute() -> None:
     assert said["products of experts"] == "grouped_mm"
     with pytest.raises(ConfigError, match="flex is not supported; use allgather or alltoall"):
         read_config(f"{MOE} --moe-token-dispatcher-type flex")
+
+
+@pytest.mark.flags("--moe-grouped-gemm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(32, 64), (30, 96), (48, 30), (24, 12), (12, 24), (33, 7), (7, 33), (64, 50)])
+def test_grouped_products_have_any_width(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Where a kernel refuses one of the three products of training, all are made one expert after the other."""
+    config = read_config(f"{MOE} --moe-grouped-gemm").model
+    inputs, outputs = widths
+    generator = torch.Generator().manual_seed(7)
+    x, grad = (torch.randn(10, width, generator=generator).to(dtype) for width in widths)
+    weights = torch.randn(3, outputs, inputs, generator=generator).to(dtype)
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    results = []
+    for product in (choose_expert_product(config, widths, dtype, torch.device("cpu")), ExpertByExpert()):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        output = multiply(product, *leaves, ends=ends)
+        output.backward(grad)
+        results.append([output, *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.flags("--moe-router-dtype")

@@ -111,19 +111,42 @@ def choose_expert_product(
 
 @functools.cache
 def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Try torch's grouped_mm on a few rows; returns whether it computes what it should on this device."""
+    """Try the three products of training on a few rows; returns whether GroupedMatmul computes what ExpertByExpert
+    does.
+
+    widths, dtype, device: see choose_expert_product.
+    """
     # Which shapes and formats a device takes is documented nowhere and changes between releases: ask it.
     if _grouped_mm is None or device.type == "meta":
         return False
     inputs, outputs = widths
-    x, matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in ((16, inputs), (2, outputs, inputs)))
+    # Operands of their own, as training has them: a product's result may have padded rows, which a kernel takes where
+    # it refuses rows without padding.
+    x, grad = (_first_and_last_column(16, width, dtype, device) for width in (inputs, outputs))
+    weight = torch.ones(2, outputs, inputs, dtype=dtype, device=device)
     # The second expert without rows, as it happens in training.
     ends = torch.tensor([16, 16], dtype=torch.int32, device=device)
+
+    def multiply_all(product: Product) -> list[Tensor | None]:
+        return [
+            product.forward(x, weight, ends=ends),
+            product.input_grad(grad, weight, ends),
+            product.weight_grad(grad, x, weight, None, ends),
+        ]
+
     try:
-        y = _grouped_mm(x, matrices.transpose(1, 2), offs=ends)
-        back = _grouped_mm(y, matrices, offs=ends)
-        # All three products of training, since a device may have kernels for some of them only.
-        gradient = _grouped_mm(y.t(), x, offs=ends)
+        found = multiply_all(GroupedMatmul())
     except RuntimeError:  # not for this device, these widths or this number format; NotImplementedError is one
         return False
-    return back.shape == x.shape and gradient.shape == matrices.shape and bool((y == inputs).all())
+    return all(
+        result is not None and expected is not None and torch.equal(result, expected)
+        for result, expected in zip(found, multiply_all(ExpertByExpert()), strict=True)
+    )
+
+
+def _first_and_last_column(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, width] with ones in the first and last column, else zeros: products with them are exact in any number
+    format, in whatever order a kernel adds them up."""
+    matrix = torch.zeros(rows, width, dtype=dtype, device=device)
+    matrix[:, [0, -1]] = 1.0
+    return matrix
