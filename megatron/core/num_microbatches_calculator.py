@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -34,13 +34,21 @@ class BatchSizeStep(NamedTuple):
     global_batch_size: int
 
 
+class Stretch(NamedTuple):
+    """Iterations in a row of one size: from `consumed_samples` on, `iterations` of them (None: without end)."""
+
+    consumed_samples: int
+    global_batch_size: int
+    iterations: int | None
+
+
 @dataclass(frozen=True)
 class NumMicrobatchesCalculator:
     """Global batch size and number of microbatches over the run.
 
     micro_batch_size: samples per forward pass on one data-parallel rank.
     decrease_batch_size_if_needed: round a global batch size that the ranks cannot share evenly down, instead of
-    refusing it. Raises ConfigError naming every size that cannot be used.
+    refusing it. Which sizes a run uses depends on where it begins and ends: `check_sizes` looks at those.
     """
 
     steps: tuple[BatchSizeStep, ...]
@@ -48,9 +56,14 @@ class NumMicrobatchesCalculator:
     data_parallel_size: int
     decrease_batch_size_if_needed: bool = False
 
-    def __post_init__(self) -> None:
+    def check_sizes(self, consumed_samples: int = 0, iterations: int | None = None) -> None:
+        """Raise ConfigError naming every size that the ranks cannot share among those of the next `iterations`.
+
+        consumed_samples: trained on so far; a size that was passed by then counts no longer, so that a run may go on
+        with another number of ranks. iterations: None for a run without end.
+        """
         unit = self.samples_per_microbatch
-        sizes = {step.global_batch_size for step in self.steps}
+        sizes = {stretch.global_batch_size for stretch in self.stretches(consumed_samples, iterations)}
         if self.decrease_batch_size_if_needed:
             # Rounded down, such a size would be 0.
             refused = sorted(size for size in sizes if size < unit)
@@ -67,6 +80,43 @@ class NumMicrobatchesCalculator:
             f"global batch size {size} is not divisible by --micro-batch-size {self.micro_batch_size} "
             f"times data-parallel size {self.data_parallel_size} (= {unit}); use {nearest}"
         )
+
+    def stretches(self, consumed_samples: int = 0, iterations: int | None = None) -> Iterator[Stretch]:
+        """The sizes that come into force from `consumed_samples` on, in their order, for so many iterations.
+
+        A size that one iteration of the size before it steps over is not among them.
+        """
+        while iterations is None or iterations > 0:
+            size = self.global_batch_size(consumed_samples)
+            later = next((step.first_sample for step in self.steps if step.first_sample > consumed_samples), None)
+            taken = self._samples_taken(consumed_samples)
+            # Where nothing can be taken the run ends here, and check_sizes says why.
+            length = None if later is None or taken == 0 else -(-(later - consumed_samples) // taken)
+            if iterations is not None:
+                length = iterations if length is None else min(length, iterations)
+                iterations -= length
+            yield Stretch(consumed_samples, size, length)
+            if length is None:
+                return
+            consumed_samples += length * taken
+
+    def count_iterations(self, samples: int) -> int:
+        """Iterations from the start of a run that `samples` samples are enough for."""
+        iterations = 0
+        for stretch in self.stretches():
+            taken = self._samples_taken(stretch.consumed_samples)
+            fitting = max(0, samples - stretch.consumed_samples) // max(1, taken)
+            if stretch.iterations is None or fitting < stretch.iterations:
+                return iterations + fitting
+            iterations += stretch.iterations
+        return iterations
+
+    def _samples_taken(self, consumed_samples: int) -> int:
+        """Samples of the next iteration. Not rounded unless asked for: a run that is past it may have had other
+        ranks."""
+        if self.decrease_batch_size_if_needed:
+            return self.running_global_batch_size(consumed_samples)
+        return self.global_batch_size(consumed_samples)
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -102,6 +152,7 @@ def build_num_microbatches_calculator(
 
     global_batch_size: samples per step; one microbatch when None. rampup_batch_size: (start, increment, samples).
     seq_length: tokens per sample, to turn the thresholds of a step schedule into samples; without it they are samples.
+    Raises ConfigError for flags that describe no staircase, and for a size that is the only one and cannot be shared.
     """
     if step_batch_size_schedule is not None:
         if global_batch_size is not None or rampup_batch_size is not None:
@@ -114,7 +165,10 @@ def build_num_microbatches_calculator(
         steps = compute_rampup_steps(rampup_batch_size, global_batch_size)
     else:
         steps = (BatchSizeStep(0, global_batch_size or micro_batch_size * data_parallel_size),)
-    return NumMicrobatchesCalculator(steps, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    made = NumMicrobatchesCalculator(steps, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+    if len(steps) == 1:
+        made.check_sizes()
+    return made
 
 
 def compute_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tuple[BatchSizeStep, ...]:
@@ -139,23 +193,35 @@ def compute_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: in
 
 
 def parse_step_schedule(text: str, tokens_per_sample: int = 1) -> tuple[BatchSizeStep, ...]:
-    """Staircase written as `THRESHOLD:SIZE`, separated by spaces or commas: "0:16 2.4B:320".
+    """Staircase written as `THRESHOLD:SIZE`, separated by spaces or commas, in any order: "0:16 2.4B:320".
 
-    THRESHOLD: tokens consumed, with K, M, B, T for 10^3 ... 10^12. A step starts with the first whole sample at which
-    that many tokens have been consumed. Raises ConfigError for any other text.
+    THRESHOLD: tokens consumed, with K, M, B, T for 10^3 ... 10^12. A step starts with the sample within which that many
+    tokens are reached, that is, tokens // tokens_per_sample; of steps that start with the same sample the last counts.
+    Raises ConfigError for any other text.
     """
-    steps = []
-    for word in re.split(r"[\s,]+", text.strip()):
-        match = _STEP.fullmatch(word)
-        if match is None:
-            raise ConfigError(f"--step-batch-size-schedule: {word!r} is not THRESHOLD:SIZE, such as 0:16 or 2.4B:320")
-        # Exact: as a float 2.4B might begin a sample too late.
-        tokens = Fraction(match["count"]) * _SUFFIXES[match["suffix"]]
-        steps.append(BatchSizeStep(-(-tokens // tokens_per_sample), int(match["size"])))
-    firsts = [step.first_sample for step in steps]
-    if firsts[0] != 0 or any(later <= earlier for earlier, later in zip(firsts, firsts[1:], strict=False)):
+    entries = sorted(_read_step(word) for word in _split_schedule(text))
+    thresholds = [tokens for tokens, _ in entries]
+    if thresholds[0] != 0 or len(set(thresholds)) < len(thresholds):
         raise ConfigError(
-            f"--step-batch-size-schedule {text!r}: thresholds must start at 0 and grow by at least one sample"
-            + (f" ({tokens_per_sample} tokens)" if tokens_per_sample > 1 else "")
+            f"--step-batch-size-schedule {text!r}: one threshold must be 0, and no two the same; "
+            "give for example 0:16 2.4B:320"
         )
-    return tuple(steps)
+    return tuple(BatchSizeStep(int(tokens // tokens_per_sample), size) for tokens, size in entries)
+
+
+def sort_step_schedule(text: str) -> str:
+    """The same schedule with its entries in the order of their thresholds. Raises ConfigError for any other text."""
+    return " ".join(sorted(_split_schedule(text), key=_read_step))
+
+
+def _split_schedule(text: str) -> list[str]:
+    return re.split(r"[\s,]+", text.strip())
+
+
+def _read_step(word: str) -> tuple[Fraction, int]:
+    """Tokens and size of one entry."""
+    match = _STEP.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"--step-batch-size-schedule: {word!r} is not THRESHOLD:SIZE, such as 0:16 or 2.4B:320")
+    # Exact: as a float 2.4B might begin a sample too late.
+    return Fraction(match["count"]) * _SUFFIXES[match["suffix"]], int(match["size"])

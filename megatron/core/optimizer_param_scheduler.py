@@ -70,6 +70,7 @@ def compute_scheduler_steps(
 ) -> SchedulerSteps:
     """Curve lengths in samples from the flags of a run that is counted in iterations or in samples.
 
+    global_batch_size: samples that an iteration stands for in these lengths; where the batch grows, the caller chooses.
     The decay is as long as the run unless given; a warm-up fraction is a share of the decay, not of the run.
     """
     if train_iters is not None:
@@ -232,6 +233,15 @@ class OptimizerParamScheduler:
             group["lr"] = self.get_lr(group)
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
+    def _find_idle_settings(self, saved: Mapping[str, Any]) -> set[str]:
+        """Keys of the state that decide nothing, here and in a saved run: a run without decay may be made longer."""
+        idle: set[str] = set()
+        if self.lr_decay_style == saved.get("lr_decay_style") == "constant":
+            idle |= {"lr_decay_steps", "min_lr"}
+        if self.wd_incr_style == saved.get("wd_incr_style") == "constant":
+            idle |= {"wd_incr_steps"}
+        return idle
+
     def state_dict(self) -> dict[str, Any]:
         """Position and shape of the curves; plain numbers and texts."""
         return {"num_steps": self.num_steps, **{key: getattr(self, key) for key in _STATE_FLAGS}}
@@ -239,10 +249,8 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; CheckpointError where its curves differ and no flag says who wins."""
         if not self.override_opt_param_scheduler:
-            saved = {key: state_dict[key] for key in _STATE_FLAGS if key in state_dict}
-            if self.wd_incr_style == saved.get("wd_incr_style") == "constant":
-                # Weight decay does not grow, so the length of its growth decides nothing: a run may be made longer.
-                saved.pop("wd_incr_steps", None)
+            idle = self._find_idle_settings(state_dict)
+            saved = {key: state_dict[key] for key in _STATE_FLAGS if key in state_dict and key not in idle}
             differing = [key for key, value in saved.items() if value != getattr(self, key)]
             if differing and not self.use_checkpoint_opt_param_scheduler:
                 listing = ", ".join(

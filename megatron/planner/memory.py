@@ -16,6 +16,7 @@ s: tokens of a sequence on one process, b: microbatch, h: hidden size, f: width 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,8 @@ class MemoryEstimate:
     """Bytes of all microbatches that are under way at once."""
     microbatches_in_flight: float | None
     """Microbatches whose activations wait for backward at once, over all stages; None without pipeline stages."""
+    interleaving_penalty: float | None
+    """Activations with virtual stages, in units of those without; None where there are none."""
 
     @property
     def total(self) -> float:
@@ -150,6 +153,7 @@ def estimate_memory(
     num_expert_replicas = num_replicas * ranks / expert_ranks
     tokens = workload.seq_length // model.context_parallel_size * workload.micro_batch_size
     divides = replicas.use_distributed_optimizer
+    in_flight = _count_layers_in_flight(model, workload.num_microbatches)
     layer = _estimate_layer_activations(model, tokens)
     return MemoryEstimate(
         parameters=counts,
@@ -159,9 +163,8 @@ def estimate_memory(
         + experts * _count_parameter_bytes(num_expert_replicas, divides),
         layer_activations=layer,
         activations=_estimate_activations(model, layer, tokens, workload),
-        microbatches_in_flight=None
-        if stages == 1
-        else stages * _count_layers_in_flight(model, workload.num_microbatches),
+        microbatches_in_flight=None if stages == 1 else stages * in_flight,
+        interleaving_penalty=in_flight if model.virtual_pipeline_model_parallel_size else None,
     )
 
 
@@ -211,7 +214,7 @@ def _estimate_activations(model: TransformerConfig, layer: float, tokens: int, w
 def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
     """The estimate in the lines that users know from the reference system; MB are 1024 x 1024 bytes."""
     counts = memory.parameters
-    form = "with SP" if model.sequence_parallel else "precise, without SP"
+    form = "" if model.sequence_parallel else " (precise, without SP)"
     lines = [
         f"Number of parameters in transformer block in billions: {counts.transformer_block / _BILLION:.2f}",
         "Number of active parameters in transformer block in billions: "
@@ -225,9 +228,11 @@ def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
     if model.pipeline_model_parallel_size > 1:
         lines.append(f"Number of parameters in other shards in billions: {memory.other_shards / _BILLION:.4f}")
     per_layer = memory.layer_activations / _MEGABYTE
-    lines.append(f"Activation memory footprint per transformer layer ({form}): {per_layer:.1f} MB")
+    lines.append(f"Activation memory footprint per transformer layer{form}: {per_layer:.1f} MB")
+    if memory.interleaving_penalty is not None:
+        lines.append(f"Memory penalty from interleaved schedule: {memory.interleaving_penalty:.2f}")
     if memory.microbatches_in_flight is not None:
-        lines.append(f"Number of in-flight microbatches: {memory.microbatches_in_flight:.0f}")
+        lines.append(f"Number of in-flight microbatches: {math.ceil(memory.microbatches_in_flight)}")
     lines.append(
         f"Theoretical memory footprints: weight and optimizer={memory.weight_and_optimizer / _MEGABYTE:.2f} MB, "
         f"activation={memory.activations / _MEGABYTE:.2f} MB, total={memory.total / _MEGABYTE:.2f} MB"

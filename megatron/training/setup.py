@@ -25,7 +25,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel import (
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, compute_scheduler_steps
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.executor import Executor, compute_activation_shape
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
@@ -36,6 +36,7 @@ from megatron.core.transformer.pipeline_layout import build_pipeline_layout, bui
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
+from megatron.training.config.relations import compute_schedule_lengths
 from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings
 from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
@@ -114,6 +115,8 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         optimizer.call_after_update(AttentionLogits(config.model, model, optimizer, groups))
     # Last, because it writes into the memory of everything above: weights, optimizer, schedule, progress, hooks.
     load_checkpoint(run)
+    # A checkpoint says which sizes are passed already.
+    check_batch_sizes(run)
     if config.validation.skip_train:
         progress.end_here()
     return run
@@ -196,20 +199,27 @@ def build_executor(
     batch_size: NumMicrobatchesCalculator,
     optimizer: MegatronOptimizer,
 ) -> Executor:
-    """What runs the chunks. Raises ConfigError when a batch size of the run does not fill the pipeline."""
+    """What runs the chunks."""
     assert config.data.seq_length is not None, "checked by read_run_config"
     shape = compute_activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
-    executor = Executor(
+    return Executor(
         model, process.groups, config.model, activation_shape=shape, grad_scale_func=optimizer.grad_scale_func
     )
-    sizes = {step.global_batch_size for step in batch_size.steps}
-    # Every size of a growing batch is tried now: a run should not end after days because the next size does not fill
-    # the pipeline.
-    for size in sorted(sizes):
-        problem = executor.pipeline.problem(size // batch_size.samples_per_microbatch)
+
+
+def check_batch_sizes(run: Run) -> None:
+    """Raise ConfigError where a batch size that is still to come cannot be shared, or does not fill the pipeline.
+
+    All of them are tried before the first step: a run should not end after days because the batch has grown.
+    """
+    sizes, progress = run.batch_size, run.progress
+    # At least one, so that the size in force is always looked at.
+    to_come = progress.consumed_train_samples, max(1, progress.target_iterations - progress.iteration)
+    sizes.check_sizes(*to_come)
+    for size in sorted({stretch.global_batch_size for stretch in sizes.stretches(*to_come)}):
+        problem = run.executor.pipeline.problem(size // sizes.samples_per_microbatch)
         if problem is not None:
             raise ConfigError(f"--global-batch-size {size}: {problem}")
-    return executor
 
 
 def write_param_group_map(path: str, optimizer: MegatronOptimizer, groups: ProcessGroupCollection) -> None:
@@ -238,20 +248,9 @@ def write_param_group_map(path: str, optimizer: MegatronOptimizer, groups: Proce
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build what sets learning rate and weight decay, by the number of samples consumed."""
-    scheduler, training = config.scheduler, config.training
+    scheduler = config.scheduler
     # The schedule counts samples, whatever unit the flags use.
-    steps = compute_scheduler_steps(
-        global_batch_size=training.global_batch_size or 1,
-        train_iters=training.train_iters,
-        train_samples=training.train_samples,
-        lr_decay_iters=scheduler.lr_decay_iters,
-        lr_decay_samples=scheduler.lr_decay_samples,
-        lr_warmup_iters=scheduler.lr_warmup_iters,
-        lr_warmup_samples=scheduler.lr_warmup_samples,
-        lr_warmup_fraction=scheduler.lr_warmup_fraction,
-        lr_wsd_decay_iters=scheduler.lr_wsd_decay_iters,
-        lr_wsd_decay_samples=scheduler.lr_wsd_decay_samples,
-    )
+    steps = compute_schedule_lengths(config)
     weight_decay = config.optimizer.weight_decay
     start_wd, end_wd = scheduler.start_weight_decay, scheduler.end_weight_decay
     return OptimizerParamScheduler(

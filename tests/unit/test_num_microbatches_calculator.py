@@ -23,8 +23,24 @@ def build(**settings: object):  # type: ignore[no-untyped-def]
 
 def test_thresholds_of_a_step_schedule_are_tokens() -> None:
     steps = parse_step_schedule("0:16 2.4B:320, 1T:640", tokens_per_sample=4096)
-    assert steps == (BatchSizeStep(0, 16), BatchSizeStep(585938, 320), BatchSizeStep(244140625, 640))
+    assert steps == (BatchSizeStep(0, 16), BatchSizeStep(585937, 320), BatchSizeStep(244140625, 640))
     assert 585937 * 4096 < 2_400_000_000 <= 585938 * 4096
+
+
+def test_a_threshold_in_tokens_becomes_samples_by_rounding_down() -> None:
+    assert parse_step_schedule("0:1 4000:2", tokens_per_sample=128)[1] == BatchSizeStep(31, 2)
+    # Two thresholds within one sample: the later one counts from there on.
+    batch_size = build(step_batch_size_schedule="0:1 100:2 300:3 310:4", seq_length=128)
+    assert [batch_size.global_batch_size(consumed) for consumed in (0, 1, 2, 3)] == [2, 2, 4, 4]
+
+
+def test_entries_are_sorted_with_a_note() -> None:
+    assert parse_step_schedule("40:16 0:8 1K:24") == parse_step_schedule("0:8 40:16 1K:24")
+    base = SMALLEST_RUN.replace("--global-batch-size 8", "--step-batch-size-schedule 1K:4 0:2,512:8")
+    config = run_config("", base)
+    assert config.training.step_batch_size_schedule == "0:2 512:8 1K:4"
+    assert any("1K:4 0:2,512:8 is out of order; it is taken as 0:2 512:8 1K:4" in note for note in config.notes)
+    assert not any("out of order" in note for note in run_config("", base.replace("1K:4 0:2,512:8", "0:2,1K:4")).notes)
 
 
 def test_without_a_global_batch_size_a_step_is_one_microbatch() -> None:
@@ -33,7 +49,8 @@ def test_without_a_global_batch_size_a_step_is_one_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "0:8 40", "0:8,40:x", "1:8", "0:8 40:16 40:32", "0:8 -1:4", "0:8 1e3:16", "0:٨"]
+    "text",
+    ["", "8", "0:8 40", "0:8,40:x", "1:8", "0:8 40:16 40:32", "0:8 1K:4 1000:2", "0:8 -1:4", "0:8 1e3:16", "0:٨"],
 )
 def test_bad_step_schedules_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--step-batch-size-schedule"):
@@ -46,12 +63,48 @@ def test_bad_rampups_are_refused(ramp: tuple[int, ...]) -> None:
         compute_rampup_steps(ramp, 32)
 
 
-def test_every_size_of_the_staircase_must_be_shared_evenly() -> None:
+def test_every_size_to_come_must_be_shared_evenly() -> None:
+    batch_size = build(step_batch_size_schedule="0:8 10:12 40:18", micro_batch_size=4, data_parallel_size=2)
     with pytest.raises(ConfigError) as refused:
-        build(step_batch_size_schedule="0:8 10:12 20:18", micro_batch_size=4, data_parallel_size=2)
+        batch_size.check_sizes()
     assert [problem.split(" is")[0] for problem in refused.value.problems] == [
         "global batch size 12", "global batch size 18",
     ]  # fmt: skip
+    with pytest.raises(ConfigError, match="global batch size 12 "):
+        batch_size.check_sizes(consumed_samples=16)
+    batch_size.check_sizes(iterations=2)  # 16 samples: the run ends before the second size
+
+
+def test_a_size_that_was_passed_needs_not_be_shared() -> None:
+    """0:2 was trained on 2 ranks; 4 ranks can go on with 8 and 16, and count the iterations as if they had begun."""
+    flags = {"step_batch_size_schedule": "0:2 10:8 42:16", "micro_batch_size": 1}
+    two, four = build(**flags, data_parallel_size=2), build(**flags, data_parallel_size=4)
+    four.check_sizes(consumed_samples=10)
+    with pytest.raises(ConfigError, match="global batch size 2 "):
+        four.check_sizes(consumed_samples=8)
+    assert two.count_iterations(100) == four.count_iterations(100) == 5 + 4 + 3
+    assert [(s.consumed_samples, s.global_batch_size, s.iterations) for s in two.stretches(4, 20)] == [
+        (4, 2, 3), (10, 8, 4), (42, 16, 13),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(0, 200), max_size=4, unique=True), st.data())
+def test_stretches_are_the_sizes_met_step_by_step(thresholds: list[int], data: st.DataObject) -> None:
+    thresholds = [0, *(at + 1 for at in thresholds)]
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(thresholds), max_size=len(thresholds)))
+    text = " ".join(f"{at}:{size}" for at, size in zip(thresholds, sizes, strict=True))
+    batch_size = build(step_batch_size_schedule=text)
+    consumed, met = data.draw(st.integers(0, 100)), []
+    stretches = list(batch_size.stretches(consumed, 60))
+    for _ in range(60):
+        met.append(batch_size.global_batch_size(consumed))
+        consumed += met[-1]
+    assert [stretch.global_batch_size for stretch in stretches for _ in range(stretch.iterations or 0)] == met
+    samples, count, consumed = data.draw(st.integers(0, 400)), 0, 0
+    while consumed + batch_size.global_batch_size(consumed) <= samples:
+        consumed += batch_size.global_batch_size(consumed)
+        count += 1
+    assert batch_size.count_iterations(samples) == count
 
 
 def test_two_sources_of_the_batch_size_contradict() -> None:

@@ -106,6 +106,24 @@ def test_resume_continues_the_curve() -> None:
     assert second.state_dict() == straight.state_dict()
 
 
+def test_a_run_without_decay_may_be_made_longer() -> None:
+    saved = from_flags("--lr-decay-style constant --train-iters 10 --min-lr 0.001")
+    saved.step(80)
+    longer = from_flags("--lr-decay-style constant --train-iters 20")
+    longer.load_state_dict(saved.state_dict())
+    assert longer.num_steps == 80
+    # What has an effect is compared as before: the warm-up, and the length of a decay on either side.
+    with pytest.raises(CheckpointError, match="--lr-warmup-iters"):
+        from_flags("--lr-decay-style constant --lr-warmup-iters 2").load_state_dict(saved.state_dict())
+    decaying = from_flags("--lr-decay-style linear --train-iters 10")
+    for here, there in ((decaying, longer), (longer, decaying), (from_flags("--train-iters 20"), decaying)):
+        with pytest.raises(CheckpointError, match="--lr-decay-iters"):
+            here.load_state_dict(there.state_dict())
+    theirs = from_flags("--lr-decay-style constant --train-iters 20 --use-checkpoint-opt_param-scheduler")
+    theirs.load_state_dict(decaying.state_dict())
+    assert theirs.lr_decay_steps == decaying.lr_decay_steps
+
+
 @pytest.mark.flags("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler")
 def test_who_wins_when_the_checkpoint_differs() -> None:
     saved = from_flags("--lr 2.0")

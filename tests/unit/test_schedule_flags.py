@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigError
+from megatron.training.config.relations import compute_schedule_lengths
 from megatron.training.setup import build_scheduler
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
@@ -90,6 +91,52 @@ def test_weight_decay() -> None:
     assert curve(f"{growing} cosine", key="weight_decay")[25] == pytest.approx(
         0.1 + 0.2 * 0.5 * (1 + math.cos(math.pi * 0.75))
     )
+
+
+GROWING = ITERATIONS.replace("--global-batch-size 8", "--micro-batch-size 2 --step-batch-size-schedule 0:4,1K:8,4K:16")
+
+
+@pytest.mark.flags("--step-batch-size-schedule", "--lr-warmup-iters", "--lr-decay-iters", "--lr-wsd-decay-iters")
+@pytest.mark.parametrize(
+    ("iterations", "samples"),
+    [
+        ("--lr-warmup-iters 5 --lr-decay-iters 50", "--lr-warmup-samples 10 --lr-decay-samples 100"),
+        ("--lr-decay-style cosine --lr-decay-iters 80 --lr-warmup-fraction 0.1", "--lr-decay-samples 160 "
+         "--lr-decay-style cosine --lr-warmup-fraction 0.1"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 20", "--lr-decay-style WSD --lr-wsd-decay-samples 40"),
+    ],
+)  # fmt: skip
+def test_iterations_of_a_schedule_do_not_grow_with_the_batch(iterations: str, samples: str) -> None:
+    """With --step-batch-size-schedule each is micro-batch size x data-parallel size samples, as upstream counts."""
+    by_samples = GROWING.replace("--train-iters 100", "--train-samples 200")
+    assert curve(iterations, GROWING) == curve(samples, by_samples)
+    lengths = compute_schedule_lengths(run_config(iterations, GROWING, world_size=2))
+    assert lengths.wd_incr_steps == 100 * 2 * 2, "and the decay is as long as the iterations of the run, likewise"
+
+
+def test_the_first_rates_are_those_of_the_reference() -> None:
+    """Read off a run of the reference: 4 samples consumed, a warm-up of 5 iterations: 0.4 of the rate."""
+    optimizer: Any = SimpleNamespace(param_groups=[{}])
+    scheduler = build_scheduler(run_config("--lr 1e-3 --lr-warmup-iters 5 --lr-decay-iters 50", GROWING), optimizer)
+    rates = []
+    for samples in (4, 4, 2, 90):
+        scheduler.step(samples)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([4e-4, 8e-4, 1e-3, 0.0])
+
+
+def test_what_iterations_became_is_said_once() -> None:
+    notes = run_config("--lr-warmup-iters 5 --lr-decay-iters 50", GROWING).notes
+    said = [note for note in notes if "an iteration of a schedule counts as 2 samples" in note]
+    assert len(said) == 1 and "warm-up 10, decay 100" in said[0] and "--lr-warmup-samples" in said[0]
+    ramp = run_config("--rampup-batch-size 2 2 10 --lr-warmup-iters 5", ITERATIONS)
+    assert any("counts as 8 samples" in note and "warm-up 40, decay 800" in note for note in ramp.notes)
+    for flags, base in (
+        ("", ITERATIONS),
+        ("--lr-decay-style constant", GROWING),
+        ("--lr-warmup-samples 5", GROWING.replace("--train-iters 100", "--train-samples 200")),
+    ):
+        assert not any("counts as" in note for note in run_config(flags, base).notes)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def reconfigure_num_microbatches_calculator(
         seq_length=seq_length,
         decrease_batch_size_if_needed=decrease_batch_size_if_needed,
     )
+    update_num_microbatches(0)
 
 
 def destroy_num_microbatches_calculator() -> None:
@@ -119,9 +120,10 @@ unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Tell how many samples were trained on. consistency_check: the global batch size then must be one that the ranks
-    can share, which the calculator has checked for all sizes; verbose: of upstream's signature."""
-    _calculator()
+    """Tell how many samples were trained on. consistency_check: raise ConfigError where the ranks cannot share the
+    global batch size that is in force then; verbose: of upstream's signature."""
+    if consistency_check:
+        _calculator().check_sizes(consumed_samples, iterations=1)
     CurrentBatchSize.consumed_samples = consumed_samples
 
 

@@ -14,6 +14,7 @@ from megatron.core.config_base import name_multiples
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer.rule_table import needs_whole_matrices
+from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
 from megatron.training.config.layout_relations import sharding_flag
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
         yield "--step-batch-size-schedule and --global-batch-size both set the global batch size; keep one"
         return
     try:
-        build_num_microbatches_calculator(
+        sizes = build_num_microbatches_calculator(
             global_batch_size=batch if schedule is None else None,
             micro_batch_size=training.micro_batch_size or 1,
             data_parallel_size=run.data_parallel_size,
@@ -111,6 +112,12 @@ def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
             seq_length=run.data.seq_length,
             decrease_batch_size_if_needed=training.decrease_batch_size_if_needed,
         )
+        # Where a checkpoint is continued, only that says which sizes are still to come; `setup` asks then.
+        if run.checkpoint.load is None:
+            iterations = training.train_iters
+            if iterations is None and training.train_samples is not None:
+                iterations = sizes.count_iterations(training.train_samples)
+            sizes.check_sizes(0, iterations)
     except ConfigError as error:
         # Where the layout does not fit, that sentence is enough: these numbers would follow from it.
         if run.is_divisible:
@@ -123,6 +130,35 @@ def last_batch_size(schedule: str) -> int | None:
         return parse_step_schedule(schedule)[-1].global_batch_size
     except ConfigError:
         return None
+
+
+def samples_per_scheduled_iteration(run: RunConfig) -> int:
+    """Samples that one iteration of --lr-warmup-iters, --lr-decay-iters and the like stands for.
+
+    The global batch size that --rampup-batch-size grows to; with --step-batch-size-schedule, which names several, one
+    microbatch on every data-parallel rank. Both are upstream's rules.
+    """
+    training = run.training
+    if training.step_batch_size_schedule is not None:
+        return (training.micro_batch_size or 1) * run.data_parallel_size
+    return training.global_batch_size or 1
+
+
+def compute_schedule_lengths(run: RunConfig) -> SchedulerSteps:
+    """Lengths of the curves of learning rate and weight decay, in samples. Raises ConfigError for a run without one."""
+    training, scheduler = run.training, run.scheduler
+    return compute_scheduler_steps(
+        global_batch_size=samples_per_scheduled_iteration(run),
+        train_iters=training.train_iters,
+        train_samples=training.train_samples,
+        lr_decay_iters=scheduler.lr_decay_iters,
+        lr_decay_samples=scheduler.lr_decay_samples,
+        lr_warmup_iters=scheduler.lr_warmup_iters,
+        lr_warmup_samples=scheduler.lr_warmup_samples,
+        lr_warmup_fraction=scheduler.lr_warmup_fraction,
+        lr_wsd_decay_iters=scheduler.lr_wsd_decay_iters,
+        lr_wsd_decay_samples=scheduler.lr_wsd_decay_samples,
+    )
 
 
 def units_agree(run: RunConfig) -> Iterator[str]:

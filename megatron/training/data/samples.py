@@ -44,14 +44,7 @@ def count_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) -
     """--train-iters, or the steps that fit into --train-samples with the batch sizes of the run."""
     if config.training.train_iters is not None:
         return config.training.train_iters
-    samples = config.training.train_samples or 0
-    iterations = consumed = 0
-    last_growth = batch_size.steps[-1].first_sample
-    # Step by step only while the batch grows; the rest of the run is one division.
-    while consumed < last_growth and consumed + batch_size.running_global_batch_size(consumed) <= samples:
-        consumed += batch_size.running_global_batch_size(consumed)
-        iterations += 1
-    return iterations + max(0, samples - consumed) // batch_size.running_global_batch_size(consumed)
+    return batch_size.count_iterations(config.training.train_samples or 0)
 
 
 def count_needed_samples(config: RunConfig) -> tuple[int, int | None, int]:

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from megatron.core.config_base import get_settings
+from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import decimal
+from megatron.core.num_microbatches_calculator import sort_step_schedule
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
 from megatron.training.config.layout_relations import sharding_flag
+from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
 
 
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
@@ -53,6 +56,15 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
 def _batch(run: RunConfig) -> Iterator[str]:
     if run.training.micro_batch_size is None:
         yield "--micro-batch-size is not given; 1 is used"
+    schedule = run.training.step_batch_size_schedule
+    if schedule is not None:
+        try:
+            ordered = sort_step_schedule(schedule)
+        except ConfigError:
+            return  # growing_batch_is_possible says what is wrong
+        if ordered.split() != schedule.replace(",", " ").split():
+            yield f"--step-batch-size-schedule {schedule} is out of order; it is taken as {ordered}"
+            run.training.step_batch_size_schedule = ordered
 
 
 def _positions(run: RunConfig) -> None:
@@ -244,3 +256,31 @@ def idle_notes(run: RunConfig, given: Set[str]) -> Iterator[str]:
                 missing = next((needs.words for needs in setting.needs if not needs.met(fields)), None)
                 if missing is not None:
                     yield f"{run.say(name)} has no effect without {missing}"
+
+
+def schedule_notes(run: RunConfig) -> Iterator[str]:
+    """What a schedule in iterations comes to where the batch grows, so that iterations are of different lengths."""
+    training, scheduler = run.training, run.scheduler
+    steps, ramp = training.step_batch_size_schedule, training.rampup_batch_size
+    if training.train_iters is None or (steps is None and ramp is None):
+        return
+    lengths = compute_schedule_lengths(run)
+    decays, weight_decay_grows = scheduler.lr_decay_style != "constant", scheduler.weight_decay_incr_style != "constant"
+    parts = [
+        (f"warm-up {lengths.lr_warmup_steps:g}", "--lr-warmup-samples", lengths.lr_warmup_steps > 0),
+        (f"decay {lengths.lr_decay_steps}", "--lr-decay-samples", decays),
+        (f"final decay {lengths.wsd_decay_steps}", "--lr-wsd-decay-samples", scheduler.lr_decay_style == "WSD"),
+        (f"growth of the weight decay {lengths.wd_incr_steps}", "--train-samples", weight_decay_grows),
+    ]
+    found = [(words, flag) for words, flag, is_used in parts if is_used]
+    if not found:
+        return
+    asked, unit = ("--rampup-batch-size", "--global-batch-size")
+    if steps is not None:
+        asked, unit = "--step-batch-size-schedule", "--micro-batch-size x data-parallel size"
+    flags = dict.fromkeys(["--train-samples", *(flag for _, flag in found)])
+    yield (
+        f"{asked}: an iteration of a schedule counts as {samples_per_scheduled_iteration(run)} samples ({unit}), "
+        f"however far the batch has grown; in samples: {', '.join(words for words, _ in found)}; "
+        f"to write samples use {', '.join(flags)}"
+    )

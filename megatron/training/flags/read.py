@@ -28,7 +28,7 @@ from megatron.training.flags.command_line_rules import (
     planned_problems,
 )
 from megatron.training.flags.declarations import Flag, declared_flags, table_flags
-from megatron.training.flags.derive import derive, idle_notes
+from megatron.training.flags.derive import derive, idle_notes, schedule_notes
 from megatron.training.flags.parser import (
     ExtraFlags,
     ParsedFlags,
@@ -136,6 +136,8 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
     ]
     # After all rules: notes are about settings that are legal and have nothing to do.
     notes += idle_notes(run, given.keys())
+    if not rules and not parsed.problems:
+        notes += schedule_notes(run)
     sources = {flag.name: "default" for flag in declared_flags()}
     sources |= {entry.flag.name: entry.source for entry in parsed.given.values() if entry.flag.name in sources}
     sources["WORLD_SIZE"] = "environment" if "WORLD_SIZE" in environ else "default"
