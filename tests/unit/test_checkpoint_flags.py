@@ -197,6 +197,16 @@ def test_other_padding_of_the_vocabulary(trained: Path) -> None:
     assert torch.equal(narrow[name], wide[name][:50])
 
 
+def test_a_run_goes_on_where_a_passed_batch_size_would_not_divide(tmp_path: Path) -> None:
+    """2 samples an iteration until 8 are trained on, then 4: with microbatches of 4 only the second size is shared."""
+    flags = ("--rampup-batch-size", "2", "2", "8", "--lr-decay-style", "constant", *saving(tmp_path, 2))
+    assert train_tiny(*flags, "--train-iters", "4").progress.consumed_train_samples == 8
+    wider = (*flags, "--load", tmp_path, "--micro-batch-size", "4", "--train-iters", "6")
+    with pytest.raises(ConfigError, match="global batch size 2 is not divisible by --micro-batch-size 4"):
+        prepare(*wider, "--ckpt-step", "2")
+    assert train_tiny(*wider).progress.consumed_train_samples == 16
+
+
 def test_changed_settings_are_named_on_resume(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare("--load", trained, "--seed", "77")
     assert "settings that changed: --seed is 1234 in the checkpoint, 77 in this run" in capsys.readouterr().out
