@@ -147,10 +147,7 @@ def explain_refusal(setting: Setting, value: Any, written: str) -> tuple[Status,
         kind = "planned"
     if kind == "works":
         return None
-    offered = setting.offered_choices
-    instead = (
-        f"use {' or '.join(map(str, offered))}" if setting.status == "works" and offered else _suggest_instead(setting)
-    )
+    instead = _suggest_instead(setting)
     if kind == "planned":
         what = setting.explanation or "a later version"
         return kind, f"{written} is planned, not available yet: it comes with {what}; {instead}"
@@ -159,11 +156,26 @@ def explain_refusal(setting: Setting, value: Any, written: str) -> tuple[Status,
 
 
 def _suggest_instead(setting: Setting) -> str:
+    """What to do about a refused setting. To leave out what a model or its training consists of is no advice."""
+    offered = setting.offered_choices
+    if setting.status == "works" and offered:
+        if setting.kind in CHANGES_THE_RUN:
+            return f"available are {', '.join(map(str, offered))}, which give another run"
+        return f"use {' or '.join(map(str, offered))}"
     if setting.alternative:
         return setting.alternative
+    if setting.kind in CHANGES_THE_RUN:
+        return CHANGES_THE_RUN[setting.kind]
     if setting.is_switch or setting.default in (None, []):
-        return "leave it out"
-    return f"leave it out or give {setting.spell(setting.default)}"
+        return "leave it out; the numbers stay the same"
+    return f"leave it out or give {setting.spell(setting.default)}; the numbers stay the same"
+
+
+CHANGES_THE_RUN: dict[FieldKind | None, str] = {
+    "shape": "it is part of the model, and no other flag gives the same one until then",
+    "numerics": "it is part of what is computed, and no other flag gives the same run until then",
+}
+"""Kinds of settings without which another run takes place, and what is said where such a setting is not available."""
 
 
 def describe_expected(setting: Setting) -> str:

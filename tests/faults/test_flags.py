@@ -30,7 +30,7 @@ BASE = (
 ).split()
 WORKING = [flag for flag in declared_flags() if flag.status == "works"]
 VALUED = [flag for flag in WORKING if not flag.is_switch]
-NUMERIC = [flag for flag in VALUED if flag.kind in (int, float)]
+NUMERIC = [flag for flag in VALUED if flag.value_type in (int, float)]
 
 
 def problems(*argv: str, world_size: int = 1, **environ: str) -> list[str]:
@@ -102,8 +102,8 @@ BAD_NUMBERS = [
 @pytest.mark.parametrize("flag", NUMERIC, ids=lambda flag: flag.name)
 def test_F2_bad_numbers(flag: Flag) -> None:
     """Each names the flag, the value and the range."""
-    negative = [] if flag.kind is float and flag.minimum is None and flag.parse is None else ["-5"]
-    for text in [*BAD_NUMBERS, *negative, "2.5" if flag.kind is int and flag.parse is None else "nan"]:
+    negative = [] if flag.value_type is float and flag.minimum is None and flag.parse is None else ["-5"]
+    for text in [*BAD_NUMBERS, *negative, "2.5" if flag.value_type is int and flag.parse is None else "nan"]:
         texts = [text] * (flag.nargs if isinstance(flag.nargs, int) else 1)
         argv = [f"{flag.name}={text}"] if flag.nargs is None else [flag.name, *texts]
         found = [line for line in problems(*argv) if flag.name in line]
@@ -121,9 +121,9 @@ def test_F2_any_text_is_read_or_refused_with_the_flag_named(flag: Flag, text: st
     number = flag.nargs if isinstance(flag.nargs, int) else 1
     argv = [f"{flag.name}={text}"] if flag.nargs is None else [flag.name, *[text.lstrip("-")] * number]
     result = examine([*BASE, *argv], {})
-    if flag.kind in (int, float) and not text.strip("+0123456789.eE"):
+    if flag.value_type in (int, float) and not text.strip("+0123456789.eE"):
         return
-    if flag.kind in (int, float) or flag.choices:
+    if flag.value_type in (int, float) or flag.choices:
         assert any(flag.name in problem.text for problem in result.problems)
 
 
@@ -210,7 +210,7 @@ def examples(flag: Flag) -> list[list[str]]:
         return [[names[0]] for names in (flag.names, flag.off_names) if names]
     if flag.choices:
         texts = [str(choice) for choice in flag.choices]
-    elif flag.kind in (int, float):
+    elif flag.value_type in (int, float):
         least, most = max(flag.minimum or 0, 0), flag.maximum
         texts = [str(int(least)), str(int(max(least, 1))), "7" if most is None else str(int(most))]
     else:

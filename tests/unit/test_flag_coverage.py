@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.errors import ConfigError
+from megatron.core.setting import CHANGES_THE_RUN, explain_refusal
 from megatron.training.flags.declarations import Flag, declared_flags, former_flags, table_flags
 from megatron.training.flags.parser import flags_by_spelling, formers_by_name, program_flags
 from tests.golden.flag_cases import rows
+from tests.unit.run_flags import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "golden" / "data" / "flags"
@@ -150,6 +153,41 @@ def test_refusals_say_why_and_what_instead() -> None:
     for flag in table_flags():
         assert flag.explanation, flag.name
         assert flag.status == "planned" or flag.alternative, flag.name
+
+
+def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
+    """Without such a flag another model is trained, or the same one otherwise: no refusal may call that a remedy."""
+    sentences = []
+    for flag in declared_flags() + table_flags():
+        if flag.kind in CHANGES_THE_RUN:
+            # A value that no flag has stands for any that is refused.
+            refused = flag.planned_choices + flag.unsupported_choices if flag.status == "works" else (object(),)
+            sentences += [explain_refusal(flag, value, flag.name) for value in refused]
+    assert sentences
+    advice = [text for refusal in sentences if refusal is not None for _, text in [refusal] if "leave it out" in text]
+    assert not advice
+    # What can be left out without a change is noted instead.
+    assert not [former.name for former in former_flags() if former.is_refused and "leave it out" in former.text]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--multi-latent-attention", "it is part of the model, and no other flag gives the same one until then"),
+        ("--kv-lora-rank 512", "it is part of the model, and no other flag gives the same one until then"),
+        ("--mtp-num-layers 1", "it is part of the model, and no other flag gives the same one until then"),
+        ("--fp8-recipe mxfp8", "it is part of what is computed, and no other flag gives the same run until then"),
+        ("--position-embedding-type mrope", "available are learned_absolute, rope, yarn, none, which give another run"),
+        ("--optimizer adaptive_muon", "which give another run"),
+        ("--enable-gpt-oss", "spell them out: --position-embedding-type yarn"),
+        ("--export-qk-l2-norm", "use --qk-l2-norm, the same layer here"),
+        ("--async-save", "leave it out; the numbers stay the same"),
+        ("--ckpt-format torch", "use torch_dist"),
+    ],
+)
+def test_what_a_refusal_advises(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        run_config(flags)
 
 
 def test_documentation_is_current() -> None:

@@ -327,8 +327,9 @@ def test_how_experts_compute() -> None:
     torch.testing.assert_close(other(tokens())[0], plain(tokens())[0])
     said = describe_expert_operations(read_config(f"{MOE} --moe-grouped-gemm").model, torch.device("cpu"))
     assert said["products of experts"] == "grouped_mm"
-    with pytest.raises(ConfigError, match="flex is not supported; use allgather or alltoall"):
-        read_config(f"{MOE} --moe-token-dispatcher-type flex")
+    flex = read_config(f"{MOE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep")
+    assert flex.model.moe_token_dispatcher_type == "alltoall"
+    assert any("--moe-token-dispatcher-type flex becomes alltoall" in note for note in flex.notes)
 
 
 @pytest.mark.flags("--moe-grouped-gemm")

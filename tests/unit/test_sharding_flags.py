@@ -126,7 +126,6 @@ def test_flags_of_divided_parameters_are_noted_without_them(flag: str) -> None:
         ("--num-distributed-optimizer-instances 3", "does not divide the 4 model copies"),
         ("--outer-dp-sharding-strategy optim", "equal copies; use no_shard"),
         ("--enable-full-sharding-in-hsdp", "use --num-distributed-optimizer-instances 1"),
-        ("--keep-fp8-transpose-cache", "no FP8 copies to keep; leave it out"),
         (
             "--suggested-communication-unit-size 9 --megatron-fsdp-enable-fine-grained-param-gather",
             "each for itself; keep one",

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from megatron.core.config_base import flag_spec, get_settings
 from megatron.core.flag_texts import decimal, integer, layer_pattern, window
-from megatron.core.setting import Setting, Status, describe_type_problem, find_value_problem
+from megatron.core.setting import FieldKind, Setting, Status, describe_type_problem, find_value_problem
 from megatron.training.config.container import group_classes
 
 
@@ -212,6 +212,7 @@ def _table_flag(row: dict[str, str]) -> Flag:
         explanation=row["capability_or_reason"],
         alternative=row["alternative"],
         neutral=() if neutral is None else (neutral,),
+        kind=cast(FieldKind, row["changes"]),
     )
 
 

@@ -49,6 +49,11 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
         yield "--use-gigatoken has no effect here: tools/preprocess_data.py encodes text, training reads token ids"
     if not run.distributed.use_gloo_process_groups:
         yield "--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend"
+    if model.moe_token_dispatcher_type == "flex":
+        yield (
+            "--moe-token-dispatcher-type flex becomes alltoall, by the collectives of torch.distributed instead of "
+            "DeepEP, HybridEP or NCCL EP; the numbers stay the same"
+        )
     if run.gpt.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch"
 

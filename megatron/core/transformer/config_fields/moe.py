@@ -94,11 +94,11 @@ class MoEFields(ArchitectureFields):
     moe_token_dispatcher_type: str = flag(
         "allgather",
         choices=("allgather", "alltoall", "flex"),
-        unsupported_choices=("flex",),
         kind="layout",
         needs=_EXPERTS,
     )
-    """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts."""
+    """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts
+    (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
     moe_per_layer_logging: bool = flag(False, kind="report", needs=_EXPERTS)
     """Log the auxiliary losses of each layer beside their mean."""
 
@@ -192,5 +192,7 @@ class MoEFields(ArchitectureFields):
 
     def derive(self) -> None:
         super().derive()
+        if self.moe_token_dispatcher_type == "flex":
+            self.moe_token_dispatcher_type = "alltoall"
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
