@@ -5,7 +5,9 @@ The ranks form two grids over the same processes, the first axis of `order` runn
     dense layers    tp x cp x dp x pp          dp  = world / (tp * cp * pp)
     experts         etp x ep x edp x pp        edp = world / (etp * ep * pp)
 
-so expert parallelism is carved out of the processes that data, context and tensor parallelism use elsewhere.
+so expert parallelism is carved out of the processes that data, context and tensor parallelism use elsewhere. A layer's
+attention and its experts lie on the same stage: the grid of the experts divides the processes of each dense stage anew,
+in the order of their ranks, wherever `order` puts pp.
 A group along some axes is the set of ranks whose other coordinates agree. Order of ranks and of groups is upstream's.
 
 Along a pipeline, VirtualStages says which process holds which stretch of layers.
@@ -14,6 +16,7 @@ Along a pipeline, VirtualStages says which process holds which stretch of layers
 from __future__ import annotations
 
 import itertools
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -98,12 +101,24 @@ class RankGrid:
 
     # ---- ranks
 
+    @cached_property
+    def _stage_by_stage(self) -> list[int]:
+        """All ranks: those of the first stage, in ascending order, then those of the second, ..."""
+        return list(itertools.chain.from_iterable(_groups(self.dense_sizes, self.dense_sizes.keys() - {"pp"})))
+
+    @cached_property
+    def _expert_sizes_by_stage(self) -> dict[str, int]:
+        """Axis -> size of the expert grid over `_stage_by_stage`: pp runs slowest."""
+        return {axis: size for axis, size in self.expert_sizes.items() if axis != "pp"} | {"pp": self.pp}
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index on every axis of both grids: tp, cp, dp, pp, etp, ep, edp."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not in a world of {self.world_size} processes")
-        # pp is in both with the same index; sizes for which it would not be are refused below.
-        return _coordinates(rank, self.dense_sizes) | _coordinates(rank, self.expert_sizes)
+        # pp is in both with the same index.
+        return _coordinates(rank, self.dense_sizes) | _coordinates(
+            self._stage_by_stage.index(rank), self._expert_sizes_by_stage
+        )
 
     def groups(self, axes: str) -> list[list[int]]:
         """All groups along the named axes: "tp", "dp-cp", "ep-etp-pp", ... The order of the names does not matter.
@@ -119,9 +134,12 @@ class RankGrid:
         if axes == "pos_embd":
             return [stages[:1] for stages in self.groups("pp")]
         wanted = set(axes.split("-"))
-        for sizes in (self.dense_sizes, self.expert_sizes):
-            if wanted <= sizes.keys():
-                return _groups(sizes, wanted)
+        if wanted <= self.dense_sizes.keys():
+            return _groups(self.dense_sizes, wanted)
+        if wanted <= self.expert_sizes.keys():
+            ranks = self._stage_by_stage
+            # In ascending order, as torch.distributed numbers the members of a group.
+            return sorted(sorted(ranks[i] for i in group) for group in _groups(self._expert_sizes_by_stage, wanted))
         known = sorted(self.dense_sizes.keys() | self.expert_sizes.keys())
         raise ValueError(f"no groups along {axes!r}: name axes of one grid, among {known}, or embd, pos_embd, world")
 
@@ -183,13 +201,6 @@ class RankGrid:
         instances_problem = find_instances_problem(self.optimizer_instances, replicas)
         if not problems and instances_problem is not None:
             problems.append(instances_problem)
-        # A layer's attention and its experts have to lie on the same stage.
-        if not problems and _groups(self.dense_sizes, {"pp"}) != _groups(self.expert_sizes, {"pp"}):
-            problems.append(
-                f"order {self.order!r} puts pp before dp, which needs {_FLAGS['etp']} x {_FLAGS['ep']} "
-                f"({self.expert_tp} x {self.ep}) equal to {_FLAGS['tp']} x {_FLAGS['cp']} ({self.tp} x {self.cp}); "
-                "leave out --use-tp-pp-dp-mapping or change the sizes"
-            )
         return problems
 
 
@@ -291,7 +302,7 @@ def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _groups(sizes: dict[str, int], wanted: set[str]) -> list[list[int]]:
+def _groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]:
     """Ranks that differ only on the wanted axes; within a group and among groups the fastest axis runs first."""
     # Two neighbours on an axis are as many ranks apart as all faster axes have together.
     strides = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1, func=int.__mul__), strict=False))

@@ -39,7 +39,7 @@ ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 SMALL = [
     "dp2,ep2", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
-    f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
+    f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
 ]  # fmt: skip
 LARGE = [
     "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
@@ -47,6 +47,7 @@ LARGE = [
     f"tp4,sp,ep2,etp2,{ALLTOALL}", f"pp2,vpp2,dp2,ep2,overlap,{ONE}",
     f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL},dist-opt,overlap-all", f"tp2,sp,cp2,dp2,ep4,{ALLTOALL},dist-opt",
     f"dp2,ep2,{ALLTOALL},--calculate-per-token-loss", "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,ep2",
+    "cp2,pp2,--use-tp-pp-dp-mapping", f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1",
 ]  # fmt: skip
 LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
 

@@ -32,7 +32,8 @@ SMALL = {
     ],
     "llama": [
         "tp2,sp", "tp4", "tp2,sp,--tp-comm-overlap", "pp2,--decoder-first-pipeline-num-layers=1",
-        "pp2,--pipeline-schedule=zb-h1", "pp4", "cp2", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2", "pp2,cp2",
+        "pp2,--pipeline-schedule=zb-h1", "pp4", "cp2", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2",
+        "pp2,cp2,--use-tp-pp-dp-mapping",
         f"dp3,{TWO}", "dp2,dist-opt", f"dp4,dist-opt,overlap-all,--ddp-num-buckets=3,{ONE}",
         f"dp4,--use-megatron-fsdp,--num-distributed-optimizer-instances=2,{ONE}", "tp2,dp2",
     ],
@@ -47,7 +48,8 @@ LARGE = [
     "tp2,sp,pp2,--pipeline-schedule=zb-h1,--tp-comm-overlap",
     f"dp3,fsdp2,{TWO}", f"dp4,fsdp2,{ONE}", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2",
     "dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads",
-    "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "tp2,sp,cp2,pp2", f"tp2,sp,pp2,vpp2,dp2,dist-opt,{ONE}",
+    "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "cp2,pp2,dp2,--use-tp-pp-dp-mapping",
+    "tp2,sp,cp2,pp2", f"tp2,sp,pp2,vpp2,dp2,dist-opt,{ONE}",
     "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,dist-opt,overlap-all",
     f"pp2,vpp2,dp2,dist-opt,overlap-all,--overlap-param-gather-with-optimizer-step,{ONE}",
 ]  # fmt: skip

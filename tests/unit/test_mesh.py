@@ -23,8 +23,6 @@ def grids(draw: st.DrawFn) -> RankGrid:
     rest = per_stage // etp
     ep = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
     order = draw(st.sampled_from([DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER]))
-    if order == PIPELINE_BEFORE_DATA_ORDER and pp > 1:
-        etp, ep = tp, cp
     return RankGrid(per_stage * pp, tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, order=order)
 
 
@@ -46,6 +44,15 @@ def test_pipeline_before_data_order() -> None:
     grid = RankGrid(8, tp=2, pp=2, order=PIPELINE_BEFORE_DATA_ORDER)
     assert grid.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert grid.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_experts_divide_the_processes_of_a_stage_whatever_the_order() -> None:
+    dense = RankGrid(8, cp=2, pp=2, order=PIPELINE_BEFORE_DATA_ORDER)
+    assert dense.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert dense.groups("edp") == dense.groups("dp-cp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    spread = RankGrid(8, ep=4, pp=2, order=PIPELINE_BEFORE_DATA_ORDER)
+    assert spread.groups("ep") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert spread.groups("pp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_embedding_groups_are_the_ends_of_each_pipeline() -> None:
@@ -93,6 +100,9 @@ def test_members_of_a_group_differ_only_on_its_axes(grid: RankGrid) -> None:
 @given(grids())
 def test_coordinates_tell_the_ranks_apart_on_either_grid(grid: RankGrid) -> None:
     places = [grid.coordinates(rank) for rank in range(grid.world_size)]
+    for axes in ("ep", "etp", "edp"):
+        for group in grid.groups(axes):
+            assert len({places[rank]["pp"] for rank in group}) == 1, "a layer's experts are on one stage"
     for axes in (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")):
         assert len({tuple(place[axis] for axis in axes) for place in places}) == grid.world_size
 
@@ -110,7 +120,6 @@ def test_coordinates_tell_the_ranks_apart_on_either_grid(grid: RankGrid) -> None
         ({"world_size": 8, "ep": 3}, "--expert-tensor-parallel-size 1 x --expert-model-parallel-size 3"),
         ({"world_size": 8, "tp": 0}, "--tensor-model-parallel-size 0 is not a positive number"),
         ({"world_size": 8, "order": "tp-dp"}, "must name each axis"),
-        ({"world_size": 8, "ep": 2, "pp": 2, "order": PIPELINE_BEFORE_DATA_ORDER}, "leave out --use-tp-pp-dp-mapping"),
     ],
 )
 def test_impossible_layouts_are_refused_with_the_arithmetic(arguments: dict, sentence: str) -> None:
