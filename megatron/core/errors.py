@@ -15,10 +15,12 @@ Bugs of ours stay ordinary exceptions with their traceback.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 
 class MegatronError(Exception):
@@ -65,12 +67,19 @@ class NonFiniteError(MegatronError):
     exit_code = 17
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print text on standard output, or another stream, at once. A log that cannot be written (a closed pipe, a full
+    disk) ends nothing: the text is dropped."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+        print(text, file=stream, flush=True)
+
+
 def report_error(error: MegatronError) -> None:
     """Print `error: …`, one line for each problem, on standard error."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
         # One line for each, whatever is in it, because programs read these line by line.
-        print(f"error: {' '.join(problem.split())}", file=sys.stderr, flush=True)
+        say(f"error: {' '.join(problem.split())}", sys.stderr)
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
@@ -91,7 +100,7 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
             report_error(error)
             return error.exit_code
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            say("interrupted", sys.stderr)
             # 128 + SIGINT, which is what a shell reports.
             return 130
         except BrokenPipeError:

@@ -234,10 +234,11 @@ class Phase(enum.IntEnum):
     in the reverse order, as nested contexts do, so that what measures a step stands next to it."""
 
     MEASURE = 0
-    """Records values in `run.metrics`. They are read between this phase and the next one."""
+    """Records values in `run.metrics`. They are read between this phase and the next one. An error is forgiven, as in
+    WRITE, unless other ranks take part (Hook.is_collective)."""
     WRITE = 1
-    """Passes on what others have found, and never ends a run: an error is printed once, and training goes on. Does
-    nothing in which other ranks take part."""
+    """Passes on what others have found, and never ends a run: an error is a warning, and the hook is called again.
+    Does nothing in which other ranks take part."""
     CONTROL = 2
     """Checks, evaluates, stops, keeps the process in order."""
     SAVE = 3
@@ -265,6 +266,9 @@ class Hook:
 
     # Hooks of a user's own may stop the run or communicate; CONTROL is the phase in which both are allowed.
     phase: Phase = Phase.CONTROL
+    is_collective: bool = False
+    """In the phase MEASURE: other ranks take part in its moments. An error then ends the run, because a rank that went
+    on after it would be out of step with the others."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> Hook | None:

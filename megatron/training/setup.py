@@ -22,7 +22,7 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel import (
     TorchFullyShardedDataParallel,
     shards_parameters,
 )
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, say
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -129,7 +129,7 @@ def print_summaries(datasets: Sequence[Any]) -> None:
         for part in getattr(dataset, "datasets", [dataset]):
             summary = getattr(part, "summary", None)
             if summary is not None:
-                print(summary(), flush=True)
+                say(summary())
 
 
 def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[ModelChunk]:

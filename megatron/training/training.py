@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.core.errors import ConfigError, TemporaryError
+from megatron.core.errors import ConfigError, TemporaryError, say
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
@@ -96,7 +96,7 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     """
     process = initialize(config)
     if process.launch.rank == 0:
-        print(describe_machine(process), *(f"note: {note}" for note in config.notes), sep="\n", flush=True)
+        say("\n".join([describe_machine(process), *(f"note: {note}" for note in config.notes)]))
     # Upstream sets these on its namespace while it starts, and scripts written for it read them there.
     additions = {
         "padded_vocab_size": recipe.padded_vocab_size,

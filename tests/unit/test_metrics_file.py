@@ -22,7 +22,6 @@ def _write(directory: Path, resumed: int, *rows: dict[str, Any]) -> None:
     file.open(resumed)
     for row in rows:
         file.write(row)
-    file.close()
 
 
 def test_numbers_keep_every_bit_and_nan_is_null(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.validation import ModelMismatchError
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, say
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
@@ -287,9 +287,9 @@ def _iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.
 
 def _say(world: Group, sentence: str) -> None:
     if world.rank() == 0:
-        print(f"checkpoint: {sentence}", flush=True)
+        say(f"checkpoint: {sentence}")
 
 
 def _warn(world: Group, sentence: str) -> None:
     if world.rank() == 0:
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+        say(f"warning: {sentence}", sys.stderr)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.directory import remove_checkpoint
-from megatron.core.errors import StorageError, report_error
+from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
@@ -60,7 +60,7 @@ class CheckpointHook(Hook):
         # The previous checkpoint goes only when this one is complete.
         before, self._saved_iteration = self._saved_iteration, run.progress.iteration
         if run.is_first_rank:
-            print(f"checkpoint: saved {path} in {time.monotonic() - started_at:.2f} s", flush=True)
+            say(f"checkpoint: saved {path} in {time.monotonic() - started_at:.2f} s")
         run.hooks.on_save(run)
         self._remove(run, before)
         self._is_removable = True

@@ -8,9 +8,9 @@ each other as their clocks agree. One pipeline is traced: that of the first data
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from megatron.core.timers import TimingOption
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.hooks.line_files import append_lines
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 _TIMER_NAMES = {"F": "forward-compute", "B": "backward-compute", "W": "weight-grad-compute"}
@@ -34,6 +35,7 @@ class TimingHook(Hook):
     """--timing-log-level: `run.timers` below each progress line, as means over the iterations since the last one."""
 
     phase = Phase.MEASURE
+    is_collective = True
 
     def __init__(self, config: LoggerConfig) -> None:
         self.config = config
@@ -71,7 +73,8 @@ class PipelineClockHook(Hook):
     def __init__(self, config: ProfilingConfig, timing_log_level: int) -> None:
         self.config = config
         self.times_all = timing_log_level >= 2
-        self._file: TextIO | None = None
+        self._path: Path | None = None
+        """Of the stage's trace, on the ranks that write one."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> PipelineClockHook | None:
@@ -80,7 +83,7 @@ class PipelineClockHook(Hook):
         return cls(profiling, level) if level >= 2 or profiling.pipeline_trace_dir is not None else None
 
     def on_train_start(self, run: Run) -> None:
-        """Open the stage's file. Raises ConfigError where it cannot be written."""
+        """Begin the stage's file. Raises ConfigError where it cannot be written."""
         groups = run.groups
         # The other replicas and tensor-parallel ranks run the same schedule at nearly the same times.
         if self.config.pipeline_trace_dir is None or groups.tp.rank() or groups.dp_cp.rank():
@@ -88,19 +91,21 @@ class PipelineClockHook(Hook):
         path = Path(self.config.pipeline_trace_dir) / f"stage-{groups.pp.rank()}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            path.write_text("", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"--pipeline-trace-dir {path.parent} cannot be written ({error.strerror}); give a writable directory"
             ) from error
+        self._path = path
         pipeline = run.executor.pipeline
-        self._write(
-            schedule=pipeline.schedule,
-            stages=pipeline.shape.stages,
-            chunks=pipeline.shape.chunks,
-            folded=pipeline.shape.folded,
-            group_size=pipeline.group_size,
-        )
+        first = {
+            "schedule": pipeline.schedule,
+            "stages": pipeline.shape.stages,
+            "chunks": pipeline.shape.chunks,
+            "folded": pipeline.shape.folded,
+            "group_size": pipeline.group_size,
+        }
+        append_lines(path, [json.dumps(first)])
 
     def on_step_start(self, run: Run) -> None:
         """Give the executor a clock for the step that begins."""
@@ -114,31 +119,20 @@ class PipelineClockHook(Hook):
             return
         for action, start, end in times:
             run.timers(_TIMER_NAMES[action.kind], 2).add(end - start)
-        if self._file is not None and self._is_traced(run.progress.iteration):
-            self._write_iteration(run.progress.iteration + 1, times)
-
-    def on_close(self, run: Run) -> None:
-        """Close the file of the trace, also after an error."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._path is not None and self._is_traced(run.progress.iteration):
+            append_lines(self._path, _describe_actions(run.progress.iteration + 1, times))
 
     def _is_traced(self, iterations_done: int) -> bool:
         is_wanted = self.config.pipeline_trace_dir is not None
         return is_wanted and self.config.profile_step_start <= iterations_done < self.config.profile_step_end
 
-    def _write_iteration(self, iteration: int, times: list[TimedAction]) -> None:
-        for (kind, microbatch, chunk), start, end in times:
-            self._write(
-                iteration=iteration, kind=kind, microbatch=microbatch, chunk=chunk, start=round(start, 7),
-                end=round(end, 7),
-            )  # fmt: skip
 
-    def _write(self, **row: object) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(row) + "\n")
-        # A run that is killed inside the window keeps what it has traced.
-        self._file.flush()
+def _describe_actions(iteration: int, times: list[TimedAction]) -> Iterator[str]:
+    """Yield a line for each action of an iteration."""
+    for (kind, microbatch, chunk), start, end in times:
+        row = {"iteration": iteration, "kind": kind, "microbatch": microbatch, "chunk": chunk,
+               "start": round(start, 7), "end": round(end, 7)}  # fmt: skip
+        yield json.dumps(row)
 
 
 class NamedRangesHook(Hook):

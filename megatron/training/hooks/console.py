@@ -122,9 +122,10 @@ class ConsoleHook(Hook):
         for row in rows:
             self.interval.add(row)
             if row.iteration % self.log_interval == 0:
-                texts = [*self.interval.describe(run.metrics.shown), *row.texts]
-                self._print(format_progress_line(row, self.interval, run.progress.target_iterations, texts))
-                self.interval = Interval()
+                # Begun before the line is printed: after one that could not be, the next has its own iterations only.
+                interval, self.interval = self.interval, Interval()
+                texts = [*interval.describe(run.metrics.shown), *row.texts]
+                self._print(format_progress_line(row, interval, run.progress.target_iterations, texts))
             for table in row.tables:
                 self._print(table)
         if self.bar is not None:

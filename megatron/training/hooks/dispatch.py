@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.core.errors import MegatronError
+from megatron.training.hooks.outages import Outages
 from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, Phase, Run, Step, StepResult
 
@@ -15,8 +16,7 @@ class Hooks(Hook):
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self.hooks = list(hooks)
-        self._failed: set[int] = set()
-        """Of the hooks that have failed where that does not end the run, their id."""
+        self._outages = Outages()
 
     def wrap_step(self, step: Step) -> Step:
         """The hooks of the first phase are next to the step."""
@@ -25,47 +25,51 @@ class Hooks(Hook):
         return step
 
     def on_train_start(self, run: Run) -> None:
-        """What cannot be opened ends the run here, before anything is computed, also in the phase WRITE."""
+        """A file or service that a flag names and that cannot be opened (MegatronError) ends the run here, before
+        anything is computed, also where its later errors are forgiven."""
         for hook in self._in_order():
-            hook.on_train_start(run)
+            self._start(hook, run)
 
     def on_step_start(self, run: Run) -> None:
-        self._each(lambda hook: hook.on_step_start(run), reverse=True)
+        self._each("on_step_start", run, reverse=True)
 
     def on_gradients(self, run: Run) -> None:
-        self._each(lambda hook: hook.on_gradients(run))
+        self._each("on_gradients", run)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """What is measured of the step is read, where that is due, before the other phases have their turn."""
         iteration = run.progress.iteration
-        self._each(lambda hook: hook.on_step_end(run, result), only=lambda phase: phase is Phase.MEASURE)
+        self._each("on_step_end", run, result, only=lambda phase: phase is Phase.MEASURE)
         # Closes the row of this iteration: what later phases record belongs to the next one.
         run.metrics.end_step(iteration)
         if run.metrics.is_due(iteration):
             run.read_metrics()
-        self._each(lambda hook: hook.on_step_end(run, result), only=lambda phase: phase is not Phase.MEASURE)
+        self._each("on_step_end", run, result, only=lambda phase: phase is not Phase.MEASURE)
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        self._each(lambda hook: hook.on_metrics(run, rows))
+        self._each("on_metrics", run, rows, rows=len(rows))
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        self._each(lambda hook: hook.on_evaluate(run, evaluation))
+        self._each("on_evaluate", run, evaluation, rows=1)
 
     def on_save(self, run: Run) -> None:
-        self._each(lambda hook: hook.on_save(run))
+        self._each("on_save", run)
 
     def on_train_end(self, run: Run) -> None:
         run.read_metrics()
-        self._each(lambda hook: hook.on_train_end(run), reverse=True)
+        self._each("on_train_end", run, reverse=True)
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Write what was measured until then, and tell everyone; a further error does not take the place of `error`."""
-        self._forgiving(self, lambda _: self._write_the_rest(run))
+        self._outages.call(self, "on_error", lambda: self._write_the_rest(run))
         for hook in self._in_order(reverse=True):
-            self._forgiving(hook, lambda hook: hook.on_error(run, error))
+            self._forgiving(hook, "on_error", run, error)
 
     def on_close(self, run: Run) -> None:
-        self._each(lambda hook: hook.on_close(run), reverse=True)
+        """No error of one hook keeps another from being closed, or takes the place of the error that ended the run."""
+        for hook in self._in_order(reverse=True):
+            self._forgiving(hook, "on_close", run)
+            self._outages.end(hook)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each hook that has one, by the name of its class, and its number among several of that class."""
@@ -83,39 +87,59 @@ class Hooks(Hook):
         ordered = sorted(self.hooks, key=lambda hook: hook.phase)
         return ordered[::-1] if reverse else ordered
 
+    def _start(self, hook: Hook, run: Run) -> None:
+        if not _only_observes(hook):
+            hook.on_train_start(run)
+            return
+        problems: list[MegatronError] = []
+
+        def start() -> None:
+            try:
+                hook.on_train_start(run)
+            except MegatronError as error:
+                problems.append(error)
+
+        self._outages.call(hook, "on_train_start", start)
+        if problems:
+            raise problems[0]
+
     def _each(
-        self, moment: Callable[[Hook], None], *, reverse: bool = False, only: Callable[[Phase], bool] = lambda _: True
+        self,
+        moment: str,
+        *arguments: Any,
+        rows: int = 0,
+        reverse: bool = False,
+        only: Callable[[Phase], bool] = lambda _: True,
     ) -> None:
+        """Call a moment of all hooks. rows: how many rows or points it gives to writers."""
         for hook in self._in_order(reverse):
             if not only(hook.phase):
                 continue
-            # A full disk or a lost log service must not end hours of training; errors of all other phases do.
-            if hook.phase is Phase.WRITE:
-                self._forgiving(hook, moment)
+            # A full disk or a lost log service must not end hours of training; errors of control and saving do.
+            if _only_observes(hook):
+                self._forgiving(hook, moment, *arguments, rows=rows)
             else:
-                moment(hook)
+                getattr(hook, moment)(*arguments)
 
-    def _forgiving(self, hook: Hook, moment: Callable[[Hook], None]) -> None:
-        """Hours of training are worth more than a line of a log: print what failed, once for each hook, and go on."""
-        try:
-            moment(hook)
-        except Exception as error:
-            # A writer that fails usually fails in every step; one line about it is enough.
-            if id(hook) not in self._failed:
-                self._failed.add(id(hook))
-                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                name = type(hook).__name__
-                print(f"warning: {name} failed, training goes on ({what})", file=sys.stderr, flush=True)
+    def _forgiving(self, hook: Hook, moment: str, *arguments: Any, rows: int = 0) -> None:
+        # A moment that the hook has no use for neither fails nor shows that it works again.
+        if getattr(type(hook), moment) is not getattr(Hook, moment):
+            self._outages.call(hook, moment, lambda: getattr(hook, moment)(*arguments), rows)
 
     def _write_the_rest(self, run: Run) -> None:
         # Not Run.read_metrics, which would hand the rows to the guards as well: their own error must not hide the
         # first.
         rows = run.metrics.read()
         if rows:
-            self._each(lambda hook: hook.on_metrics(run, rows), only=lambda phase: phase is Phase.WRITE)
+            self._each("on_metrics", run, rows, rows=len(rows), only=lambda phase: phase is Phase.WRITE)
 
     def _by_name(self) -> dict[str, Hook]:
         return dict(_named(self.hooks))
+
+
+def _only_observes(hook: Hook) -> bool:
+    """Whether the run can do without it: a rank on which it fails is still in step with the others."""
+    return hook.phase <= Phase.WRITE and not hook.is_collective
 
 
 def _named(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:

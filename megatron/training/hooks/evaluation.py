@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.collectives import broadcast_object
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.errors import ConfigError, DataError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.training import ValidationConfig
 from megatron.training.loop import evaluate
@@ -40,7 +41,7 @@ class EvaluationHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Names must fit the sets before hours are spent; an evaluation that cannot be is no surprise at the end."""
         if run.is_first_rank and not run.data.parts("validation"):
-            print("note: there is no validation data, so nothing is evaluated during training; see --split", flush=True)
+            say("note: there is no validation data, so nothing is evaluated during training; see --split")
         names, sets = self.config.validation_set_names, len(run.data.parts("validation"))
         if names is not None and sets and len(names) != sets:
             raise ConfigError(
@@ -120,7 +121,11 @@ class NonLossDataHook(Hook):
         # The loss is on the last stage, the writer on the first rank.
         data = broadcast_object(data, run.groups.pp, run.groups.last_stage)
         if run.is_first_rank:
-            self.process(data, run.progress.iteration, run.tensorboard_writer)
+            # A script's function does as it likes, but what it writes to is an observer: its disk ends no run.
+            try:
+                self.process(data, run.progress.iteration, run.tensorboard_writer)
+            except OSError as error:
+                say(f"warning: process_non_loss_data_func failed, training goes on ({error})", sys.stderr)
 
     @torch.no_grad()
     def _forward(self, run: Run, evaluation: Evaluation) -> list[Any]:

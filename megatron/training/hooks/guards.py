@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.errors import NonFiniteError
+from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.metrics import Row
 from megatron.training.run import Hook, HookContext, Run
@@ -91,12 +91,11 @@ class OutlierHook(Hook):
             for name, value in values.items():
                 if math.isfinite(value) and self._is_outlier(name, value) and run.is_first_rank:
                     last = int(row["consumed_samples"]) - 1
-                    print(
+                    say(
                         f"warning: iteration {row.iteration}: {name} is {value:.6g}, more than {FACTOR:g} times the "
                         f"{self.largest[name]:.6g} that the first {SAMPLES} iterations reached; look at samples "
                         f"{last + 1 - int(row['global_batch_size'])} to {last}",
-                        file=sys.stderr,
-                        flush=True,
+                        sys.stderr,
                     )
 
     def state_dict(self) -> dict[str, Any]:

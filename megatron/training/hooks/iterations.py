@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.collectives import all_reduce
+from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.training import TrainingConfig
 from megatron.training.run import Hook, HookContext, Run, Step, StepResult
@@ -54,7 +55,7 @@ class SkipIterationsHook(Hook):
             run.progress.advance(samples, skipped=False)
             if run.is_first_rank:
                 done = run.progress.iteration
-                print(f"iteration {done} is passed over: --iterations-to-skip {done - 1}")
+                say(f"iteration {done} is passed over: --iterations-to-skip {done - 1}")
 
         return step_or_skip
 

@@ -46,6 +46,7 @@ class StepHook(Hook):
     """
 
     phase = Phase.MEASURE
+    is_collective = True
 
     def __init__(self) -> None:
         self._began: device.Mark | None = None
@@ -102,6 +103,7 @@ class ZerosHook(Hook):
     """--log-num-zeros-in-grad: num_zeros_in_grad, how many elements of the step's gradients are exactly zero."""
 
     phase = Phase.MEASURE
+    is_collective = True
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ZerosHook | None:
@@ -118,6 +120,7 @@ class ExpertsHook(Hook):
     """Mixture of experts: the routers' auxiliary losses. Every rank takes part. per_layer: also those of each layer."""
 
     phase = Phase.MEASURE
+    is_collective = True
 
     def __init__(self, *, per_layer: bool) -> None:
         self.per_layer = per_layer
@@ -182,6 +185,7 @@ class TrafficHook(Hook):
     """--log-comm-volume: the bytes that the last step of an interval sent, as a mean over the ranks."""
 
     phase = Phase.MEASURE
+    is_collective = True
 
     def __init__(self, log_interval: int, traffic: Traffic) -> None:
         self.log_interval = log_interval
@@ -251,6 +255,7 @@ class LayerNormsHook(Hook):
     """--log-layer-norms: of each layer's parameters after the update and gradients before clipping, at the interval."""
 
     phase = Phase.MEASURE
+    is_collective = True
 
     def __init__(self, log_interval: int) -> None:
         self.log_interval = log_interval
@@ -292,6 +297,7 @@ class MemoryHook(Hook):
     """--log-memory-interval: a line about each rank's memory."""
 
     phase = Phase.MEASURE
+    is_collective = True
 
     def __init__(self, interval: int) -> None:
         self.interval = interval

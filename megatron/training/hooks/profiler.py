@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core import device
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
@@ -77,14 +77,15 @@ class ProfilerHook(Hook):
             self._ranges.__exit__(None, None, None)
             self._ranges = None
             device.stop_cuda_profiler()
-        if self._profiler is not None:
+        # Forgotten first: a profile that cannot be written is lost, and is not tried again at the end of the run.
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
             device.synchronize()
             # Kernels that were launched inside the window have run by now (synchronize), so the trace is complete.
-            self._profiler.stop()
+            profiler.stop()
             path = self._path(run, "json.gz")
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            print(f"profile: rank {run.groups.world.rank()} wrote {path}", flush=True)
+            profiler.export_chrome_trace(str(path))
+            say(f"profile: rank {run.groups.world.rank()} wrote {path}")
 
     def _path(self, run: Run, ending: str) -> Path:
         directory = Path(self.config.profile_dir)
@@ -130,8 +131,8 @@ class MemoryHistoryHook(Hook):
             if len(self.config.profile_ranks) > 1:
                 # Ranks share a file system: one name for all would leave the file of whoever writes last.
                 path = path.with_name(f"{path.stem}-rank-{run.groups.world.rank()}{path.suffix}")
-            device.dump_memory_snapshot(path)
             self._is_recording = False
+            device.dump_memory_snapshot(path)
 
 
 def is_profiled(run: Run, config: ProfilingConfig) -> bool:

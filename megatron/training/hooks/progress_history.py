@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.errors import StorageError
 from megatron.training.config.container import RunConfig
+from megatron.training.hooks.line_files import append_lines
 from megatron.training.run import Hook, HookContext, Phase, Run
 
 FILE_NAME = "progress.txt"
@@ -73,11 +73,7 @@ class ProgressHistoryHook(Hook):
         if not run.is_first_rank:
             return
         moment = time.strftime(_TIME_FORMAT)
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{moment}\t# GPUs: {run.groups.world.size()}\t{text}\n")
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written ({error.strerror}); free some space") from error
+        append_lines(self.path, [f"{moment}\t# GPUs: {run.groups.world.size()}\t{text}"])
 
 
 def find_first_start(text: str, gpus: int) -> Start | None:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.core import optional_deps
-from megatron.core.errors import ConfigError, StorageError
+from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
+from megatron.training.hooks.line_files import append_lines
 from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 
@@ -68,20 +70,15 @@ class MetricsFileHook(Hook):
             row |= {"final": True} if evaluation.final else {}
             self.file.write(row)
 
-    def on_close(self, run: Run) -> None:
-        """Close the file."""
-        self.file.close()
-
 
 class MetricsFile:
     """Appends rows to DIRECTORY/metrics.jsonl, continuing after the rows of an earlier part of the run."""
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory) / FILE_NAME
-        self._file: TextIO | None = None
 
     def open(self, resumed_iteration: int) -> None:
-        """Keep the rows up to `resumed_iteration` and open the file for appending.
+        """Keep the rows up to `resumed_iteration`, and see that more can be appended.
 
         Rows after it belong to iterations that will be done again; so do final evaluations, since the run goes on. A
         run from the start (0) sets a file of an earlier run aside as metrics.jsonl.old. Raises ConfigError when the
@@ -91,30 +88,15 @@ class MetricsFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 self._keep_until(resumed_iteration)
-            self._file = self.path.open("a", encoding="utf-8")
+            self.path.touch()
         except OSError as error:
             raise ConfigError(
                 f"--metrics-dir {self.path.parent} cannot be written ({error.strerror}); give a writable directory"
             ) from error
 
     def write(self, *rows: dict[str, Any]) -> None:
-        """Append rows. Raises StorageError when the disk does not take them; what it did not take is written with the
-        next ones, if the disk then does."""
-        assert self._file is not None, "MetricsFile.write before open"
-        try:
-            for row in rows:
-                self._file.write(json.dumps(_finite(row)) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be written ({error.strerror}); free some space and resume"
-            ) from error
-
-    def close(self) -> None:
-        """Close the file; harmless when it was never opened."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Append rows, all or none. Raises StorageError when the disk does not take them."""
+        append_lines(self.path, (json.dumps(_finite(row)) for row in rows))
 
     def _keep_until(self, iteration: int) -> None:
         if iteration == 0:
@@ -210,6 +192,7 @@ class TensorBoardHook(Hook):
 
     def __init__(self, config: LoggerConfig) -> None:
         self.config = config
+        self._previous_excepthook: Any = None
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> TensorBoardHook | None:
@@ -221,6 +204,8 @@ class TensorBoardHook(Hook):
         if run.is_first_rank:
             # On the first rank only: the package need not be installed on every node.
             tensorboard = optional_deps.require("torch.utils.tensorboard", needed_by="--tensorboard-dir")
+            # Its errors are raised in the call that follows; the thread's own traceback would say them once more.
+            self._previous_excepthook, threading.excepthook = threading.excepthook, self._hear_of_thread
             try:
                 run.tensorboard_writer = tensorboard.SummaryWriter(
                     log_dir=self.config.tensorboard_dir,
@@ -236,23 +221,46 @@ class TensorBoardHook(Hook):
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Write the points of each iteration."""
-        for row in rows if run.is_first_rank else ():
-            self._write(run, build_row_points(row, self.config, run.groups.world.size()), row.iteration)
+        if run.tensorboard_writer is not None:
+            world_size = run.groups.world.size()
+            points = ((build_row_points(row, self.config, world_size), row.iteration) for row in rows)
+            self._write(run.tensorboard_writer, points)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Write the points of the evaluation."""
         if run.tensorboard_writer is not None:
-            self._write(run, build_evaluation_points(evaluation, self.config), run.progress.iteration)
+            points = build_evaluation_points(evaluation, self.config)
+            self._write(run.tensorboard_writer, [(points, run.progress.iteration)])
 
     def on_close(self, run: Run) -> None:
         """Write what is still in memory and close the writer."""
-        if run.tensorboard_writer is not None:
-            run.tensorboard_writer.close()
-            run.tensorboard_writer = None
+        writer, run.tensorboard_writer = run.tensorboard_writer, None
+        try:
+            if writer is not None:
+                self._write(writer, ())  # what cannot be written is no longer there to be closed
+                writer.close()
+        finally:
+            if self._previous_excepthook is not None:
+                threading.excepthook, self._previous_excepthook = self._previous_excepthook, None
 
-    def _write(self, run: Run, points: dict[str, float], iteration: int) -> None:
-        for name, value in points.items():
-            run.tensorboard_writer.add_scalar(name, value, iteration)
+    def _write(self, writer: Any, points: Iterable[tuple[dict[str, float], int]]) -> None:
+        """Write points, each with its iteration. Raises OSError when the disk does not take them."""
+        try:
+            for values, iteration in points:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, iteration)
+            # Now, not two minutes later: an error then belongs to these points.
+            writer.flush()
+        except OSError:
+            # Its thread has ended with the first error. torch opens another file for the next point; closing this one
+            # could wait for the thread for ever.
+            writer.file_writer = writer.all_writers = None
+            raise
+
+    def _hear_of_thread(self, args: threading.ExceptHookArgs) -> None:
+        is_of_tensorboard = args.thread is not None and type(args.thread).__module__.startswith("tensorboard.")
+        if not is_of_tensorboard:
+            self._previous_excepthook(args)
 
 
 class WandbHook(Hook):

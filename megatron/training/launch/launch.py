@@ -12,6 +12,7 @@ Pure functions over a mapping, without torch, so that a mistake in the environme
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import sys
@@ -202,8 +203,9 @@ def leave(exit_code: int) -> NoReturn:
     # What libraries registered at exit (flushing a log, for example) is part of a run that succeeded.
     if exit_code == 0:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe, a full disk
+            stream.flush()
     os._exit(exit_code)
 
 

@@ -1,0 +1,54 @@
+"""Text files that grow by whole lines: what a full disk or a kill has cut off is removed before anything follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.core.errors import StorageError
+
+# Longer than any line that is written here; a torn line is looked for in the end of a file only.
+_LONGEST_LINE_BYTES = 1 << 20
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines, all of them or none.
+
+    Raises StorageError when the disk does not take them; the file then ends where it ended before. It is opened anew
+    for each call, so that a file system that was lost for a while is found again.
+    """
+    data = "".join(f"{line}\n" for line in lines).encode()
+    try:
+        # Without a buffer: one that could not be written would come out later, behind what was written since.
+        with path.open("a+b", buffering=0) as file:
+            end = _cut_torn_line(file)
+            try:
+                _write_all(file, data)
+            except OSError:
+                # A truncation that fails as well leaves a torn line, which the next call cuts off.
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
+                raise
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror}); free some space") from error
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    # A disk that is nearly full takes a part of a write, without an error.
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _cut_torn_line(file: io.FileIO) -> int:
+    """Remove what stands behind the last end of a line; returns the length of the file in bytes."""
+    end = file.seek(0, os.SEEK_END)
+    start = max(0, end - _LONGEST_LINE_BYTES)
+    if end == 0 or os.pread(file.fileno(), 1, end - 1) == b"\n":
+        return end
+    whole = start + os.pread(file.fileno(), end - start, start).rfind(b"\n") + 1
+    file.truncate(whole)
+    return whole
