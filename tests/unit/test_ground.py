@@ -55,14 +55,11 @@ def test_package_that_fails_inside_says_what_failed(tmp_path: Path, monkeypatch:
         require("broken_package", needed_by="--attention-backend flash")
 
 
-def test_importing_megatron_core_loads_no_torch_and_is_quick() -> None:
-    program = (
-        "import time, sys; started_at = time.perf_counter(); import megatron.core; "
-        "print('torch' in sys.modules, time.perf_counter() - started_at)"
-    )
+def test_importing_megatron_core_loads_nothing_heavy() -> None:
+    heavy = {"torch", "numpy", "tokenizers", "sentencepiece", "regex", "yaml", "tensorboard"}
+    program = "import sys, megatron.core; print(*(name for name in sys.modules if '.' not in name))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    has_torch, seconds = done.stdout.split()
-    assert has_torch == "False" and float(seconds) < 1.0
+    assert not heavy & set(done.stdout.split())
 
 
 # ---- timers

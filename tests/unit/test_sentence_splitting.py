@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +80,9 @@ SPLITTER = make_splitter()
 
 
 def test_time_is_linear() -> None:
-    started_at = time.process_time()
+    """With a time that grows with the square of the length, this would reach the time limit of a test."""
     SPLITTER("a" * 3_000_000)
     SPLITTER("a." * 100_000)
-    assert time.process_time() - started_at < 5
 
 
 def test_goes_to_other_processes() -> None:

@@ -1,0 +1,60 @@
+"""A few cases of the random trial; `python -m tests.trial` runs it whole, with other seeds every time one likes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron.training.verify.parity import RankTrace
+from tests.trial.hostile_inputs import KINDS, HostileCase, draw_input, judge_input, remove_saved_run
+from tests.trial.random_layouts import draw_case, judge_layout
+from tests.trial.verdict import Verdict
+
+
+def judged(verdict: Verdict) -> str:
+    assert verdict.kind != "fault", f"{verdict.text}\n    {verdict.command}"
+    return verdict.kind
+
+
+@pytest.mark.parametrize("seed", [0, 5, 35])
+def test_random_layouts(seed: int) -> None:
+    assert judged(judge_layout(draw_case(seed))) == "ran"
+
+
+def test_hostile_inputs() -> None:
+    """One of each kind."""
+    try:
+        kinds = [judged(judge_input(draw_input(seed))) for seed in range(len(KINDS))]
+    finally:
+        remove_saved_run()
+    # A trial whose every case is refused for the same reason would find nothing.
+    assert {"ran", "refused"} == set(kinds)
+
+
+def test_other_losses_are_a_fault() -> None:
+    def kind(loss: float) -> str:
+        def run(function: object, world_size: int, *args: object, **kwargs: object) -> list[RankTrace]:
+            losses = [{"lm loss": 2.0}, {"lm loss": loss if world_size > 1 else 2.0}]
+            return [RankTrace(losses, [1.0, 1.0], [])]
+
+        return judge_layout(draw_case(0), run).kind
+
+    assert (kind(2.00001), kind(2.0001), kind(math.nan)) == ("ran", "fault", "fault")
+
+
+@pytest.mark.parametrize(
+    ("ending", "fault"),
+    [
+        ("raise ValueError('x')", "Traceback"),
+        ("sys.exit(3)", "exit code 3"),
+        ("sys.exit(2)", "without an error: line"),
+        ("os.kill(os.getpid(), 9)", "exit code -9"),
+        ("open('left', 'w'); print('error: x', file=sys.stderr); sys.exit(2)", "left left"),
+    ],
+)
+def test_bad_endings_are_faults(tmp_path: Path, ending: str, fault: str) -> None:
+    (tmp_path / "program.py").write_text(f"import os, sys\n{ending}\n")
+    verdict = judge_input(HostileCase(0, "test", str(tmp_path / "program.py"), []))
+    assert verdict.kind == "fault" and fault in verdict.text
