@@ -32,8 +32,13 @@ INTRODUCTION = """\
 Every flag of Megatron-LM has one status here, none is silently ignored:
 
 - **works**: it has its effect, and a test fails when it is ignored;
+- **understood with a note**: nothing is to be done for it here, and the model that is trained is the same;
 - **planned**: it belongs to a coming capability. Its default is accepted, other values are refused with a sentence;
 - **not supported**: refused with the reason and what to do instead.
+
+A setting that only a GPU can follow and that changes no number (`--attention-backend fused`, `--profile`,
+`--distributed-backend nccl`) gives way on a machine without one; a note, also of `--print-config`, says what takes its
+place.
 
 `python pretrain_gpt.py --print-config …` checks a command line without touching data or devices. With `WORLD_SIZE=64`
 in the environment it checks it for 64 processes. `--config FILE.yaml` reads the same flags from a file, with `-` or `_`

@@ -22,7 +22,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron.core.errors import ConfigError
-from megatron.core.setting import FieldKind, Needs, Setting, describe_type_problem, find_field_problem, has_type
+from megatron.core.setting import (
+    CHANGES_THE_RUN,
+    FieldKind,
+    Needs,
+    NeedsGPU,
+    Setting,
+    describe_type_problem,
+    find_field_problem,
+    has_type,
+)
 
 _FLAG = "flag"
 
@@ -34,6 +43,8 @@ class FlagSpec:
     kind: FieldKind | None = None
     needs: tuple[Needs, ...] = ()
     """All of them must be met for the field to have an effect; the first that is not is named."""
+    gpu: tuple[NeedsGPU, ...] = ()
+    """What of it only a CUDA device can do. A run on the CPU goes on without, with a note."""
     names: tuple[str, ...] = ()
     """Spellings that replace the derived one, such as ("--norm-epsilon",). The first is the one we print."""
     off_names: tuple[str, ...] = ()
@@ -72,6 +83,7 @@ def flag(
     *,
     default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
     needs: Needs | Sequence[Needs] = (),
+    gpu: NeedsGPU | Sequence[NeedsGPU] = (),
     choices: Sequence[Any] | None = None,
     names: Sequence[str] = (),
     off_names: Sequence[str] = (),
@@ -83,6 +95,7 @@ def flag(
     """A dataclass field with a FlagSpec (see there for the keywords)."""
     flag_spec = FlagSpec(
         needs=(needs,) if isinstance(needs, Needs) else tuple(needs),
+        gpu=(gpu,) if isinstance(gpu, NeedsGPU) else tuple(gpu),
         names=tuple(names),
         off_names=tuple(off_names),
         aliases=tuple(aliases),
@@ -142,13 +155,15 @@ def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any, usual_kin
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     names, off_names = _spellings(field.name, spec, is_switch=value_type is bool, default=default)
+    # Another run than the one that was asked for must not take place with a note.
+    assert not spec.gpu or (spec.kind or usual_kind) not in CHANGES_THE_RUN, f"{field.name} changes numbers"
     return Setting(
         dest=field.name, names=names, off_names=off_names, value_type=value_type,
         nargs=spec.nargs if spec.nargs is not None else nargs, choices=spec.choices or choices, default=default,
         parse=spec.parse, minimum=spec.minimum, maximum=spec.maximum, above=spec.above, example=spec.example,
         unit=spec.unit, status="planned" if spec.planned else "works", explanation=spec.planned or spec.coming or "",
         planned_choices=spec.planned_choices, unsupported_choices=spec.unsupported_choices,
-        kind=spec.kind or usual_kind, needs=spec.needs, annotation=hint,
+        kind=spec.kind or usual_kind, needs=spec.needs, gpu=spec.gpu, annotation=hint,
     )  # fmt: skip
 
 

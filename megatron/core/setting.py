@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 # What an int64 tensor, and thus a checkpoint, can hold.
@@ -39,6 +39,21 @@ class Needs:
     met: Callable[[Any], bool]
     """Whether the settings of a run meet it. The argument has the fields of all configs of a run by name, after
     derivation (`lambda run: run.use_mup`), and `given`, the names of the fields that the user set."""
+
+
+@dataclass(frozen=True)
+class NeedsGPU:
+    """A wish that only a CUDA device can fulfil, and what happens where there is none.
+
+    Only fields that change no number have one: elsewhere another run would take place than the one that was asked for.
+    """
+
+    asked: Callable[[Any], bool]
+    """Whether a run has the wish: `lambda run: run.attention_backend == "fused"`. The argument is that of Needs.met."""
+    otherwise: str
+    """What happens without, after "X needs a GPU; without one, "."""
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    """Values that take the place of the wish there, by field; none where the field has no effect there anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +89,7 @@ class Setting:
     unsupported_choices: tuple[Any, ...] = ()
     kind: FieldKind | None = None
     needs: tuple[Needs, ...] = ()
+    gpu: tuple[NeedsGPU, ...] = ()
     annotation: Any = Any
     """The field's type as a whole."""
 

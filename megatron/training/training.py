@@ -96,7 +96,8 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     """
     process = initialize(config)
     if process.launch.rank == 0:
-        say("\n".join([describe_machine(process), *(f"note: {note}" for note in config.notes)]))
+        notes = [f"note: {note}" for note in (*config.notes, *process.notes)]
+        say("\n".join([describe_machine(process), *notes]))
     # Upstream sets these on its namespace while it starts, and scripts written for it read them there.
     additions = {
         "padded_vocab_size": recipe.padded_vocab_size,

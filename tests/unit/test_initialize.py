@@ -85,8 +85,7 @@ def test_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.flags("--distributed-backend")
 def test_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--distributed-backend nccl needs a CUDA device"):
-        joining(monkeypatch, "--distributed-backend nccl")
+    assert joining(monkeypatch, "--distributed-backend nccl")["backend"] == "gloo", "on a machine without CUDA"
     monkeypatch.setattr(subject.device_module, "choose_backend", lambda device: "another")
     assert joining(monkeypatch, "--distributed-backend gloo")["backend"] == "gloo"
 

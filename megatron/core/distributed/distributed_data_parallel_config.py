@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, NeedsGPU
 
 NumberFormat = Literal["fp32", "bf16", "fp16", "auto"]
 
@@ -71,7 +71,12 @@ class FullyShardedConfig(CheckedConfig):
     processes; auto: that of --megatron-fsdp-main-grads-dtype where given, else as without FSDP."""
     megatron_fsdp_version: int = flag(1, choices=(1, 2), kind="layout", needs=_MEGATRON_FSDP)
     """With --use-megatron-fsdp, which of upstream's implementations; PyTorch's takes the place of either."""
-    nccl_ub: bool = flag(False, names=("--use-nccl-ub",), kind="layout")
+    nccl_ub: bool = flag(
+        False,
+        names=("--use-nccl-ub",),
+        kind="layout",
+        gpu=NeedsGPU(lambda run: run.nccl_ub, "it has no effect: gloo registers no memory"),
+    )
     """With --use-torch-fsdp2 or --use-megatron-fsdp, gather and sum in memory that NCCL has registered, so that it
     need not copy; other backends use ordinary memory."""
     # From here on details of upstream's own implementation: accepted so that its scripts run, decided by PyTorch.

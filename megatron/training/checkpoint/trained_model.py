@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.device import current_device
+from megatron.core.device import current_device, is_cuda
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.save_and_load import CONFIG
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.container import RunConfig
+from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.recipes.build import build_recipe
 from megatron.training.recipes.recipe import Recipe
 
@@ -68,8 +69,10 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
         what = "holds no checkpoint" if root.is_dir() else "does not exist"
         raise CheckpointError(f"--load {root} {what}")
     config = _read_config(found.path, bf16)
-    recipe = build_recipe(config)
     device = current_device()
+    if not is_cuda(device):
+        replace_gpu_settings(config)  # the numbers are the same, and nobody asks for a kernel here
+    recipe = build_recipe(config)
     with torch.device(device):
         model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
     # Rows beyond the vocabulary are padding, whose number depends on the layout of the saving run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +134,19 @@ class RunConfig:
             values[name] = restore(config_class, everywhere | content.get(name, {}))
         values["notes"] = tuple(content.get("notes", ()))
         return unchecked(cls, values)
+
+
+class Fields:
+    """All settings of a run by name, for the conditions that fields state (`Needs`), and which of them were written."""
+
+    def __init__(self, run: RunConfig, given: Set[str]) -> None:
+        self.run, self.given, self.world_size = run, given, run.world_size
+
+    def __getattr__(self, name: str) -> Any:
+        group = groups_of_fields().get(name)
+        if group is None:
+            raise AttributeError(name)
+        return getattr(getattr(self.run, group), name)
 
 
 @functools.cache

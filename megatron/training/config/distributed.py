@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, NeedsGPU
 
 _RECORDER = Needs("--flight-recorder-dump-path", lambda run: run.flight_recorder_dump_path is not None)
 
@@ -16,7 +16,12 @@ class DistributedInitConfig(CheckedConfig):
 
     usual_kind = "report"
 
-    distributed_backend: str | None = flag(None, choices=("nccl", "gloo"), kind="kernel")
+    distributed_backend: str | None = flag(
+        None,
+        choices=("nccl", "gloo"),
+        kind="kernel",
+        gpu=NeedsGPU(lambda run: run.distributed_backend == "nccl", "gloo communicates", {"distributed_backend": None}),
+    )
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
     # Also the time in which the processes must find each other when a job starts.
     distributed_timeout_minutes: int = flag(10, minimum=1, unit="minutes")
@@ -25,7 +30,13 @@ class DistributedInitConfig(CheckedConfig):
         None, minimum=1, unit="seconds", needs=Needs("several processes", lambda run: run.world_size > 1)
     )
     """How long a collective may wait from the second iteration on; as before when not given."""
-    flight_recorder_dump_path: str | None = None
+    flight_recorder_dump_path: str | None = flag(
+        None,
+        gpu=NeedsGPU(
+            lambda run: run.flight_recorder_dump_path is not None,
+            "it has no effect: NCCL's recorder sees nothing of gloo",
+        ),
+    )
     """Beginning of the names of files, to which the rank is appended, for what NCCL's flight recorder in torch knows of
     the last collectives when one of them times out. Like its options, without effect with gloo; what the environment
     says already (TORCH_FR_..., TORCH_NCCL_...) wins."""
@@ -48,6 +59,7 @@ class DistributedInitConfig(CheckedConfig):
         choices=("tp", "pp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp", "tp_dp_cp", "mp", "embd", "pos_embd", "ep",
                  "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp", "world"),
         kind="kernel",
+        gpu=NeedsGPU(lambda run: bool(run.high_priority_stream_groups), "it has no effect: gloo has no streams"),
     )  # fmt: skip
     """Groups whose NCCL communication runs on streams of high priority, by their names in process_groups_config.py: tp,
     cp, pp, dp, dp_cp, ... Has no effect with gloo, which has no streams."""

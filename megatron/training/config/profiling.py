@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, NeedsGPU
 
 _PROFILE = Needs("--profile", lambda run: run.profile)
 _WINDOW = Needs("--profile", lambda run: run.profile or run.pipeline_trace_dir is not None)
-_TORCH = Needs("--profile --use-pytorch-profiler", lambda run: run.profile and run.use_pytorch_profiler)
+_TORCH = Needs(
+    "--profile --use-pytorch-profiler, or --profile on the CPU", lambda run: run.profile and run.use_pytorch_profiler
+)
 
 
 @dataclass(kw_only=True)
@@ -19,7 +21,14 @@ class ProfilingConfig(CheckedConfig):
 
     usual_kind = "report"
 
-    profile: bool = False
+    profile: bool = flag(
+        False,
+        gpu=NeedsGPU(
+            lambda run: run.profile and not run.use_pytorch_profiler,
+            "--use-pytorch-profiler takes the place of Nsight Systems",
+            {"use_pytorch_profiler": True},
+        ),
+    )
     """Profile some iterations: for Nsight Systems (nsys profile -c cudaProfilerApi), or with --use-pytorch-profiler."""
     # The window counts iterations of the whole run, not of this job.
     profile_step_start: int = flag(10, minimum=0, unit="iterations", needs=_WINDOW)
@@ -51,7 +60,14 @@ class ProfilingConfig(CheckedConfig):
         False, needs=Needs("--profile for Nsight Systems", lambda run: run.profile and not run.use_pytorch_profiler)
     )
     """Ranges for Nsight Systems have the shapes of operands."""
-    record_memory_history: bool = False
+    record_memory_history: bool = flag(
+        False,
+        gpu=NeedsGPU(
+            lambda run: run.record_memory_history,
+            "nothing is recorded",
+            {"record_memory_history": False},
+        ),
+    )
     """Record every allocation on a GPU, and write the record at the end of the run, also after an error."""
     memory_snapshot_path: str = flag(
         "snapshot.pickle", needs=Needs("--record-memory-history", lambda run: run.record_memory_history)

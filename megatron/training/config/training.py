@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, NeedsGPU
 
 # Choices that a program can never handle: the system ends or stops it without asking.
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
@@ -65,7 +65,11 @@ class TrainingConfig(CheckedConfig):
     """With --manual-gc, iterations between collections; 0: none."""
     manual_gc_eval: bool = True
     """With --manual-gc, also collect before and after each evaluation."""
-    empty_unused_memory_level: int = flag(0, choices=(0, 1, 2))
+    empty_unused_memory_level: int = flag(
+        0,
+        choices=(0, 1, 2),
+        gpu=NeedsGPU(lambda run: run.empty_unused_memory_level > 0, "it has no effect"),
+    )
     """Give cached GPU memory back to the device: 1 after forward and backward of every iteration, 2 also after the
     update. Slower, but other allocations find larger pieces."""
     check_for_spiky_loss: bool = False

@@ -8,13 +8,12 @@ in by the configs themselves (`derive`) and between them (config/relations.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from typing import Any
 
 from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import decimal
 from megatron.core.num_microbatches_calculator import sort_step_schedule
-from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.container import Fields, RunConfig, group_classes
 from megatron.training.config.layout_relations import sharding_flag
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
 
@@ -236,19 +235,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class Fields:
-    """All settings of a run by name, for the conditions that fields state (`Needs`), and which of them were written."""
-
-    def __init__(self, run: RunConfig, given: Set[str]) -> None:
-        self.run, self.given, self.world_size = run, given, run.world_size
-
-    def __getattr__(self, name: str) -> Any:
-        group = groups_of_fields().get(name)
-        if group is None:
-            raise AttributeError(name)
-        return getattr(getattr(self.run, group), name)
 
 
 def idle_notes(run: RunConfig, given: Set[str]) -> Iterator[str]:

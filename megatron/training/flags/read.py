@@ -19,6 +19,7 @@ from megatron.core import __version__
 from megatron.core.config_base import check, names_any, unchecked
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.gpu_needs import describe_gpu_needs
 from megatron.training.config.program import ProgramFlags
 from megatron.training.config.relations import combinations_to_come, derive_across_groups
 from megatron.training.flags.command_line_rules import (
@@ -224,6 +225,9 @@ def print_settings(config: RunConfig, out: TextIO) -> None:
         print(f"{'--' + name.replace('_', '-'):<{name_width}}  {extra!s:<{value_width}}  script", file=out)
     for note in config.notes:
         print(f"note: {note}", file=out)
+    # Whatever this machine has: the job may run on another.
+    for sentence in describe_gpu_needs(config):
+        print(f"note: {sentence}", file=out)
 
 
 def shown_value(flag: Flag, value: Any) -> str:

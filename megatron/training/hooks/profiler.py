@@ -15,7 +15,7 @@ from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 
 class ProfilerHook(Hook):
-    """Profiles iterations (start, end] on the chosen ranks. Raises ConfigError without a GPU where it takes one."""
+    """Profiles iterations (start, end] on the chosen ranks."""
 
     phase = Phase.MEASURE
 
@@ -23,11 +23,6 @@ class ProfilerHook(Hook):
         self.config = config
         self._profiler: Any = None
         self._ranges: Any = None
-        if not config.use_pytorch_profiler and not device.is_cuda(device.current_device()):
-            raise ConfigError(
-                "--profile marks iterations for Nsight Systems, which needs a GPU, and this process computes on the "
-                "CPU; add --use-pytorch-profiler"
-            )
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ProfilerHook | None:
@@ -99,19 +94,13 @@ class ProfilerHook(Hook):
 
 
 class MemoryHistoryHook(Hook):
-    """Records allocations from the start of training. Raises ConfigError on a CPU, whose allocator keeps no record."""
+    """Records allocations on a GPU from the start of training."""
 
     phase = Phase.MEASURE
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
         self._is_recording = False
-        # Refused when hooks are built, before data and model cost any time.
-        if not device.is_cuda(device.current_device()):
-            raise ConfigError(
-                "--record-memory-history records the allocator of a GPU, and this process computes on the CPU; "
-                "leave it out"
-            )
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MemoryHistoryHook | None:

@@ -25,6 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
+from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
@@ -38,10 +39,14 @@ class Process:
     launch: Launch
     device: torch.device
     groups: ProcessGroupCollection
+    notes: tuple[str, ...] = ()
+    """What the device cannot do of the settings, and what takes its place."""
 
 
 def initialize(config: RunConfig) -> Process:
     """Join the job and seed. One process opens no port and needs no process group.
+
+    On the CPU, settings that only a GPU can follow give way in `config`, where that changes no number.
 
     Raises ConfigError for an environment that cannot be used or ranks that were started differently, TopologyError for
     a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
@@ -54,6 +59,8 @@ def initialize(config: RunConfig) -> Process:
     _prepare_environment(config, launch)
     device = device_module.current_device()
     device_module.activate(device)
+    # Before peers compare their settings, so that one without a GPU among others is named.
+    notes = [] if device_module.is_cuda(device) else replace_gpu_settings(config)
     if config.model.deterministic_mode:
         device_module.use_deterministic_algorithms()
     if not device_module.is_cuda(device):
@@ -63,7 +70,7 @@ def initialize(config: RunConfig) -> Process:
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     if launch.world_size > 1:
-        backend = _choose_backend(config, device)
+        backend = config.distributed.distributed_backend or device_module.choose_backend(device)
         store = open_store(launch, timeout.total_seconds())
         # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
         StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
@@ -79,7 +86,7 @@ def initialize(config: RunConfig) -> Process:
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
-    return Process(launch, device, groups)
+    return Process(launch, device, groups, tuple(notes))
 
 
 def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
@@ -129,13 +136,6 @@ def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
     # numpy takes 32 bits only.
     np.random.seed(seed % 2**32)
     model_parallel_cuda_manual_seed(seed, pg_collection=groups)
-
-
-def _choose_backend(config: RunConfig, device: torch.device) -> str:
-    wanted = config.distributed.distributed_backend or device_module.choose_backend(device)
-    if wanted == "nccl" and not device_module.is_cuda(device):
-        raise ConfigError("--distributed-backend nccl needs a CUDA device, and this process has none; use gloo")
-    return wanted
 
 
 def build_rank_grid(config: RunConfig, world_size: int) -> RankGrid:

@@ -118,6 +118,9 @@ def initialize_megatron(
     def join() -> None:
         args = get_args()
         process = initialize(args.run_config)
+        if process.launch.rank == 0:
+            for note in process.notes:
+                print(f"note: {note}", flush=True)
         args.rank, args.local_rank = process.launch.rank, process.launch.local_rank
 
     if skip_mpu_initialization or skip_model_parallel_init:

@@ -25,6 +25,7 @@ from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
+from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.recipes.recipe import Recipe
@@ -62,6 +63,7 @@ def open_local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence
     # As `initialize` does: a model or a script may ask for the current groups.
     groups.set_current()
     set_seeds(config.model.seed, groups)
+    replace_gpu_settings(config)
     launch = Launch(rank=rank, world_size=config.world_size, local_rank=rank)
     run = setup(config, Process(launch, torch.device("cpu"), groups), recipe, hooks)
     try:

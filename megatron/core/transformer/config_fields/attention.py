@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core.config_base import derived, flag, name_divisors, name_multiples
 from megatron.core.flag_texts import layer_pattern, window
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, NeedsGPU
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
@@ -43,7 +43,23 @@ class AttentionFields(ArchitectureFields):
     """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
     apply_query_key_layer_scaling: bool = flag(False, kind="numerics")
     """Divide attention scores by the layer number and multiply them back inside the float32 softmax."""
-    attention_backend: str = flag("auto", choices=("auto", "flash", "fused", "unfused", "local"), kind="kernel")
+    attention_backend: str = flag(
+        "auto",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+        kind="kernel",
+        gpu=(
+            NeedsGPU(
+                lambda run: run.attention_backend == "fused",
+                "--attention-backend auto takes its place",
+                {"attention_backend": "auto"},
+            ),
+            NeedsGPU(
+                lambda run: run.attention_backend == "flash" and run.attention_dropout > 0,
+                "--attention-backend auto takes its place, because the CPU's flash kernel has no dropout",
+                {"attention_backend": "auto"},
+            ),
+        ),
+    )
     """auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash kernel; fused: only its
     cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax written out."""
     masked_softmax_fusion: bool = flag(True, kind="kernel")
