@@ -7,7 +7,7 @@
 | DataError      | 2         | a corpus, a tokenizer, a .bin/.idx dataset, an index cache     |
 | CheckpointError| 2         | a checkpoint that is missing, damaged or of another model      |
 | StorageError   | 74        | the disk: full, failing, read-only (EX_IOERR)                  |
-| TemporaryError | 75        | worth starting again: a lost peer, a time-out (EX_TEMPFAIL)    |
+| TemporaryError | 75        | worth starting again: a lost peer, --save in use (EX_TEMPFAIL) |
 | NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
 
 Bugs of ours stay ordinary exceptions with their traceback.
@@ -56,7 +56,7 @@ class StorageError(MegatronError):
 
 
 class TemporaryError(MegatronError):
-    """The job can be started again as it is: a peer was lost or did not answer in time."""
+    """The job can be started again as it is: a peer was lost or did not answer, another run has --save."""
 
     exit_code = 75
 

@@ -15,6 +15,7 @@ from megatron.training.metrics import Metrics, Row
 if TYPE_CHECKING:
     import torch
 
+    from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
     from megatron.core.distributed.model_chunk import ModelChunk
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
@@ -160,6 +161,8 @@ class Run:
     """Values for the log."""
     yardstick: Yardstick | None = None
     """What counts as 100 % for MFU; on the first rank, once training starts."""
+    save_lock: DirectoryLock | None = None
+    """The right to write into --save; on the first rank, until Hook.on_close."""
     tensorboard_writer: Any = None
     """TensorBoard's SummaryWriter on the first rank, from Hook.on_train_start to on_close, with --tensorboard-dir."""
     stop_reason: str | None = field(default=None, init=False)

@@ -58,8 +58,28 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     traffic = Traffic()
     if config.logger.log_comm_volume:
         process = meter_groups(process, traffic, recipe)
+    # Before anything that takes long: a --save that cannot be written, or that another run writes to.
+    save_lock = prepare_save(config.checkpoint, process.groups.world)
+    try:
+        run = build_run(config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic)), *hooks])
+        run.save_lock = save_lock
+        # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,
+        # hooks.
+        load_checkpoint(run)
+        # A checkpoint says which sizes are passed already.
+        check_batch_sizes(run)
+    except BaseException:
+        if save_lock is not None:
+            save_lock.release()
+        raise
+    if config.validation.skip_train:
+        run.progress.end_here()
+    return run
+
+
+def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook]) -> Run:
+    """Build the parts of a run that starts from the beginning: data, model, optimizer, schedule."""
     groups, device = process.groups, process.device
-    prepare_save(config.checkpoint, groups.world)  # before anything that takes long: a --save that cannot be written
     batch_size = build_batch_size_calculator(config)
     progress = Progress(count_iterations(config, batch_size))
     # Data comes before the model: an unreadable dataset is then reported before minutes are spent on weights.
@@ -99,7 +119,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         ),
         plans=plans,
         progress=progress,
-        hooks=Hooks([*build_hooks(config, HookContext(recipe, traffic)), *hooks]),
+        hooks=Hooks(hooks),
         metrics=Metrics(config.logger.log_interval),
         timers=timers,
         flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
@@ -113,12 +133,6 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     # Clipping belongs inside the optimizer's step: after each update, before the network gets its parameters.
     if config.model.measures_attention_logits:
         optimizer.call_after_update(AttentionLogits(config.model, model, optimizer, groups))
-    # Last, because it writes into the memory of everything above: weights, optimizer, schedule, progress, hooks.
-    load_checkpoint(run)
-    # A checkpoint says which sizes are passed already.
-    check_batch_sizes(run)
-    if config.validation.skip_train:
-        progress.end_here()
     return run
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing import directory, torch_dist
-from megatron.core.dist_checkpointing.directory import prepare_save_directory
+from megatron.core.dist_checkpointing.directory import settle_leftovers
 from megatron.core.errors import StorageError
 from tests.unit.small_checkpoints import content, find, save
 
@@ -72,7 +72,7 @@ def test_S1_to_S25_killed_at_every_point(tmp_path: Path, iteration: int) -> None
         root = shutil.copytree(tmp_path / "before", tmp_path / str(number))
         if not killed_while_saving(root, iteration, 2, number):
             break
-        done = prepare_save_directory(root)
+        done = settle_leftovers(root)
         found = find(root)
         assert found is not None and found.skipped == [], (number, done)
         outcomes.append(content(found))

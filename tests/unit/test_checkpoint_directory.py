@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, prepare_save_directory
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, settle_leftovers
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import content, find, save
 
@@ -95,7 +95,7 @@ def test_leftovers_are_removed_and_foreign_files_are_not(tmp_path: Path) -> None
     foreign = ["notes.txt", "iter_0000020.tmp", "iter_0000020.tmp-backup", "tensorboard"]
     for name in foreign:
         (tmp_path / name).mkdir()
-    assert len(prepare_save_directory(tmp_path)) == 2
+    assert len(settle_leftovers(tmp_path)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["iter_0000010", TRACKER_NAME, *foreign])
     assert found_value(tmp_path) == 10
 
@@ -106,11 +106,11 @@ def test_interrupted_between_rename_and_tracker(tmp_path: Path) -> None:
     (tmp_path / TRACKER_NAME).write_text("10")
     (tmp_path / f"{TRACKER_NAME}.tmp-0123abcd").write_text("20")
     assert found_value(tmp_path) == 20
-    assert "finished the save of iteration 20" in prepare_save_directory(tmp_path)[0]
+    assert "finished the save of iteration 20" in settle_leftovers(tmp_path)[0]
     assert (tmp_path / TRACKER_NAME).read_text() == "20" and found_value(tmp_path) == 20
 
 
 def test_interrupted_while_an_iteration_was_replaced(tmp_path: Path) -> None:
     save(tmp_path, 10).rename(tmp_path / "iter_0000010.old-0123abcd")
-    assert "put iter_0000010 back" in prepare_save_directory(tmp_path)[0]
+    assert "put iter_0000010 back" in settle_leftovers(tmp_path)[0]
     assert found_value(tmp_path) == 10

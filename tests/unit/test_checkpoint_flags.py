@@ -146,16 +146,26 @@ def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="--load .*other holds no checkpoint"):
         prepare("--load", tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, words in (("file", "is a file, not a directory"), ("loop", "a symbolic link that leads back to itself")):
+        for flag in ("--load", "--pretrained-checkpoint"):
+            with pytest.raises(CheckpointError, match=f"{flag} .*{name} {'is ' * (name == 'loop')}{words}"):
+                prepare(flag, tmp_path / name)
 
 
 @pytest.mark.flags("--save")
 def test_F7_save_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, words in (
         (tmp_path / "file", "is a file"),
         (tmp_path / "dangling", "symbolic link"),
-        (tmp_path / "a" / "b", "does not exist"),
+        (tmp_path / "a" / "b", "the directory above it, .*a, does not exist; make it first"),
+        (tmp_path / "loop", "leads back to itself"),
+        (tmp_path / "loop" / "b", "does not exist: .*loop is a symbolic link that leads back to itself"),
+        (tmp_path / "file" / "b", "does not exist: .*file is a file"),
         (Path("/proc/checkpoints"), "cannot be written to"),
     ):
         with pytest.raises(ConfigError, match=f"--save {path}.*{words}"):

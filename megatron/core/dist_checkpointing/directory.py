@@ -4,6 +4,7 @@
       latest_checkpointed_iteration.txt            tracker: "20"; a hint, not the truth
       iter_0000010/  iter_0000020/                 complete checkpoints, each with a manifest
       iter_0000030.tmp-1f3a9c07/                   a save under way, or left by a crash
+      save-00000001.lock                           the run that writes here (directory_lock.py)
 
     save:  files, each flushed -> manifest -> flush directory -> tracker's next content
            -> rename to iter_0000030 -> flush root -> replace the tracker -> flush root
@@ -15,16 +16,19 @@ for the rename.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.durable import replace_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_files
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.paths import explain_unmakeable_directory
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
@@ -76,29 +80,35 @@ def remove_checkpoint(root: Path, iteration: int) -> None:
 # ---- saving
 
 
-def prepare_save_directory(root: Path) -> list[str]:
-    """Make sure that checkpoints can be saved here, and finish or remove what a crash left. Returns what was done.
-
-    Raises ConfigError when `root` is a file, cannot be made or cannot be written to.
-    """
-    # mkdir(exist_ok=True) would report a dangling link as "File exists".
-    if root.is_symlink() and not root.exists():
-        raise ConfigError(f"--save {root} is a symbolic link to {os.readlink(root)}, which does not exist")
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"--save {root} is a file; give a directory")
-    if not root.exists() and not root.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--save {root}: the directory above it, {root.absolute().parent}, does not exist; make it first"
-        )
-    # Permissions, read-only mounts and quotas are known for certain only by writing.
-    probe = root / f".write-test-{uuid.uuid4().hex[:8]}"
-    try:
+def make_save_directory(root: Path) -> None:
+    """Make --save where it does not exist yet. Raises ConfigError where it is no directory and cannot be made one."""
+    problem = explain_unmakeable_directory(root)
+    if problem is not None:
+        raise ConfigError(f"--save {root} {problem}")
+    with refuse_unwritable(root):
         root.mkdir(exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
-        return _remove_leftovers(root)
+
+
+@contextlib.contextmanager
+def refuse_unwritable(root: Path) -> Iterator[None]:
+    """Turn an OSError inside into a ConfigError: permissions, read-only mounts and quotas are known for certain only by
+    writing."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"--save {root} cannot be written to: {error.strerror or error}") from error
+
+
+def settle_leftovers(root: Path) -> list[str]:
+    """Finish or remove what a crash left; only the run that holds the directory's lock may. Returns what was done.
+
+    Raises OSError.
+    """
+    done = []
+    for entry in sorted(root.iterdir()):
+        if _TRACKER_LEFTOVER.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name):
+            done.append(_settle(entry))
+    return done
 
 
 def begin_save(root: Path, iteration: int) -> Path:
@@ -173,14 +183,6 @@ def abandon_save(temporary: Path) -> None:
             _settle(leftover)
         except OSError:
             continue
-
-
-def _remove_leftovers(root: Path) -> list[str]:
-    done = []
-    for entry in sorted(root.iterdir()):
-        if _TRACKER_LEFTOVER.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name):
-            done.append(_settle(entry))
-    return done
 
 
 def _settle(leftover: Path) -> str:

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.directory import (
     commit_save_alone,
     find_checkpoint,
 )
+from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read_manifest, record_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -46,16 +47,30 @@ def save(
     documents: Mapping[str, Any],
     attachments: Mapping[str, Path] | None = None,
     group: Group,
+    lock: DirectoryLock | None = None,
 ) -> Path:
     """Save a checkpoint of all members of `group`; it becomes visible when it is complete. Returns its directory.
 
     documents: name -> what to store as <name>.json; attachments: name in the checkpoint -> file to copy; both are
-    taken from the first member. Raises StorageError on every member when it failed; checkpoints that were there stay
-    as they are.
+    taken from the first member. lock: of `root`, on the first member; the save fails where it has been lost. Raises
+    StorageError on every member when it failed; checkpoints that were there stay as they are.
     """
-    return _save(
-        tensors, lambda: begin_save(root, iteration), commit_save, iteration, documents, attachments or {}, group
-    )
+
+    def begin() -> Path:
+        if lock is not None:
+            lock.check()
+        return begin_save(root, iteration)
+
+    def commit(temporary: Path, manifest: Manifest) -> Path:
+        if lock is None:
+            return commit_save(temporary, manifest)
+        # Once more: writing may have taken longer than others wait for a sign of life of a process that was stopped.
+        lock.check()
+        path = commit_save(temporary, manifest)
+        lock.note_save()
+        return path
+
+    return _save(tensors, begin, commit, iteration, documents, attachments or {}, group)
 
 
 def save_alone(

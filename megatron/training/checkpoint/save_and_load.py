@@ -24,7 +24,13 @@ import torch
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint, prepare_save_directory
+from megatron.core.dist_checkpointing.directory import (
+    FoundCheckpoint,
+    make_save_directory,
+    refuse_unwritable,
+    settle_leftovers,
+)
+from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file, read_legacy_weights
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import (
@@ -38,6 +44,7 @@ from megatron.core.dist_checkpointing.validation import ModelMismatchError
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, say
 from megatron.core.mesh import RankGrid
+from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
@@ -55,7 +62,8 @@ STATE, RNG, CONFIG = "state", "rng", "config"
 def save_checkpoint(run: Run) -> Path:
     """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
 
-    Raises StorageError on every rank when the disk is full or fails; earlier checkpoints stay as they are.
+    Raises StorageError on every rank when the disk is full or fails, or another run has taken the directory over;
+    earlier checkpoints stay as they are.
     """
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
@@ -75,19 +83,32 @@ def save_checkpoint(run: Run) -> Path:
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     return serialization.save(
-        tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world
-    )
+        tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world,
+        lock=run.save_lock,
+    )  # fmt: skip
 
 
-def prepare_save(settings: CheckpointConfig, world: Group) -> None:
+def prepare_save(settings: CheckpointConfig, world: Group) -> DirectoryLock | None:
     """Before training: can checkpoints be saved? Also finishes or removes what a crash left in --save.
 
-    Raises ConfigError on every rank when --save is a file, cannot be made or cannot be written to.
+    Returns the lock of --save on the first rank, None on the others and without --save. Raises on every rank
+    ConfigError when --save is a file, cannot be made or cannot be written to, TemporaryError when another run has it.
     """
-    if settings.save is not None:
-        root = Path(settings.save)
-        for done in on_first_rank(world, lambda: prepare_save_directory(root)):
-            _say(world, f"{root}: {done}")
+    if settings.save is None:
+        return None
+    root = Path(settings.save)
+    locks: list[DirectoryLock] = []
+
+    def prepare() -> list[str]:
+        make_save_directory(root)
+        with refuse_unwritable(root):
+            locks.append(DirectoryLock(root, lambda sentence: _say(world, sentence)))
+            # Only now: before, what looks like a leftover may be the save of a run that goes on.
+            return settle_leftovers(root)
+
+    for done in on_first_rank(world, prepare):
+        _say(world, f"{root}: {done}")
+    return locks[0] if locks else None
 
 
 # ---- loading
@@ -115,7 +136,11 @@ def load_checkpoint(run: Run) -> None:
 
 def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws_weights: bool) -> None:
     """--load holds nothing: a sentence where that may be, CheckpointError where not."""
-    what = "holds no checkpoint" if root.is_dir() else "does not exist"
+    obstacle = explain_no_directory(root)
+    what = obstacle or "holds no checkpoint"
+    # A file, or a link that leads nowhere, does not become a directory of checkpoints later.
+    if obstacle is not None and obstacle != "does not exist":
+        raise CheckpointError(f"--load {root} {what}; give a directory")
     if settings.pretrained_checkpoint is not None:
         _say(world, f"--load {root} {what} yet: starting from --pretrained-checkpoint")
         return
@@ -215,7 +240,7 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     if legacy is None:
         found = serialization.find(root, iteration, world)
         if found is None:
-            what = "holds no checkpoint" if root.is_dir() else "does not exist"
+            what = explain_no_directory(root) or "holds no checkpoint"
             raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
         _restore(run, found, weights_only=True)
         return

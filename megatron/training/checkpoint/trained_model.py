@@ -13,6 +13,7 @@ from megatron.core.device import current_device, is_cuda
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.paths import explain_no_directory
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
@@ -66,7 +67,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     groups = ProcessGroupCollection.single()
     found = serialization.find(root, iteration, groups.world)
     if found is None:
-        what = "holds no checkpoint" if root.is_dir() else "does not exist"
+        what = explain_no_directory(root) or "holds no checkpoint"
         raise CheckpointError(f"--load {root} {what}")
     config = _read_config(found.path, bf16)
     device = current_device()

@@ -53,6 +53,11 @@ class CheckpointHook(Hook):
         if self._saved_iteration != run.progress.iteration:
             self._save(run)
 
+    def on_close(self, run: Run) -> None:
+        """Let another run have --save."""
+        if run.save_lock is not None:
+            run.save_lock.release()
+
     def _save(self, run: Run) -> None:
         run.read_metrics()  # a step that has failed is found out before its weights are saved
         started_at = time.monotonic()

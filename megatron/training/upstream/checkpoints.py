@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, latest_iteration
+from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint import save_and_load
@@ -18,6 +19,7 @@ from megatron.training.hooks.dispatch import Hooks
 from megatron.training.run import Progress
 
 isfile = os.path.isfile
+_LOCK = "_save_lock"
 
 
 # Upstream's functions are handed pieces; a whole Run, with data, does not exist in a loop of one's own.
@@ -31,6 +33,7 @@ class _Parts:
     optimizer: Any
     scheduler: Any
     progress: Progress
+    save_lock: DirectoryLock | None = None
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
     """Empty: a loop of one's own does itself what hooks do."""
 
@@ -53,7 +56,10 @@ def save_checkpoint(
     # Upstream's scripts count it in args while they train.
     consumed = getattr(args, "consumed_train_samples", None)
     parts.progress.consumed_train_samples = iteration * (args.global_batch_size or 1) if consumed is None else consumed
-    save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world)
+    # Held from the first save to the end of the process: a loop of one's own does not say when it is over.
+    if not hasattr(args, _LOCK):
+        setattr(args, _LOCK, save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world))
+    parts.save_lock = getattr(args, _LOCK)
     return save_and_load.save_checkpoint(parts)  # type: ignore[arg-type]
 
 
