@@ -25,6 +25,7 @@ from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages  # noqa: E
 from megatron.core.optional_deps import require  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables  # noqa: E402
 from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate  # noqa: E402
+from megatron.training.flags.parser import path  # noqa: E402
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 COLOURS = {"F": ("#4c78a8", "#9ecae9"), "B": ("#54a24b", "#a8d8a0"), "W": ("#b279a2", "#dcbfd6")}
@@ -198,9 +199,9 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--backward-cost", type=float, default=1.0, help="time of its backward for inputs")
     parser.add_argument("--weight-cost", type=float, default=1.0, help="time of its backward for weights")
     parser.add_argument("--transfer-cost", type=float, default=0.0, help="time from one stage to the next")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="draw a run's --pipeline-trace-dir beside its plan")
+    parser.add_argument("--trace", type=path, metavar="DIR", help="draw a run's --pipeline-trace-dir beside its plan")
     parser.add_argument("--iteration", type=int, help="of the trace; the last one if left out")
-    parser.add_argument("--output", type=Path, help="write a picture: FILE.png, FILE.svg or FILE.pdf")
+    parser.add_argument("--output", type=path, help="write a picture: FILE.png, FILE.svg or FILE.pdf")
     arguments = parser.parse_args(argv)
     for name, largest in (("stages", 256), ("microbatches", 4096), ("chunks", 64)):
         value = getattr(arguments, name)

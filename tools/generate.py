@@ -17,6 +17,7 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
+from megatron.training.flags.parser import path  # noqa: E402
 
 _SEPARATOR = "-" * 60
 
@@ -25,10 +26,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake in it raises ConfigError."""
     parser = _Parser(prog="generate.py", description="Continue texts with a trained model.", allow_abbrev=False)
     add = parser.add_argument_group("what to continue").add_argument
-    add("--load", metavar="DIR", required=True, type=Path, help="directory of checkpoints, or one iter_ directory")
+    add("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints, or one iter_ directory")
     add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
     add("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; may be repeated")
-    add("--prompts-file", metavar="FILE", type=Path, help="file with one prompt on each line")
+    add("--prompts-file", metavar="FILE", type=path, help="file with one prompt on each line")
     add("--batch-size", metavar="N", type=int, default=8, help="prompts continued together (8)")
     add("--max-new-tokens", metavar="N", type=int, default=64, help="tokens to add to each prompt (64)")
     add = parser.add_argument_group("how to choose tokens").add_argument

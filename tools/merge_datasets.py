@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.datasets.merging import merge, order_surprise, prefixes_in  # noqa: E402
 from megatron.core.datasets.preprocessing.output import output_lock  # noqa: E402
 from megatron.core.errors import command_line  # noqa: E402
-from megatron.training.flags.parser import FlagParser  # noqa: E402
+from megatron.training.flags.parser import FlagParser, path_text  # noqa: E402
 
 
 def make_parser() -> FlagParser:
@@ -33,11 +33,14 @@ def make_parser() -> FlagParser:
         "--input",
         nargs="+",
         required=True,
+        type=path_text,
         metavar="PATH",
         help="a directory, whose datasets are merged in the order of their names; or prefixes (paths without "
         ".bin/.idx), merged in the order given",
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    parser.add_argument(
+        "--output-prefix", required=True, type=path_text, metavar="PREFIX", help="path without .bin/.idx"
+    )
     parser.add_argument("--multimodal", action="store_true", help="the datasets hold a mode per sequence")
     parser.add_argument("--overwrite", action="store_true", help="replace existing output")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")

@@ -30,7 +30,7 @@ from megatron.core.datasets.preprocessing.job import (  # noqa: E402
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
 from megatron.training.config.data import TokenizerConfig  # noqa: E402
-from megatron.training.flags.parser import TokenizerFlags  # noqa: E402
+from megatron.training.flags.parser import TokenizerFlags, path_text  # noqa: E402
 
 SEARCH_DOCUMENTS = 100_000
 # Accepted, so that the flags of a training run can be handed over as they are.
@@ -76,6 +76,7 @@ def make_parser() -> Parser:
     data.add_argument(
         "--input",
         required=True,
+        type=path_text,
         metavar="FILE",
         help="a .jsonl, .jsonl.gz or .jsonl.zst file, or a quoted glob pattern",
     )
@@ -110,7 +111,9 @@ def make_parser() -> Parser:
     output.add_argument(
         "--append-eod", action="store_true", help="end every document that is not empty with the end-of-document token"
     )
-    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document.bin")
+    output.add_argument(
+        "--output-prefix", required=True, type=path_text, metavar="PREFIX", help="path without _KEY_document.bin"
+    )
     output.add_argument("--overwrite", action="store_true", help="replace existing output")
     output.add_argument(
         "--partitions", type=int, default=1, metavar="N", help="also write N parts, lines dealt out in turn"

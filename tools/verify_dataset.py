@@ -27,6 +27,7 @@ from megatron.training.config.data import TokenizerConfig  # noqa: E402
 from megatron.training.flags.parser import (
     FlagParser,  # noqa: E402
     TokenizerFlags,  # noqa: E402
+    path_text,  # noqa: E402
 )
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ def make_parser() -> FlagParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="paths without .bin/.idx")
+    parser.add_argument(
+        "--input", nargs="+", required=True, type=path_text, metavar="PREFIX", help="paths without .bin/.idx"
+    )
     parser.add_argument("--write-sum", action="store_true", help="write PREFIX.sum for data that is found good")
     parser.add_argument("--decode", type=int, metavar="N", default=0, help="show the first N documents as text")
     parser.add_argument("--document", type=int, metavar="N", help="show document N as text, counted from 0")

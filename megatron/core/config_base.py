@@ -31,6 +31,7 @@ from megatron.core.setting import (
     describe_type_problem,
     find_field_problem,
     has_type,
+    strip_path_mark,
 )
 
 _FLAG = "flag"
@@ -144,12 +145,13 @@ def _read_settings(config_class: type) -> dict[str, Setting]:
 def _annotations(config_class: type) -> dict[str, Any]:
     names = {"torch": types.SimpleNamespace(dtype=object)}  # imported for type checkers only
     try:
-        return typing.get_type_hints(config_class, localns=names)
+        return typing.get_type_hints(config_class, localns=names, include_extras=True)
     except NameError:  # a user's subclass with annotations that only its own module or function knows
-        return typing.get_type_hints(config_class.__mro__[1], localns=names)
+        return typing.get_type_hints(config_class.__mro__[1], localns=names, include_extras=True)
 
 
 def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any, usual_kind: FieldKind | None) -> Setting:
+    hint, is_path = strip_path_mark(hint)
     value_type, nargs, choices = _value_type(hint)
     default = field.default if field.default is not dataclasses.MISSING else None
     if field.default_factory is not dataclasses.MISSING:
@@ -163,7 +165,7 @@ def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any, usual_kin
         parse=spec.parse, minimum=spec.minimum, maximum=spec.maximum, above=spec.above, example=spec.example,
         unit=spec.unit, status="planned" if spec.planned else "works", explanation=spec.planned or spec.coming or "",
         planned_choices=spec.planned_choices, unsupported_choices=spec.unsupported_choices,
-        kind=spec.kind or usual_kind, needs=spec.needs, gpu=spec.gpu, annotation=hint,
+        kind=spec.kind or usual_kind, needs=spec.needs, gpu=spec.gpu, annotation=hint, is_path=is_path,
     )  # fmt: skip
 
 

@@ -5,12 +5,14 @@ The command line judges what it has parsed, a config what it was given, both her
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 # What an int64 tensor, and thus a checkpoint, can hold.
 LARGEST_INTEGER = 2**63 - 1
@@ -28,6 +30,11 @@ FieldKind = Literal["shape", "layout", "numerics", "kernel", "report"]
 """
 
 Status = Literal["works", "planned", "not supported"]
+
+_PATH = "path"
+PathText = Annotated[str, _PATH]
+"""The type of a field that names a file or a directory, also in object storage. An empty one is refused: it comes from
+a shell variable that is not set, and would mean the current directory."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class Setting:
     gpu: tuple[NeedsGPU, ...] = ()
     annotation: Any = Any
     """The field's type as a whole."""
+    is_path: bool = False
+    """Whether the value, or each of its values, names a file or a directory."""
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -138,6 +147,8 @@ def find_value_problem(setting: Setting, value: Any, text: str | None = None) ->
         return f"{setting.name} {shown} is not one of its values; give {describe_expected(setting)}"
     if isinstance(value, int | float) and not _is_in_range(setting, value):
         return f"{setting.name} {shown} is out of range; give {describe_expected(setting)}"
+    if setting.is_path and not str(value).strip():
+        return f"{setting.name} {shown} is empty, like a shell variable that is not set; name a path, or leave it out"
     # Neither a path nor the argument of another program can hold one.
     if isinstance(value, str) and "\0" in value:
         return f"{setting.name} holds a NUL character; give {describe_expected(setting)}"
@@ -236,6 +247,21 @@ def _show(text: str) -> str:
     """The text as typed; quoted where spaces or odd characters would hide in the sentence."""
     shown = text if text.isascii() and text.isprintable() and text and " " not in text else ascii(text)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def strip_path_mark(hint: Any) -> tuple[Any, bool]:
+    """An annotation without PathText's mark, and whether it had one, alone, in a union, or in a list."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return inner[0], _PATH in inner[1:]
+    if origin not in (list, typing.Union, types.UnionType):
+        return hint, False
+    parts = [strip_path_mark(part) for part in inner]
+    if not any(marked for _, marked in parts):
+        return hint, False
+    if origin is list:
+        return list[parts[0][0]], True  # type: ignore[misc]
+    return functools.reduce(operator.or_, (part for part, _ in parts)), True
 
 
 def has_type(value: Any, hint: Any) -> bool:

@@ -218,6 +218,9 @@ def test_I9_missing_prefix_is_found_before_any_work(prefix: Path, tmp_path: Path
     blend = ([str(prefix), str(tmp_path / "absent")], [0.5, 0.5])
     with pytest.raises(DataError, match=r"absent\.idx: no such file"):
         build_gpt(prefix, tmp_path / "cache", blend=blend)
+    for suffix in (".bin", ".idx"):
+        with pytest.raises(DataError, match=rf"no such file; .*; drop the suffix and give {prefix}$"):
+            build_gpt(prefix, tmp_path / "cache", blend=([str(prefix) + suffix], None))
     assert not (tmp_path / "cache").exists()
 
 

@@ -339,7 +339,14 @@ def test_J12_failing_disk(injection: str, name: str, tmp_path: Path) -> None:
 
 def test_J12_output_that_cannot_be_written(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", GOOD)
-    refused(run_tool(source, tmp_path / "no" / "out"), tmp_path, "there is no directory", str(tmp_path / "no"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for directory, words in (
+        (tmp_path / "no", "does not exist; create it"),
+        (source, "is a file, not a directory; choose another"),
+        (tmp_path / "loop", "is a symbolic link that leads back to itself"),
+        (Path("/proc"), "takes no files; choose another directory"),
+    ):
+        refused(run_tool(source, directory / "out"), tmp_path, f"--output-prefix {directory}/out", words)
     (tmp_path / "out_text_document.idx").mkdir()
     run = run_tool(source, tmp_path / "out", "--overwrite")
     assert run.code == 2 and "out_text_document.idx: is a directory" in run.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from megatron.core.config_base import CheckedConfig, assemble, find_field_proble
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.setting import Setting
+from megatron.core.setting import Setting, find_field_problem
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.declarations import declared_flags, parse_value
+from megatron.training.flags.parser import program_flags
 
 CONFIGS: dict[type[CheckedConfig], dict[str, Any]] = {
     TransformerConfig: {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4},
@@ -112,6 +114,28 @@ def test_sentences(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TransformerConfig(**CONFIGS[TransformerConfig] | values)
     assert caught.value.problems == [sentence]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t"])
+def test_an_empty_path_is_refused_whichever_flag_it_is_for(text: str) -> None:
+    """`--save "$DIRECTORY"` without the variable would write into the current directory."""
+    paths = [flag for flag in (*declared_flags(), *program_flags()) if flag.is_path]
+    assert {"--save", "--load", "--data-path", "--tokenizer-model", "--metrics-dir", "--config"} <= {
+        f.name for f in paths
+    }
+    for flag in paths:
+        with pytest.raises(ValueError, match=f"^{flag.name} .* is empty"):
+            parse_value(flag, text)
+        in_python = find_field_problem(flag, [text] if flag.nargs else text)
+        assert in_python is not None and "is empty" in in_python
+        assert find_field_problem(flag, ["a b"] if flag.nargs else "a b") is None
+
+
+def test_what_names_a_path_says_so_in_its_type() -> None:
+    named_like_one = re.compile(r"(^|_)(path|dir|directory|file|save|load|checkpoint|map|config)$")
+    for flag in (*declared_flags(), *program_flags()):
+        is_text = flag.value_type is str and flag.choices is None and flag.parse is None
+        assert flag.is_path or not (is_text and named_like_one.search(flag.dest)), flag.name
 
 
 def test_all_problems_are_said_at_once() -> None:

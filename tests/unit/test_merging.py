@@ -18,6 +18,7 @@ from megatron.core.datasets.merging import merge, order_surprise, prefixes_in
 from megatron.core.errors import ConfigError, DataError
 from tests.faults.small_datasets import write_dataset
 from tests.preprocess_runs import DATA, ROOT, run_tool
+from tools import generate, merge_datasets, preprocess_data, verify_dataset
 
 TOOL = str(ROOT / "tools" / "merge_datasets.py")
 
@@ -127,3 +128,17 @@ def test_I4_a_damaged_part_is_refused_before_anything_is_written(tmp_path: Path)
     done = run_merge("--input", a, b, "--output-prefix", tmp_path / "out")
     assert done.returncode == 2 and "b.bin: expected 10 bytes" in done.stderr
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_path_is_refused_by_the_tools(empty: str) -> None:
+    """An unset shell variable; for Path() it would be the current directory."""
+    for flag, others in (("--input", ["--output-prefix", "a"]), ("--output-prefix", ["--input", "a"])):
+        with pytest.raises(ConfigError, match=f"{flag}: '{empty}' is empty"):
+            merge_datasets.make_parser().parse_args([*others, flag, empty])
+        with pytest.raises(ConfigError, match=f"{flag}: '{empty}' is empty"):
+            preprocess_data.make_parser().parse_args([*others, "--workers", "1", flag, empty])
+    with pytest.raises(ConfigError, match=f"--input: '{empty}' is empty"):
+        verify_dataset.make_parser().parse_args(["--input", empty])
+    with pytest.raises(ConfigError, match=f"--load: '{empty}' is empty"):
+        generate.parse_arguments(["--load", empty, "--prompt", "a"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import PathText
 
 PROMPT_FORMATS = ("nemotron-h-aligned", "identity", "default")
 UNSUPPORTED_FORMATS = ("nemotron-nano-v2",)
@@ -30,19 +31,19 @@ class TokenizerOptions(CheckedConfig):
     )
     """Kind of tokenizer; GPT2BPETokenizer when not given. The three SentencePiece types are one and the same;
     SFTTokenizer is a HuggingFaceTokenizer with a prompt format for conversations."""
-    tokenizer_model: str | None = flag(None, kind="shape")
+    tokenizer_model: PathText | None = flag(None, kind="shape")
     """File or directory of the tokenizer: tokenizer.json (HuggingFaceTokenizer), tokenizer.model (SentencePiece), or
     the directory that holds it; the vocabulary in JSON (TikTokenizer)."""
-    vocab_file: str | None = flag(None, kind="shape")
+    vocab_file: PathText | None = flag(None, kind="shape")
     """vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPieceLowerCase and BertWordPieceCase."""
-    merge_file: str | None = flag(None, kind="shape")
+    merge_file: PathText | None = flag(None, kind="shape")
     """merges.txt of GPT2BPETokenizer."""
     vocab_size: int | None = flag(None, minimum=1, unit="tokens", kind="shape")
     """Vocabulary size before padding. NullTokenizer needs it; TikTokenizer keeps as many tokens of its file, special
     ones included; otherwise it is the tokenizer's."""
     vocab_extra_ids: int = flag(0, minimum=0, maximum=1_000_000, unit="tokens", kind="shape")
     """Tokens <extra_id_0>, <extra_id_1>, ... to add behind the vocabulary."""
-    metadata_path: str | None = flag(None, names=("--tokenizer-metadata",), metavar="FILE")
+    metadata_path: PathText | None = flag(None, names=("--tokenizer-metadata",), metavar="FILE")
     """tokenizer_metadata.json: the library says which tokenizer it is where --tokenizer-type is not given, and the chat
     template is used where --chat-template is not given."""
     special_tokens: list[str] | None = flag(None, names=("--tokenizer-special-tokens",), metavar="TOKEN")
@@ -69,7 +70,7 @@ class TokenizerOptions(CheckedConfig):
     """End of document of NullTokenizer; its last id when not given."""
     null_tokenizer_pad_id: int = flag(-1, minimum=-1)
     """Padding of NullTokenizer."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """Jinja template for conversations, or the file that holds it, instead of the tokenizer's own."""
     sft_tokenizer_prompt_format: str = flag(
         "nemotron-h-aligned", choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS

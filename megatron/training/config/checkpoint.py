@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag, name_multiples
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, PathText
 
 CHECKPOINT_FORMATS = "the remaining checkpoint options"
 
@@ -21,7 +21,7 @@ class CheckpointConfig(CheckedConfig):
 
     usual_kind = "report"
 
-    save: str | None = None
+    save: PathText | None = None
     """Directory to save checkpoints in."""
     save_interval: int | None = flag(
         None, minimum=1, unit="iterations", aliases=("--persistent-save-interval",), needs=_SAVING
@@ -30,7 +30,7 @@ class CheckpointConfig(CheckedConfig):
     save_retain_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
     given."""
-    load: str | None = None
+    load: PathText | None = None
     """Directory to continue from. The same as --save and empty: a fresh start."""
     ckpt_format: str = flag(
         "torch_dist",
@@ -54,7 +54,7 @@ class CheckpointConfig(CheckedConfig):
     """Load without random-number state."""
     finetune: bool = False
     """Load weights only: iteration, optimizer and random numbers start afresh."""
-    pretrained_checkpoint: str | None = None
+    pretrained_checkpoint: PathText | None = None
     """Checkpoint whose weights to start from when --load has nothing yet; also upstream's `torch` format."""
     ckpt_step: int | None = flag(None, minimum=0, unit="iterations")
     """Load this iteration instead of the latest."""

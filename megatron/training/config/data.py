@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, PathText
 from megatron.core.tokenizers.tokenizer_options import TokenizerOptions
 
 # Every option without --fim-data has nothing to do, and a note says so.
@@ -51,17 +51,17 @@ class DataConfig(FillInTheMiddle):
 
     usual_kind = "numerics"
 
-    data_path: list[str] | None = flag(None, nargs="*")
+    data_path: list[PathText] | None = flag(None, nargs="*")
     """Dataset prefixes (the path without .bin/.idx), or weights and prefixes in turn: 0.7 a 0.3 b."""
-    train_data_path: list[str] | None = flag(None, nargs="*")
+    train_data_path: list[PathText] | None = flag(None, nargs="*")
     """Training datasets, written as --data-path; instead of --data-path and --split."""
-    valid_data_path: list[str] | None = flag(None, nargs="*")
+    valid_data_path: list[PathText] | None = flag(None, nargs="*")
     """Validation datasets, written as --data-path."""
-    test_data_path: list[str] | None = flag(None, nargs="*")
+    test_data_path: list[PathText] | None = flag(None, nargs="*")
     """Test datasets, written as --data-path."""
-    data_args_path: str | None = None
+    data_args_path: PathText | None = None
     """A file that holds what would stand after --data-path, for blends too long for a command line."""
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: PathText | None = None
     """A JSON file {"train": ..., "valid": ..., "test": ...}: what would stand after --train-data-path and so on, each
     as a list or as one text; null for no data."""
     split: str | None = None
@@ -71,7 +71,7 @@ class DataConfig(FillInTheMiddle):
     seq_length: int | None = flag(None, minimum=1, unit="tokens")
     """Tokens per training sequence."""
     # kind "kernel": where indices lie, or how files are read, never changes a number.
-    data_cache_path: str | None = flag(None, kind="kernel")
+    data_cache_path: PathText | None = flag(None, kind="kernel")
     """Directory of the sample indices; `cache/GPTDataset_indices` beside the data when not given, and in memory where
     that cannot be written."""
     mmap_bin_files: bool = flag(True, off_names=("--no-mmap-bin-files",), kind="kernel")
@@ -81,10 +81,10 @@ class DataConfig(FillInTheMiddle):
     have been built (tools/build_dataset_cache.py). For jobs of many processes on shared storage."""
     dataloader_defer_npy_index_mmap: bool = flag(False, kind="kernel")
     """With --dataloader-fast-cache-load: open each file of sample indices when it is first used."""
-    per_dataset_sequences_path: str | None = flag(None, kind="kernel")
+    per_dataset_sequences_path: PathText | None = flag(None, kind="kernel")
     """With --dataloader-fast-cache-load: a JSON file of what the index file of each dataset says, so that none is
     opened before the first sample. tools/build_dataset_cache.py writes it."""
-    object_storage_cache_path: str | None = flag(None, kind="kernel")
+    object_storage_cache_path: PathText | None = flag(None, kind="kernel")
     """Local directory for copies of the index files of datasets in object storage, such as s3://bucket/prefix; the
     sample indices go there, too, unless --data-cache-path says otherwise."""
     enable_msc: bool = flag(False, kind="kernel")

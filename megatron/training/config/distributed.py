@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs, NeedsGPU
+from megatron.core.setting import Needs, NeedsGPU, PathText
 
 _RECORDER = Needs("--flight-recorder-dump-path", lambda run: run.flight_recorder_dump_path is not None)
 
@@ -30,7 +30,7 @@ class DistributedInitConfig(CheckedConfig):
         None, minimum=1, unit="seconds", needs=Needs("several processes", lambda run: run.world_size > 1)
     )
     """How long a collective may wait from the second iteration on; as before when not given."""
-    flight_recorder_dump_path: str | None = flag(
+    flight_recorder_dump_path: PathText | None = flag(
         None,
         gpu=NeedsGPU(
             lambda run: run.flight_recorder_dump_path is not None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, PathText
 
 # TensorBoard and Weights & Biases are given the same curves, so either is enough.
 _CURVES = Needs("--tensorboard-dir", lambda run: run.tensorboard_dir is not None or run.wandb_project is not None)
@@ -57,7 +57,7 @@ class LoggerConfig(CheckedConfig):
     """With --timing-log-level, the ranks wait for each other before a timed phase, so that none pays for another."""
     log_loss_scale_to_tensorboard: bool = True
     """Write the loss scale to TensorBoard; it is 1 without --fp16."""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: PathText | None = None
     """Directory of TensorBoard event files."""
     tensorboard_log_interval: int = flag(1, minimum=1, unit="iterations", needs=_CURVES)
     """Iterations between points in TensorBoard and Weights & Biases."""
@@ -82,7 +82,7 @@ class LoggerConfig(CheckedConfig):
     """Name of the run there; its own invention when not given."""
     wandb_entity: str | None = flag(None, needs=_WANDB)
     """Team or user that the project belongs to; the account's default when not given."""
-    wandb_save_dir: str | None = flag(None, needs=_WANDB)
+    wandb_save_dir: PathText | None = flag(None, needs=_WANDB)
     """Directory of its local files; wandb in the --save directory, or here, when not given."""
-    metrics_dir: str | None = None
+    metrics_dir: PathText | None = None
     """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs, NeedsGPU
+from megatron.core.setting import Needs, NeedsGPU, PathText
 
 _PROFILE = Needs("--profile", lambda run: run.profile)
 _WINDOW = Needs("--profile", lambda run: run.profile or run.pipeline_trace_dir is not None)
@@ -42,7 +42,7 @@ class ProfilingConfig(CheckedConfig):
         needs=Needs("--profile", lambda run: run.profile or run.record_memory_history),
     )
     """Ranks to profile; the first one when not given."""
-    profile_dir: str = flag("torch_profile", needs=_TORCH)
+    profile_dir: PathText = flag("torch_profile", needs=_TORCH)
     """Directory for what --use-pytorch-profiler writes: rank-N.json.gz, a Chrome trace, for each profiled rank."""
     use_pytorch_profiler: bool = flag(False, needs=_PROFILE)
     """Profile with torch.profiler instead of marking the iterations for Nsight Systems."""
@@ -69,11 +69,11 @@ class ProfilingConfig(CheckedConfig):
         ),
     )
     """Record every allocation on a GPU, and write the record at the end of the run, also after an error."""
-    memory_snapshot_path: str = flag(
+    memory_snapshot_path: PathText = flag(
         "snapshot.pickle", needs=Needs("--record-memory-history", lambda run: run.record_memory_history)
     )
     """File for --record-memory-history (pytorch.org/memory_viz shows it); several ranks add their number."""
-    pipeline_trace_dir: str | None = None
+    pipeline_trace_dir: PathText | None = None
     """Directory for the times of every action of the pipeline in those iterations; tools/draw_schedule.py draws
     them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.setting import PathText
 
 
 @dataclass(kw_only=True)
@@ -13,7 +14,7 @@ class ProgramFlags(CheckedConfig):
 
     usual_kind = "report"
 
-    config: str | None = flag(None, metavar="FILE.yaml")
+    config: PathText | None = flag(None, metavar="FILE.yaml")
     """Read flags from a YAML file: flag names as keys, with - or _. The command line wins."""
     print_config: bool = False
     """Check all flags for WORLD_SIZE processes, print every value with its source, and stop before touching data."""

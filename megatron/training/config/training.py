@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs, NeedsGPU
+from megatron.core.setting import Needs, NeedsGPU, PathText
 
 # Choices that a program can never handle: the system ends or stops it without asking.
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
@@ -76,7 +76,7 @@ class TrainingConfig(CheckedConfig):
     """Warn of a loss more than 10 times the largest of the run's first 100 iterations."""
     check_for_large_grads: bool = False
     """Warn of a gradient norm more than 10 times the largest of the run's first 100 iterations."""
-    dump_param_to_param_group_map: str | None = None
+    dump_param_to_param_group_map: PathText | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
     # Beside the training flags because upstream has it there; the model's own setting is recompute_granularity.
     recompute_activations: bool = flag(False, kind="kernel")

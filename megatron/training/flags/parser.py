@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron.core.errors import ConfigError
@@ -126,6 +127,19 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def path_text(text: str) -> str:
+    """Accept what names a file or a directory: the argparse type of a tool's own flags. Raises ArgumentTypeError for an
+    empty text, which a config refuses for its fields of type PathText."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty, like a shell variable that is not set; name a path")
+    return text
+
+
+def path(text: str) -> Path:
+    """The same, as a Path; which would make the current directory of an empty text."""
+    return Path(path_text(text))
 
 
 class HelpFormatter(argparse.HelpFormatter):

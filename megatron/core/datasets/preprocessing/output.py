@@ -17,12 +17,14 @@ import glob
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.datasets.preprocessing.documents import EncodedChunk, EncodedDocuments
 from megatron.core.errors import ConfigError, DataError, StorageError
+from megatron.core.paths import explain_no_directory
 
 Level = Literal["document", "sentence"]
 """What a sequence is."""
@@ -111,8 +113,10 @@ def output_lock(prefix: str) -> Iterator[None]:
     """Hold PREFIX.lock; a second job on the prefix raises ConfigError. The lock of a killed job counts for nothing."""
     path = f"{prefix}.lock"
     directory = os.path.dirname(prefix) or "."
-    if not os.path.isdir(directory):
-        raise ConfigError(f"--output-prefix {prefix}: there is no directory {directory}; create it")
+    problem = explain_no_directory(Path(directory))
+    if problem is not None:
+        remedy = "create it" if problem == "does not exist" else "choose another"
+        raise ConfigError(f"--output-prefix {prefix}: the directory {directory} {problem}; {remedy}")
     descriptor = _acquire(path, prefix)
     try:
         with contextlib.suppress(OSError):  # only for the message of the other job: a full disk is reported elsewhere
@@ -133,6 +137,10 @@ def _acquire(path: str, prefix: str) -> int:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except PermissionError as error:
             raise ConfigError(f"--output-prefix {prefix}: {path} cannot be written: {error.strerror}") from error
+        except FileNotFoundError as error:
+            # /proc and its like: directories of the system that exist and hold no files of users.
+            where = os.path.dirname(path) or "."
+            raise ConfigError(f"--output-prefix {prefix}: {where} takes no files; choose another directory") from error
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}") from error
         try:
