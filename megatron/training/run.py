@@ -107,6 +107,8 @@ class Evaluation:
     """True for the evaluation after the last iteration."""
     set_name: str | None = None
     """Which of several validation sets; None where there is one."""
+    samples: str = ""
+    """Of what the losses are means, in words: `2 batches of 8 samples: 17 to 32 of 1000`."""
 
     @property
     def name(self) -> str:

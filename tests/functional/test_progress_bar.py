@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
 
-from megatron.training.hooks.console import ProgressBar, format_duration
+from megatron.training.hooks.console import ProgressBar
 from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment, run
 
 
@@ -18,7 +23,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert bar.text(100) == f"iteration 0/200 [{'-' * 20}]"
     bar.show({"lm loss": 4.25})
     bar.advance(50, 0.5)
-    assert bar.text(100) == f"iteration 50/200 [{'#' * 5}{'-' * 15}] 2.00 it/s, 1:15 left, lm loss 4.250"
+    assert bar.text(100) == f"iteration 50/200 [{'#' * 5}{'-' * 15}] 2.00 it/s, 1m15s left, lm loss 4.250"
     assert len(bar.text(40)) == 39, "a longer line would wrap and stay on the screen"
     assert "iteration 50/200" in capsys.readouterr().out
 
@@ -30,18 +35,14 @@ def test_rate_follows_slowly() -> None:
     assert bar.seconds_per_step == pytest.approx(0.9 * 0.5 + 0.1 * 10)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (86, "1:26"), (3700, "1:01:40")])
-def test_duration_is_readable(seconds: int, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-def test_on_a_terminal_and_in_a_file() -> None:
-    """Standard output a terminal: the bar is drawn in place. A pipe: whole lines only."""
-    command = [sys.executable, PRETRAIN, *TINY]
+def run_on_a_terminal(command: list[str], columns: int) -> str:
+    """What the command writes to a terminal of so many columns, standard error included."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL, env=environment({}), cwd=ROOT)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    changes = {"COLUMNS": ""}  # of the terminal that the tests run in
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment(changes), cwd=ROOT)
     os.close(theirs)
-    shown = b""
+    written = b""
     while True:
         try:
             chunk = os.read(ours, 65536)
@@ -49,13 +50,33 @@ def test_on_a_terminal_and_in_a_file() -> None:
             break
         if not chunk:
             break
-        shown += chunk
-    assert process.wait() == 0
-    assert b"\r\x1b[Kiteration 5/5 [####################]" in shown
-    assert b"it/s, 0:00 left" in shown
-    assert b"consumed samples:           20 |" in shown
+        written += chunk
+    assert process.wait() == 0, written.decode()
+    return written.decode()
 
+
+def test_on_a_terminal(tmp_path: Path) -> None:
+    """The bar is drawn in place; whatever is printed, warnings included, has rows of its own above it."""
+    flags = ["--save", str(tmp_path), "--save-interval", "2", "--check-for-large-grads", "--eval-iters", "1",
+             "--eval-interval", "5"]  # fmt: skip
+    shown = run_on_a_terminal([sys.executable, PRETRAIN, *TINY, *flags], columns=100)
+    assert "\r\x1b[Kiteration 5/5 [####################]" in shown
+    assert "it/s, 0s left" in shown
+    # What stays on the screen: of each row what was written last after the cursor had gone back to its beginning.
+    rows = [row.split("\r\x1b[K")[-1].rstrip("\r") for row in shown.split("\n")]
+    assert all("[#" not in row and "[-" not in row for row in rows[:-1]), "a bar was left behind"
+    lines = [row for row in rows if re.match(r"\d/5  loss ", row)]
+    assert [line.split("  ")[0] for line in lines] == [f"{number}/5" for number in range(1, 6)]
+    assert all(len(line) < 100 and "MFU" in line and "ETA" in line for line in lines)
+    assert len({line.index("lr ") for line in lines}) == 1
+    starts = [row.split(" ")[0] for row in rows if row.startswith(("checkpoint:", "validation at", "test at"))]
+    assert starts == ["checkpoint:", "checkpoint:", "validation", "checkpoint:", "validation", "test"]
+
+
+def test_in_a_file() -> None:
+    """Whole lines only, in upstream's wording."""
     done = run(TINY)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "\r" not in done.stdout
+    assert "consumed samples:           20 |" in done.stdout

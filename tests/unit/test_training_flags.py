@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations
 from megatron.training.hooks.evaluation import EvaluationHook
 from megatron.training.run import Run
-from tests.unit.tiny_training import finish, prepare, replace_forward_step, train_tiny
+from tests.unit.tiny_training import RandomTokens, finish, prepare, replace_forward_step, train_tiny
 
 
 def rows(directory: Path) -> list[dict[str, Any]]:
@@ -148,6 +149,28 @@ def test_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for where in ("validation loss at iteration 4 |", "validation loss at iteration 6 on validation set |",
                   "test loss at iteration 6 on test set |"):  # fmt: skip
         assert where in output
+
+
+def test_an_evaluation_says_of_what_its_loss_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last iteration is evaluated twice, as upstream does, on samples that are named."""
+    found = []
+    for flags in (("--eval-iters", "2"), ("--eval-iters", "6"), ("--eval-iters", "1", "--full-validation")):
+        run = prepare("--eval-interval", "3", *flags)
+        run.data.datasets["validation"] = RandomTokens(41)
+        finish(run)
+        line = r" (\w+) loss at (.*?) \| lm loss value: (\S+) .* \| (.*) \|\n"
+        found.append(re.findall(line, capsys.readouterr().out))
+    some, many, whole = found
+    assert [(where, samples) for _, where, _, samples in some] == [
+        ("iteration 3", "2 batches of 4: samples 0 to 7 of 41"),
+        ("iteration 6", "2 batches of 4: samples 8 to 15 of 41"),
+        ("iteration 6 on validation set", "2 batches of 4: samples 16 to 23 of 41"),
+        ("iteration 6 on test set", "2 batches of 4: samples 0 to 7 of 8"),
+    ]
+    assert some[1][2] != some[2][2], "other samples, another loss"
+    assert many[1][3] == "6 batches of 4: from sample 24 of 41 on, beginning again at the end"
+    assert [samples for *_, samples in whole[:3]] == ["all 41 samples"] * 3
+    assert whole[1][2] == whole[2][2]
 
 
 @pytest.mark.flags("--eval-interval")

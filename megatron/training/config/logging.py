@@ -20,6 +20,8 @@ class LoggerConfig(CheckedConfig):
 
     log_interval: int = flag(100, minimum=1, unit="iterations")
     """Iterations between progress lines."""
+    progress_line: str = flag("auto", choices=("auto", "short", "full"))
+    """The progress line: short, 120 columns at most, or full, in upstream's wording; auto: short on a terminal."""
     log_params_norm: bool = False
     """Also log the norm of all parameters."""
     log_num_zeros_in_grad: bool = False

@@ -47,6 +47,19 @@ def count_iterations(config: RunConfig, batch_size: NumMicrobatchesCalculator) -
     return batch_size.count_iterations(config.training.train_samples or 0)
 
 
+def count_samples_of_iterations(batch_size: NumMicrobatchesCalculator, consumed: int, iterations: int) -> int:
+    """Samples that so many iterations take from the sample `consumed` on, while the batch may grow."""
+    first = consumed
+    while iterations > 0:
+        size = batch_size.running_global_batch_size(consumed)
+        grows_at = next((step.first_sample for step in batch_size.steps if step.first_sample > consumed), None)
+        # Of this size all that begin before the batch grows.
+        alike = iterations if grows_at is None else min(iterations, -((consumed - grows_at) // size))
+        consumed += alike * size
+        iterations -= alike
+    return consumed - first
+
+
 def count_needed_samples(config: RunConfig) -> tuple[int, int | None, int]:
     """Training, validation and test samples of the whole run; None: all there are."""
     batch_size = build_batch_size_calculator(config)

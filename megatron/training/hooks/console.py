@@ -1,21 +1,33 @@
-"""Standard output: the progress line every --log-interval iterations, a bar on a terminal, the evaluation box, and the
-first and last words of a run."""
+"""Standard output: the progress line every --log-interval iterations, a bar on a terminal, evaluations, and the first
+and last words of a run."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.placement import get_placement
 from megatron.planner.parameters import count_whole
 from megatron.training.config.container import RunConfig
-from megatron.training.metrics import Row, Shown, reduce_values
+from megatron.training.data.samples import count_samples_of_iterations
+from megatron.training.hooks.iterations import PROGRAM_STARTED_AT
+from megatron.training.hooks.progress_lines import (
+    MOST_COLUMNS,
+    Clock,
+    Interval,
+    Pace,
+    format_duration,
+    format_evaluation_line,
+    format_progress_line,
+    format_short_evaluation,
+    format_short_line,
+)
+from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run, StepResult
 
 # Rewriting the line costs a system call, which a step of a tiny model would feel.
@@ -24,64 +36,24 @@ _RATE_MEMORY = 0.9
 """Weight of the past in the running mean of the step time."""
 
 
-@dataclass
-class Interval:
-    """Sums over the steps since the last progress line."""
-
-    steps: int = 0
-    elapsed_seconds: float = 0.0
-    tokens: float = 0.0
-    skipped: int = 0
-    nan: int = 0
-    losses: dict[str, float] = field(default_factory=dict)
-    values: dict[str, list[float | None]] = field(default_factory=dict)
-    """Of all metrics, those of each step."""
-
-    def add(self, row: Row) -> None:
-        """Count one step. A skipped or NaN step has no part in the mean loss."""
-        elapsed_seconds = row["iteration_time_seconds"]
-        self.steps += 1
-        self.elapsed_seconds += elapsed_seconds
-        self.tokens += row["tokens_per_second"] * elapsed_seconds
-        self.skipped += bool(row["skipped"])
-        self.nan += row.has_nan
-        # As upstream: the loss of such a step says nothing about the weights.
-        if not row["skipped"] and not row.has_nan:
-            for name, loss in row.losses.items():
-                self.losses[name] = self.losses.get(name, 0.0) + loss
-        for name, value in row.values.items():
-            self.values.setdefault(name, []).append(value)
-
-    @property
-    def mean_losses(self) -> dict[str, float]:
-        """Mean losses over the steps that were neither skipped nor NaN."""
-        # At least 1: in an interval of skipped steps alone the mean is 0, not an error.
-        counted = max(1, self.steps - self.skipped - self.nan)
-        return {name: total / counted for name, total in self.losses.items()}
-
-    def describe(self, shown: Mapping[str, Shown]) -> Iterator[str]:
-        """Yield the words of each metric in `shown`, reduced over the interval."""
-        for name, (reduce, text) in shown.items():
-            value = reduce_values(self.values.get(name, []), reduce)
-            if value is not None:
-                yield text(value)
-
-
 class ConsoleHook(Hook):
     """Writes to standard output on the first rank."""
 
     phase = Phase.WRITE
 
-    def __init__(self, log_interval: int) -> None:
+    def __init__(self, log_interval: int, progress_line: str) -> None:
+        """progress_line: `short`, `full`, or `auto`, which is short on a terminal."""
         self.log_interval = log_interval
+        self.is_short = progress_line == "short" or (progress_line == "auto" and sys.stdout.isatty())
         self.interval = Interval()
+        self.pace = Pace()
         self.bar: ProgressBar | None = None
         self._step_began_at = 0.0
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ConsoleHook:
         """Every run has this hook."""
-        return cls(config.logger.log_interval)
+        return cls(config.logger.log_interval, config.logger.progress_line)
 
     def on_train_start(self, run: Run) -> None:
         """Print what is about to be trained and on which devices. Every rank takes part in counting."""
@@ -92,19 +64,23 @@ class ConsoleHook(Hook):
             return
         # Escape sequences would be noise in a log file.
         if sys.stdout.isatty():
-            self.bar = ProgressBar(run.progress.iteration, run.progress.target_iterations)
+            self.bar = ProgressBar(
+                run.progress.iteration, run.progress.target_iterations, lambda: self._predict(run, None)
+            )
+            self.bar.make_room()
         used = "" if active == parameters else f", {active:,} of them active for each token,"
         share = "" if own == parameters else f" ({own:,} on this rank)"
         chunks = [chunk.module for chunk in run.model]
         for operation, how in run.recipe.describe_operations(chunks, run.groups, run.device).items():
-            self._print(f"{operation}: {how}")
+            _print(f"{operation}: {how}")
         mfu = "MFU is not known"
         if run.yardstick is not None and run.yardstick.flops is not None:
             mfu = f"MFU counts {run.yardstick.flops / 1e12:.3g} TFLOP/s ({run.yardstick.source}) as 100 %"
-        self._print(
+        _print(
             f"training {parameters:,} parameters{used}{share} on {run.groups.world.size()} x {run.device.type}, "
             f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; {mfu}"
         )
+        self.pace = Pace()
 
     def on_step_start(self, run: Run) -> None:
         """For the bar, which shows how fast the host goes ahead."""
@@ -112,6 +88,7 @@ class ConsoleHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Move the progress bar by one step."""
+        self.pace.step_ended()
         if self.bar is not None:
             self.bar.advance(run.progress.iteration, time.perf_counter() - self._step_began_at)
 
@@ -121,41 +98,74 @@ class ConsoleHook(Hook):
             return
         for row in rows:
             self.interval.add(row)
+            self.pace.add(row)
             if row.iteration % self.log_interval == 0:
                 # Begun before the line is printed: after one that could not be, the next has its own iterations only.
                 interval, self.interval = self.interval, Interval()
-                texts = [*interval.describe(run.metrics.shown), *row.texts]
-                self._print(format_progress_line(row, interval, run.progress.target_iterations, texts))
+                _print(self._format_line(run, row, interval))
             for table in row.tables:
-                self._print(table)
+                _print(table)
         if self.bar is not None:
             self.bar.show(rows[-1].losses)
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
-        """Print loss and perplexity in a box."""
-        if run.is_first_rank:
+        """Print loss and perplexity; with full lines in a box, as upstream does."""
+        if not run.is_first_rank:
+            return
+        if self.is_short:
+            _print(format_short_evaluation(run.progress.iteration, evaluation, read_columns()))
+        else:
             line = format_evaluation_line(run.progress.iteration, evaluation)
-            self._print("\n".join(("-" * len(line), line, "-" * len(line))))
-
-    def on_save(self, run: Run) -> None:
-        """Keep the bar below what CheckpointHook has printed."""
-        if self.bar is not None:
-            self.bar.redraw()
+            _print("\n".join(("-" * len(line), line, "-" * len(line))))
 
     def on_close(self, run: Run) -> None:
         """Leave the terminal with an empty line to write on, and say why the run ended early."""
         if self.bar is not None:
-            self.bar.clear()
+            self.bar.leave()
         if run.is_first_rank and run.stop_reason:
-            self._print(run.stop_reason)
+            _print(run.stop_reason)
 
-    def _print(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.clear()
-        # Flushed, so that a killed run has its last lines in the log.
-        print(text, flush=True)
-        if self.bar is not None:
-            self.bar.redraw()
+    def _format_line(self, run: Run, row: Row, interval: Interval) -> str:
+        clock = Clock(self.pace.elapsed_seconds, self._predict(run, None) or 0.0)
+        until_stop = self._predict_stop(run)
+        if until_stop is not None and until_stop < clock.left:
+            clock = clock._replace(until_stop=until_stop)
+        texts = [*interval.describe(run.metrics.shown), *row.texts]
+        target = run.progress.target_iterations
+        if not self.is_short:
+            return format_progress_line(row, interval, target, clock, texts)
+        if len(run.batch_size.steps) > 1:
+            texts.insert(0, f"batch size {row['global_batch_size']}")
+        return format_short_line(row, interval, target, clock, texts, read_columns())
+
+    def _predict(self, run: Run, iterations: int | None) -> float | None:
+        """Seconds that the next iterations will take, those that are left where None; None as long as nobody knows."""
+        if iterations is None:
+            iterations = run.progress.target_iterations - run.progress.iteration
+        samples = count_samples_of_iterations(run.batch_size, run.progress.consumed_train_samples, iterations)
+        pace = self.pace.seconds_per_sample
+        return None if pace is None else pace * samples
+
+    def _predict_stop(self, run: Run) -> float | None:
+        """Seconds until --exit-interval or --exit-duration-in-mins ends the run; None without them."""
+        training, stops = run.config.training, []
+        if training.exit_interval is not None:
+            stops.append(self._predict(run, -run.progress.iteration % training.exit_interval) or 0.0)
+        if training.exit_duration_in_mins is not None:
+            elapsed = time.monotonic() - PROGRAM_STARTED_AT
+            stops.append(max(0.0, 60.0 * training.exit_duration_in_mins - elapsed))
+        return min(stops, default=None)
+
+
+def read_columns() -> int:
+    """Columns for a line: the terminal's, at most as many as a short line has at its longest."""
+    # A terminal that does not know its width is taken for a narrow one.
+    return min(MOST_COLUMNS, shutil.get_terminal_size((80 if sys.stdout.isatty() else MOST_COLUMNS, 24)).columns)
+
+
+def _print(text: str) -> None:
+    # Flushed, so that a killed run has its last lines in the log.
+    print(text, flush=True)
 
 
 def count_parameters(run: Run) -> tuple[int, int]:
@@ -171,63 +181,39 @@ def count_parameters(run: Run) -> tuple[int, int]:
     return counts.total, counts.count_active(model.moe_router_topk, model.num_moe_experts)
 
 
-def format_progress_line(row: Row, interval: Interval, target_iterations: int, texts: Sequence[str] = ()) -> str:
-    """One line in upstream's wording: means over the interval for loss and time, the last step for the rest."""
-    seconds = interval.elapsed_seconds / interval.steps
-    # The row's rates are those of its own step; this factor makes them the rates of the interval's mean step.
-    speed = row["iteration_time_seconds"] / seconds
-    fields = [
-        f"iteration {row.iteration:8d}/{target_iterations:8d}",
-        f"consumed samples: {row['consumed_samples']:12d}",
-        f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_format_known(row.values.get('tflops'), '.3g', speed)}",
-        f"MFU (%): {_format_known(row.values.get('mfu'), '.1f', speed * 100)}",
-        f"tokens per second: {interval.tokens / interval.elapsed_seconds:.0f}",
-        f"learning rate: {row['lr']:.6E}",
-        f"global batch size: {row['global_batch_size']:5d}",
-        *(f"{name}: {loss:.6E}" for name, loss in interval.mean_losses.items()),
-        f"loss scale: {row['loss_scale']:.1f}",
-    ]
-    if row.values.get("grad_norm") is not None:
-        fields.append(f"grad norm: {row['grad_norm']:.3f}")
-    if "params_norm" in row.values:
-        fields.append(f"params norm: {row['params_norm']:.3f}")
-    if "num_zeros_in_grad" in row.values:
-        fields.append(f"num zeros: {row['num_zeros_in_grad']}")
-    fields += [
-        *texts,
-        f"number of skipped iterations: {interval.skipped:3d}",
-        f"number of nan iterations: {interval.nan:3d}",
-        f"memory (MB): {row['memory_bytes'] / 2**20:.0f} (peak {row['peak_memory_bytes'] / 2**20:.0f})",
-    ]
-    return f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] " + " | ".join(fields) + " |"
-
-
-def _format_known(value: float | None, form: str, factor: float) -> str:
-    return "n/a" if value is None else format(value * factor, form)
-
-
-def format_evaluation_line(iteration: int, evaluation: Evaluation) -> str:
-    """Loss and perplexity, exp(loss), capped as upstream caps it so that an untrained model prints a finite number."""
-    where = f"iteration {iteration}" + (f" on {evaluation.split} set" if evaluation.final else "")
-    fields = [
-        f"{name} value: {loss:.6E} | {name} PPL: {math.exp(min(20, loss)):.6E}"
-        for name, loss in evaluation.losses.items()
-    ]
-    return f" {evaluation.name} loss at {where} | " + " | ".join(fields) + " |"
-
-
 class ProgressBar:
     """A bar with rate and remaining time on the last line of a terminal; log files never see it.
 
-    `iteration 120/300 [########------------] 2.1 it/s, 1:26 left, lm loss 4.21`, rewritten in place.
+    `iteration 120/300 [########------------] 2.1 it/s, 1m26s left, lm loss 4.21`, rewritten in place.
     """
 
-    def __init__(self, iteration: int, target_iterations: int) -> None:
+    def __init__(
+        self, iteration: int, target_iterations: int, predict: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """predict: the seconds that are left; None as long as only the bar's own rate can tell."""
         self.iteration, self.target = iteration, target_iterations
+        self.predict = predict
         self.seconds_per_step: float | None = None
         self._loss_text = ""
         self._drawn_at = 0.0
+        self._is_drawn = False
+        self._terminal: TextIO = sys.stdout
+
+    def make_room(self) -> None:
+        """From now on whatever this process prints takes the bar's place, and the bar moves below it."""
+        sys.stdout = _AboveBar(sys.stdout, self)  # type: ignore[assignment]
+        # A warning in a file does not touch the terminal.
+        if sys.stderr.isatty():
+            sys.stderr = _AboveBar(sys.stderr, self)  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        """Erase the bar for good, and give the streams back."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, _AboveBar):
+                setattr(sys, name, stream.stream)
+        # Last: the terminal may be gone.
+        self.clear()
 
     def advance(self, iteration: int, elapsed_seconds: float) -> None:
         """Take in a step; redraw unless that was done a moment ago."""
@@ -249,7 +235,8 @@ class ProgressBar:
         filled = round(20 * share)
         line = f"iteration {self.iteration}/{self.target} [{'#' * filled}{'-' * (20 - filled)}]"
         if self.seconds_per_step:
-            left = round((self.target - self.iteration) * self.seconds_per_step)
+            left = self.predict()
+            left = (self.target - self.iteration) * self.seconds_per_step if left is None else left
             line += f" {1 / self.seconds_per_step:.2f} it/s, {format_duration(left)} left{self._loss_text}"
         # A line as wide as the terminal would wrap, and the carriage return would no longer reach its start.
         return line[: columns - 1]
@@ -257,17 +244,35 @@ class ProgressBar:
     def redraw(self) -> None:
         """Write the line over the one on the terminal."""
         self._drawn_at = time.monotonic()
-        sys.stdout.write("\r\x1b[K" + self.text(shutil.get_terminal_size().columns))
-        sys.stdout.flush()
+        self._is_drawn = True
+        self._write("\r\x1b[K" + self.text(shutil.get_terminal_size().columns))
 
     def clear(self) -> None:
         """Erase the line, so that text can be printed in its place."""
-        sys.stdout.write("\r\x1b[K")
-        sys.stdout.flush()
+        if self._is_drawn:
+            self._is_drawn = False
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self._terminal.write(text)
+        self._terminal.flush()
 
 
-def format_duration(seconds: int) -> str:
-    """Format whole seconds for people: 86 -> "1:26", 3700 -> "1:01:40"."""
-    minutes, second = divmod(seconds, 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+class _AboveBar:
+    """A stream to the terminal: what is written takes the bar's place, and the bar comes back below whole lines."""
+
+    def __init__(self, stream: TextIO, bar: ProgressBar) -> None:
+        self.stream, self.bar = stream, bar
+
+    def write(self, text: str) -> int:
+        """Write the text where the bar was."""
+        self.bar.clear()
+        written = self.stream.write(text)
+        # Behind part of a line the bar would hide it.
+        if text.endswith("\n"):
+            self.stream.flush()
+            self.bar.redraw()
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

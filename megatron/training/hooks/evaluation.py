@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 class EvaluationHook(Hook):
     """Evaluates each validation set on eval_iters global batches, or on all of it with full_validation.
 
-    Successive evaluations see successive validation samples, all sets equally many.
+    Successive evaluations see successive validation samples, all sets equally many: after the last iteration, where it
+    is one of --eval-interval, two evaluations follow each other, as upstream's do, on different samples. Evaluations on
+    all samples would be the same one; it is done once, and its values are given twice.
     """
 
     def __init__(self, config: ValidationConfig) -> None:
         self.config = config
         # Kept open between evaluations, so that each continues where the last one stopped.
         self._validation: list[Iterator[Batch]] = []
+        self._whole_losses: dict[tuple[int, int], dict[str, float]] = {}
+        """Of full_validation: (iteration, set) -> losses, of the last evaluation."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> EvaluationHook | None:
@@ -62,16 +66,23 @@ class EvaluationHook(Hook):
             self._validate(run, final=True)
             if run.data.has("test") and self.config.eval_iters > 0:
                 losses = evaluate(run, run.data.open("test", 0), self.config.eval_iters)
-                run.hooks.on_evaluate(run, Evaluation("test", losses, final=True))
+                samples = describe_samples(run, "test", 0, 0, self.config.eval_iters)
+                run.hooks.on_evaluate(run, Evaluation("test", losses, final=True, samples=samples))
 
     def _validate(self, run: Run, *, final: bool) -> None:
         run.read_metrics()  # what the steps before have to say comes first, also that they have failed
         sets = len(run.data.parts("validation"))
         for part in range(sets):
-            losses = self._whole(run, part) if self.config.full_validation else self._next(run, part)
+            if self.config.full_validation:
+                losses, samples = self._whole(run, part), f"all {len(run.data.parts('validation')[part])} samples"
+            else:
+                losses = self._next(run, part)
+                seen = run.progress.consumed_valid_samples
+                samples = describe_samples(run, "validation", part, seen, self.config.eval_iters)
             names = self.config.validation_set_names or [str(number) for number in range(sets)]
             name = names[part] if self.config.multiple_validation_sets else None
-            run.hooks.on_evaluate(run, Evaluation("validation", losses, final=final, set_name=name))
+            evaluation = Evaluation("validation", losses, final=final, set_name=name, samples=samples)
+            run.hooks.on_evaluate(run, evaluation)
         # Counted once for all sets: they advance together, and a resumed run opens each at the same place.
         if sets and not self.config.full_validation:
             run.progress.consumed_valid_samples += self.config.eval_iters * run.evaluation_batch_size
@@ -83,7 +94,10 @@ class EvaluationHook(Hook):
         return evaluate(run, self._validation[part], self.config.eval_iters)
 
     def _whole(self, run: Run, part: int) -> dict[str, float]:
-        """Losses on every sample of a validation set."""
+        """Losses on every sample of a validation set; of this iteration's weights they are computed once."""
+        place = (run.progress.iteration, part)
+        if place in self._whole_losses:
+            return self._whole_losses.pop(place)
         samples = len(run.data.parts("validation")[part])
         if not samples:
             raise DataError(f"validation set {part} has no samples; give it more data, or leave it out")
@@ -91,7 +105,29 @@ class EvaluationHook(Hook):
         iterations = -(samples // -run.evaluation_batch_size)
         microbatches = iterations * (run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
         with contextlib.closing(run.data.open_whole("validation", part, microbatches)) as batches:
-            return evaluate(run, batches, iterations)
+            losses = evaluate(run, batches, iterations)
+        self._whole_losses = {seen: kept for seen, kept in self._whole_losses.items() if seen[0] == place[0]}
+        self._whole_losses[place] = losses
+        return losses
+
+
+def describe_samples(run: Run, split: str, part: int, consumed: int, iterations: int) -> str:
+    """Which samples of a split an evaluation sees, in words, after the `consumed` ones that earlier ones have seen:
+    `2 batches of 8: samples 16 to 31 of 1000`, counted from 0."""
+    size = run.evaluation_batch_size
+    text = f"{iterations} batch{'es' if iterations > 1 else ''} of {size}"
+    dataset = run.data.parts(split)[part]
+    # The order of a script's own loader, or of one that shuffles, has no numbers to name.
+    if run.data.settings.dataloader_type != "single":
+        return f"{text} samples"
+    total, unit = len(dataset), run.evaluation_samples_per_microbatch
+    # As the sampler counts: what does not fill a microbatch of all ranks is passed over when it begins again.
+    used = max(unit, total // unit * unit)
+    first = consumed % used
+    last = first + iterations * size - 1
+    if last < used:
+        return f"{text}: samples {first} to {last} of {total}"
+    return f"{text}: from sample {first} of {total} on, beginning again at the end"
 
 
 class NonLossDataHook(Hook):
