@@ -161,6 +161,15 @@ def test_xavier_uniform() -> None:
     assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(0.02, rel=0.08)
 
 
+def test_xavier_uniform_leaves_the_sinks_normal() -> None:
+    """It is defined for matrices; the scores of the sinks are one number for each head."""
+    plain, xavier = (
+        first_layer(build_model(f"--softmax-type learnable {flags}")).self_attention.core_attention.softmax_offset
+        for flags in ("", "--init-method-xavier-uniform")
+    )
+    assert xavier.any() and torch.equal(plain, xavier)
+
+
 @pytest.mark.flags("--no-initialization")
 def test_without_initialization_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only norms and biases are set; the flag asks for a checkpoint."""

@@ -6,6 +6,7 @@
 | output projections of attention, MLP | init_method_std / sqrt(2 x layers)                  |
 | token and position embeddings        | embedding_init_method_std, else init_method_std     |
 | output layer that is not tied        | init_method_std                                     |
+| scores of attention sinks            | init_method_std                                     |
 
 With muP (config_fields/mup.py) the first two are divided by the root of the width multiplier.
 """
@@ -22,6 +23,12 @@ def input_initialiser(config: TransformerConfig) -> Initialiser:
     """Input projections: config.init_method, or the distribution that the config describes."""
     if config.init_method_xavier_uniform:
         return config.init_method or xavier_uniform
+    return sink_initialiser(config)
+
+
+def sink_initialiser(config: TransformerConfig) -> Initialiser:
+    """Scores of the attention sinks: as input projections, but for --init-method-xavier-uniform, which is defined by
+    the inputs and outputs of a matrix; these are one number for each head."""
     # Divided by the root of the width multiplier, so that outputs of a wider model have the base model's variance.
     return config.init_method or normal(config.init_method_std / math.sqrt(config.width_multiplier))
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.core_attention.interface import (
     Visible,
 )
 from megatron.core.transformer.core_attention.select import build_core_attention
-from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.initialisers import sink_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -68,7 +68,7 @@ class DotProductAttention(MegatronModule):
             splits = tensor_parallel_split(0, groups.tp)
             self.softmax_offset = declare_parameter(
                 (config.num_attention_heads,),
-                init=input_initialiser(config),
+                init=sink_initialiser(config),
                 dtype=parameter_dtype(config),
                 splits=splits,
             )
