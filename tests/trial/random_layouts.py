@@ -48,6 +48,11 @@ class LayoutCase:
         """The number of processes of the layout."""
         return self.sizes["tp"] * self.sizes["cp"] * self.sizes["pp"] * self.sizes["dp"]
 
+    @property
+    def divided(self) -> list[str]:
+        """The command line under the layout."""
+        return [*self.model, *axis_flags(self.sizes), *self.layout]
+
     def layout_text(self) -> str:
         """The layout in a few letters, and its flags."""
         axes = ",".join(f"{axis}{size}" for axis, size in self.sizes.items() if size > 1)
@@ -55,7 +60,7 @@ class LayoutCase:
 
     def command(self) -> str:
         """The command that repeats the case by hand, with random weights and mock data as here."""
-        flags = " ".join([*self.model, *axis_flags(self.sizes), *self.layout])
+        flags = " ".join(self.divided)
         return (
             f"python -m torch.distributed.run --standalone --nproc_per_node {self.world_size} pretrain_gpt.py {flags}"
         )
@@ -271,13 +276,12 @@ def train_share(argv: list[str], world_size: int) -> RankTrace:
 
 def judge_layout(case: LayoutCase, run: Callable[..., list[RankTrace]] = run_distributed) -> Verdict:
     """Train both ways and compare."""
-    divided = [*case.model, *axis_flags(case.sizes), *case.layout]
     try:
-        read_run_config(divided, {"WORLD_SIZE": str(case.world_size)})
+        read_run_config(case.divided, {"WORLD_SIZE": str(case.world_size)})
     except ConfigError as error:
         return Verdict("refused", str(error), case.command())
     try:
-        found = run(train_share, case.world_size, divided, case.world_size, timeout=LIMIT_SECONDS)
+        found = run(train_share, case.world_size, case.divided, case.world_size, timeout=LIMIT_SECONDS)
         alone = run(train_share, 1, [*case.model, *case.padding], 1, timeout=LIMIT_SECONDS)
     except WorkerError as error:
         return Verdict("fault", str(error), case.command())

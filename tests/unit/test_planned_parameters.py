@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shlex
 from pathlib import Path
 
 import pytest
 
+from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,9 +20,12 @@ from megatron.planner.parameters import count_on_rank, count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import build_rank_grid
-from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.gpt import build_gpt_model, build_gpt_recipe
+from tests.trial.random_layouts import draw_case
 from tests.unit.gpt_models import build_model
+from tests.unit.run_flags import run_config
 
+AXES = [f"--{axis}-parallel-size" for axis in ("tensor-model", "context", "pipeline-model")]
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "data" / "flops_memory.json").read_text())
 
 
@@ -31,15 +36,75 @@ def read_case(name: str, further: str = "") -> RunConfig:
     return config
 
 
-def build_stage(config: RunConfig, rows: int, rank: int) -> GPTModel:
-    """The chunk of a rank that holds one, on the meta device."""
+def build_stage(config: RunConfig, rows: int, rank: int, chunk: int = 0) -> GPTModel:
+    """A chunk of a rank, on the meta device."""
     groups = ProcessGroupCollection.pretend(build_rank_grid(config, config.world_size), rank)
-    content = build_pipeline_layout(config.model, build_virtual_stages(config.model))[groups.pp.rank()]
-    chunk = build_gpt_model(
-        config, rows, pre_process=content.has_embedding, post_process=content.has_loss, pg_collection=groups
+    shape = build_virtual_stages(config.model)
+    content = build_pipeline_layout(config.model, shape)[shape.index(groups.pp.rank(), chunk)]
+    part = build_gpt_model(
+        config,
+        rows,
+        pre_process=content.has_embedding,
+        post_process=content.has_loss,
+        vp_stage=chunk if shape.chunks > 1 else None,
+        pg_collection=groups,
     )
-    assert {param.device.type for param in chunk.parameters()} == {"meta"}
-    return chunk
+    assert {param.device.type for param in part.parameters()} <= {"meta"}
+    return part
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--ffn-hidden-size 33 --tensor-model-parallel-size 2", "--ffn-hidden-size 33 cannot .* use 32 or 34"),
+        ("--swiglu --hidden-size 24 --num-attention-heads 3 --tensor-model-parallel-size 3", "use 63 or 66"),
+        ("--num-experts 2 --moe-ffn-hidden-size 7 --disable-bias-linear --expert-tensor-parallel-size 2 "
+         "--tensor-model-parallel-size 2", "--moe-ffn-hidden-size 7 cannot be split over --expert-tensor"),
+        ("--num-experts 2 --moe-shared-expert-intermediate-size 7 --disable-bias-linear "
+         "--tensor-model-parallel-size 2", "--moe-shared-expert-intermediate-size 7 cannot be split over --tensor"),
+        ("--padded-vocab-size 71 --tensor-model-parallel-size 2", "use --padded-vocab-size 72"),
+        ("--attention-backend flash --window-size 7,0", "the flash kernel has no sliding window"),
+        ("--attention-backend unfused --softmax-type learnable", "torch's math kernel has no attention sinks"),
+        ("--attention-backend fused --context-parallel-size 2", "cannot merge the blocks of --cp-comm-type p2p"),
+        ("--cp-comm-type a2a+p2p --context-parallel-size 2 --hierarchical-context-parallel-sizes 2",
+         "--hierarchical-context-parallel-sizes, two numbers"),
+        ("--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+         "--rampup-batch-size 3 5 40", "global batch size 3: 3 microbatches in groups of 2"),
+    ],
+)  # fmt: skip
+def test_what_no_rank_could_build_is_refused_by_the_flags(flags: str, sentence: str) -> None:
+    """Before a job is launched: --print-config on any machine finds it."""
+    words = flags.split()
+    processes = math.prod(int(words[i + 1]) for i, word in enumerate(words) if word in AXES)
+    with pytest.raises(ConfigError, match=sentence):
+        run_config(flags, world_size=processes)
+
+
+def test_experts_in_every_layer_need_no_width_of_the_mlp() -> None:
+    experts = "--num-experts 2 --moe-ffn-hidden-size 6 --ffn-hidden-size 7 --disable-bias-linear"
+    flags = f"{experts} --tensor-model-parallel-size 2 --sequence-parallel"
+    assert run_config(flags, world_size=2).model.ffn_hidden_size == 7
+    with pytest.raises(ConfigError, match="--ffn-hidden-size 7 cannot be split"):
+        run_config(f"{flags} --num-layers 2 --moe-layer-freq 2", world_size=2)
+
+
+def test_what_the_flags_accept_every_rank_can_build() -> None:
+    """Random layouts of odd sizes, as their first, a middle and the last rank see them."""
+    built = 0
+    for seed in range(30):
+        case = draw_case(seed)
+        try:
+            config = read_run_config(case.divided, {"WORLD_SIZE": str(case.world_size)})
+        except ConfigError:
+            continue
+        config.model.init_model_with_meta_device = True
+        rows = build_gpt_recipe(config).padded_vocab_size
+        shape = build_virtual_stages(config.model)
+        for rank in {0, case.world_size // 2, case.world_size - 1}:
+            for chunk in range(shape.chunks):
+                build_stage(config, rows, rank, chunk)
+        built += 1
+    assert built > 20
 
 
 @pytest.mark.parametrize("name", ["gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b"])

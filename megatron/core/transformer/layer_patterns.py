@@ -74,6 +74,12 @@ def has_experts(config: HasPatterns, layer_number: int) -> bool:
     return (layer_number - 1) % every == 0 if isinstance(every, int) else bool(every[layer_number - 1])
 
 
+def has_dense_layers(config: HasPatterns) -> bool:
+    """Whether any layer has an MLP without experts."""
+    every = config.moe_layer_freq
+    return config.num_moe_experts is None or (every > 1 if isinstance(every, int) else 0 in every)
+
+
 def pattern_problems(config: HasPatterns) -> Iterator[str]:
     """What is wrong with the windows and patterns of a config."""
     if config.window_size is not None:

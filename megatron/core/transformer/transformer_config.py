@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_base import flag, get_settings, restore
+from megatron.core.config_base import flag, get_settings, name_multiples, restore
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
 from megatron.core.transformer.config_fields.moe import MoEFields
@@ -14,7 +14,7 @@ from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
 from megatron.core.transformer.config_fields.recompute import RecomputeFields
-from megatron.core.transformer.layer_patterns import pattern_problems
+from megatron.core.transformer.layer_patterns import has_dense_layers, has_windows, pattern_problems
 
 
 @dataclass(kw_only=True)
@@ -61,8 +61,70 @@ class TransformerConfig(
         yield from super().problems()
         # Here and not in one group of fields: the patterns read windows, positions and experts together.
         yield from pattern_problems(self)
+        yield from self._inner_widths_divide_over_ranks()
+        yield from self.kernel_problems()
         if self.compile:
             yield from self._compiled_layers_are_whole()
+
+    def _inner_widths_divide_over_ranks(self) -> Iterator[str]:
+        """Ranks that share an MLP, an expert or the shared expert have equal parts of its inner width."""
+        shared = [
+            ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
+            ("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
+        ]
+        widths = shared if self.num_moe_experts is not None else []
+        if has_dense_layers(self):
+            widths.insert(0, ("ffn_hidden_size", "tensor_model_parallel_size"))
+        for width_name, ranks_name in widths:
+            width, ranks = getattr(self, width_name), getattr(self, ranks_name) or 1
+            if width and width % ranks:
+                yield (
+                    f"{self.say(width_name)} cannot be split over {self.say(ranks_name)}; "
+                    f"use {name_multiples(width, ranks)}"
+                )
+
+    def kernel_problems(self) -> Iterator[str]:
+        """What --attention-backend names a kernel for that the kernel cannot do.
+
+        Named backends are promises: what a kernel lacks is refused, never computed silently by another one.
+        """
+        backend, asked = self.attention_backend, self.say("attention_backend")
+        kernel = {"flash": "the flash kernel", "fused": "the cuDNN kernel", "unfused": "torch's math kernel"}.get(
+            backend
+        )
+        if kernel is None:
+            return
+        lacking = {
+            # A window is a mask, which these do not take.
+            "sliding window (--window-size)": backend != "unfused" and has_windows(self),
+            f"attention sinks ({self.say('softmax_type')})": self.softmax_type != "vanilla",
+            f"bound on scores ({self.say('attn_logit_softcapping')})": self.attn_logit_softcapping is not None,
+        }
+        for what, is_asked_for in lacking.items():
+            if is_asked_for:
+                yield f"{asked}: {kernel} has no {what}; use --attention-backend auto, or local"
+        problem = self.ring_problem() if self._has_rings() else None
+        if problem is not None:
+            yield problem
+
+    def ring_problem(self) -> str | None:
+        """Why the kernel that --attention-backend names cannot attend to keys that come round a ring, block by block;
+        None where it can."""
+        # Merging blocks takes the logarithm of each one's sum, which this kernel does not return.
+        if self.attention_backend != "fused":
+            return None
+        return (
+            "--attention-backend fused cannot merge the blocks of --cp-comm-type p2p; use --attention-backend auto, "
+            "or --cp-comm-type all_gather or a2a"
+        )
+
+    def _has_rings(self) -> bool:
+        """Whether keys and values of any layer travel round a ring of ranks."""
+        kinds, levels = self.cp_comm_type or [], self.hierarchical_context_parallel_sizes
+        if self.context_parallel_size == 1 and not self.hybrid_context_parallel:
+            return False
+        # The outer level of a hierarchy is a ring, unless it has one member.
+        return "p2p" in kinds or ("a2a+p2p" in kinds and levels is not None and levels[-1] > 1)
 
     def _compiled_layers_are_whole(self) -> Iterator[str]:
         """What measures, divides or leaves out parts of a layer, which --compile makes one."""

@@ -35,14 +35,12 @@ def sizes_fit_the_processes(run: RunConfig) -> Iterator[str]:
 
 
 def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
-    """Every step of the run, and the evaluations; a batch size that grows is looked at when the run is set up."""
-    model, batch, replicas = run.model, run.training.global_batch_size, run.data_parallel_size
-    micro_batch, stages = run.training.micro_batch_size or 1, model.pipeline_model_parallel_size
-    # zb-v has two chunks per stage too, but fills its pipeline by rules of its own.
-    is_interleaved = model.virtual_pipeline_model_parallel_size is not None and model.pipeline_schedule != "zb-v"
-    if not is_interleaved or batch is None or not run.is_divisible:
+    """Every step of the run, and the evaluations; `growing_batch_is_possible` has the sizes of a batch that grows."""
+    batch, replicas = run.training.global_batch_size, run.data_parallel_size
+    micro_batch, stages = run.training.micro_batch_size or 1, run.model.pipeline_model_parallel_size
+    if not _is_interleaved(run) or batch is None or not run.is_divisible:
         return
-    microbatches, group = batch // (micro_batch * replicas), model.microbatch_group_size_per_vp_stage or stages
+    microbatches = batch // (micro_batch * replicas)
     if microbatches < stages:
         yield (
             f"the interleaved schedule needs as many microbatches as stages, but {run.say('global_batch_size')} / "
@@ -50,10 +48,26 @@ def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
             f"{run.say('pipeline_model_parallel_size')}; use --global-batch-size {stages * micro_batch * replicas} or "
             "more"
         )
-    elif stages > 1 and group >= stages and batch % (micro_batch * replicas) == 0:
-        problem = interleaved_problem(stages, microbatches, group)
+    elif batch % (micro_batch * replicas) == 0:
+        problem = find_interleaving_problem(run, microbatches)
         if problem is not None:
             yield f"{run.say('global_batch_size')}: {problem}"
+
+
+def find_interleaving_problem(run: RunConfig, microbatches: int) -> str | None:
+    """Why the interleaved schedule cannot run so many microbatches; None where it can, or another schedule runs
+    them."""
+    stages = run.model.pipeline_model_parallel_size
+    group = run.model.microbatch_group_size_per_vp_stage or stages
+    # Groups below the number of stages are refused by a rule of the model's.
+    if not _is_interleaved(run) or stages == 1 or group < stages:
+        return None
+    return interleaved_problem(stages, microbatches, group)
+
+
+def _is_interleaved(run: RunConfig) -> bool:
+    # zb-v has two chunks per stage too, but fills its pipeline by rules of its own.
+    return run.model.virtual_pipeline_model_parallel_size is not None and run.model.pipeline_schedule != "zb-v"
 
 
 def sequences_are_divisible(run: RunConfig) -> Iterator[str]:

@@ -97,7 +97,27 @@ def recomputation_is_said_once(run: RunConfig) -> Iterator[str]:
         yield "--recompute-activations means --recompute-granularity selective, which contradicts full; keep one"
 
 
+def vocabulary_divides_over_the_ranks(run: RunConfig) -> Iterator[str]:
+    """A size of the table that was asked for; of what a tokenizer makes, recipes/vocabulary.py asks the same."""
+    rows = run.tokenizer.padded_vocab_size
+    problem = find_uneven_rows(run.flag("padded_vocab_size"), rows or 0, run.model.tensor_model_parallel_size)
+    if problem is not None:
+        yield problem
+
+
+def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
+    """Why tensor-parallel ranks cannot share a table of so many rows; None where they can. asked: what made it so."""
+    # The vocabulary is split by rows, and all shards have one shape.
+    if rows % ranks == 0:
+        return None
+    return (
+        f"{asked} {rows} cannot be divided among --tensor-model-parallel-size {ranks}; "
+        f"use --padded-vocab-size {-(-rows // ranks) * ranks}"
+    )
+
+
 MODEL_RELATIONS = (
     positions_reach_the_sequence, rotation_takes_pairs, rotary_positions_are_scaled_once, scores_can_be_measured,
     optimizer_fits_the_model, optimizer_formats_fit_the_model, recomputation_is_said_once,
+    vocabulary_divides_over_the_ranks,
 )  # fmt: skip

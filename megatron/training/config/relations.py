@@ -15,7 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
-from megatron.training.config.layout_relations import sharding_flag
+from megatron.training.config.layout_relations import find_interleaving_problem, sharding_flag
 
 if TYPE_CHECKING:
     from megatron.training.config.container import RunConfig
@@ -118,6 +118,10 @@ def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
             if iterations is None and training.train_samples is not None:
                 iterations = sizes.count_iterations(training.train_samples)
             sizes.check_sizes(0, iterations)
+            for size in sorted({stretch.global_batch_size for stretch in sizes.stretches(0, iterations)} - {batch}):
+                problem = find_interleaving_problem(run, size // sizes.samples_per_microbatch)
+                if problem is not None:
+                    yield f"global batch size {size}: {problem}"
     except ConfigError as error:
         # Where the layout does not fit, that sentence is enough: these numbers would follow from it.
         if run.is_divisible:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
+from megatron.training.config.model_relations import find_uneven_rows
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
@@ -40,7 +41,7 @@ def compute_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
 def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     """Rows of the embedding: the vocabulary, padded so that every tensor-parallel rank holds equally many.
 
-    Raises ConfigError for a --padded-vocab-size that is too small or cannot be divided.
+    Raises ConfigError for a --padded-vocab-size that is too small, and for unpadded rows that cannot be divided.
     """
     from megatron.core.tokenizers.build import pad_vocab_size
 
@@ -48,17 +49,13 @@ def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     vocab_size = compute_vocab_size(config, tokenizer)
     if settings.padded_vocab_size is None and settings.pad_vocab_size:
         return pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by, ranks)
-    # The vocabulary is split by rows over the tensor-parallel ranks, and all shards have one shape.
     rows = settings.padded_vocab_size or vocab_size
     if rows < vocab_size:
         raise ConfigError(
             f"--padded-vocab-size {rows} does not hold the {vocab_size} tokens of the vocabulary; "
             "raise it or leave it out"
         )
-    if rows % ranks:
-        flag = "--padded-vocab-size" if settings.padded_vocab_size else "--no-pad-vocab-size with a vocabulary of"
-        raise ConfigError(
-            f"{flag} {rows} cannot be divided among --tensor-model-parallel-size {ranks}; "
-            f"use --padded-vocab-size {-(-rows // ranks) * ranks}"
-        )
+    problem = find_uneven_rows("--no-pad-vocab-size with a vocabulary of", rows, ranks)
+    if settings.padded_vocab_size is None and problem is not None:
+        raise ConfigError(problem)
     return rows

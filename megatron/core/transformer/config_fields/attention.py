@@ -177,7 +177,8 @@ class AttentionFields(ArchitectureFields):
                 f"{self.say('cp_comm_type')} names {len(kinds)} kinds for {self.say('num_layers')}; give one, or one "
                 "for each layer"
             )
-        if cp > 1 and "a2a+p2p" in kinds and self.hierarchical_context_parallel_sizes is None:
+        # Exactly two levels: one exchange, and one ring around it.
+        if cp > 1 and "a2a+p2p" in kinds and len(self.hierarchical_context_parallel_sizes or ()) != 2:
             yield (
                 "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, two numbers whose product is the "
                 "CP size"

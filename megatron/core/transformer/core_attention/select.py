@@ -11,8 +11,6 @@ they cannot do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from megatron.core.device import is_cpu
@@ -30,7 +28,6 @@ from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.ring import RingAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
-from megatron.core.transformer.layer_patterns import has_windows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -45,26 +42,7 @@ def attention_problems(config: TransformerConfig, device: torch.device) -> list[
         )
     if backend == "fused" and on_cpu:
         problems.append("--attention-backend fused needs a GPU with cuDNN, and this runs on the CPU; use auto or flash")
-    kernels = {"flash": "the flash kernel", "fused": "the cuDNN kernel", "unfused": "torch's math kernel"}
-    # Named backends are promises: what a kernel lacks is refused, never computed silently by another one.
-    for flag, what in _beyond_the_kernels(config, backend):
-        problems.append(
-            f"--attention-backend {backend}: {kernels[backend]} has no {what} ({flag}); use --attention-backend auto, "
-            "or local"
-        )
-    return problems
-
-
-def _beyond_the_kernels(config: TransformerConfig, backend: str) -> Iterator[tuple[str, str]]:
-    """(flag, what it asks for) of everything that torch's kernel of this name cannot do."""
-    if backend not in ("flash", "fused", "unfused"):
-        return
-    if has_windows(config) and backend != "unfused":  # a window is a mask, which these do not take
-        yield "--window-size", "sliding window"
-    if config.softmax_type != "vanilla":
-        yield f"--softmax-type {config.softmax_type}", "attention sinks"
-    if config.attn_logit_softcapping is not None:
-        yield f"--attn-logit-softcapping {config.attn_logit_softcapping:g}", "bound on scores"
+    return [*problems, *config.kernel_problems()]
 
 
 def build_attention_backend(
@@ -150,11 +128,9 @@ def _build_ring(
 
 def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, device: torch.device) -> BlockKernel:
     """What --attention-backend means for one block of a ring: scores and softmax always in float32."""
-    if config.attention_backend == "fused":
-        raise ConfigError(
-            "--attention-backend fused cannot merge the blocks of --cp-comm-type p2p; use --attention-backend auto, "
-            "or --cp-comm-type all_gather or a2a"
-        )
+    problem = config.ring_problem()
+    if problem is not None:
+        raise ConfigError(problem)
     # To merge blocks takes the logarithm of each one's sum, which torch's CPU kernel returns and its operator does not.
     by_kernel = config.attention_backend in ("auto", "flash") and options.dropout == 0 and options.softcap is None
     if by_kernel and is_cpu(device):
