@@ -43,7 +43,7 @@ place.
 `python pretrain_gpt.py --print-config …` checks a command line without touching data or devices. With `WORLD_SIZE=64`
 in the environment it checks it for 64 processes. `--config FILE.yaml` reads the same flags from a file, with `-` or `_`
 in their names; the command line wins. Flags are never abbreviated, `--flag=value` and `--flag value` are the same, and
-the last one of a repeated flag wins.
+the last one of a repeated flag counts, with a note.
 
 This file is written by `python tools/list_flags.py --write`.
 """

@@ -102,6 +102,7 @@ MUTABLE_STATE: dict[str, str] = {
 WITHOUT_TORCH_AND_NUMPY = [
     "megatron.core",
     "megatron.core.config_base",
+    "megatron.core.datasets.blend",
     "megatron.core.enums",
     "megatron.core.errors",
     "megatron.core.mesh",
@@ -115,7 +116,6 @@ WITHOUT_TORCH_AND_NUMPY = [
     "megatron.training.flags.*",
 ]
 WITHOUT_TORCH = [
-    "megatron.core.datasets.blend",
     "megatron.core.datasets.blending_order",
     "megatron.core.datasets.index_builders",
     "megatron.core.datasets.indexed_dataset",

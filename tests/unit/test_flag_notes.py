@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import former_flags
-from megatron.training.flags.read import examine
+from megatron.training.flags.read import examine, read_run_config
+from megatron.training.launch.initialize import read_command_line
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 CURRENT = [former for former in former_flags() if former.is_upstream]
@@ -140,3 +144,42 @@ def test_a_blend_in_one_text_is_divided() -> None:
     result = examine([*base, "--data-path", "0.7 a 0.3 b"], {})
     assert result.config is not None
     assert result.config.data.data_path == ["0.7", "a", "0.3", "b"]
+
+
+def test_a_repeated_flag_is_noted() -> None:
+    """With what was written, in its order; the last one counts, as in argparse."""
+    config = run_config("--lr 0.1 --lr 0.2 --no-bias-swiglu-fusion --bias-swiglu-fusion --bf16 --bf16")
+    assert config.optimizer.lr == 0.2 and config.gpt.bias_swiglu_fusion
+    repeated = [note for note in config.notes if "the last one counts" in note]
+    assert repeated == [
+        "--lr 0.01, then --lr 0.1, then --lr 0.2: the last one counts",
+        "--no-bias-swiglu-fusion, then --bias-swiglu-fusion: the last one counts",
+    ]
+
+
+def test_flags_of_a_script_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it declares itself, and those for which it only has another default."""
+
+    def add_flags(parser: Any) -> None:
+        parser.add_argument("--tag", action="append")
+
+    monkeypatch.setattr("sys.argv", ["script", *SMALLEST_RUN.split(), "--tag", "a", "--tag", "b"])
+    config = read_command_line(add_flags, {"lr": 5, "tokenizer_type": "GPT2BPETokenizer", "seed": 7})
+    assert config.extra == {"tag": ["a", "b"]}
+    assert (config.optimizer.lr, config.tokenizer.tokenizer_type, config.model.seed) == (0.01, "NullTokenizer", 7)
+    assert not [note for note in config.notes if "the last one counts" in note]
+
+
+@pytest.mark.parametrize("split", ["-1,1,1", "0,0,0", "nan,1,1", "1,1,1,1", "x", ""])
+def test_a_bad_split_needs_no_data_to_be_seen(split: str) -> None:
+    for source in (["--mock-data"], ["--data-path", "nowhere"]):
+        argv = [word for word in SMALLEST_RUN.split() if word != "--mock-data"]
+        with pytest.raises(ConfigError, match="--split is"):
+            read_run_config([*argv, *source, "--split", split, "--print-config"], {})
+
+
+def test_bad_weights_of_a_blend_need_no_data_to_be_seen() -> None:
+    argv = SMALLEST_RUN.replace("--mock-data ", "").split()
+    with pytest.raises(ConfigError, match="--data-path: the weight of b is -1") as found:
+        read_run_config([*argv, "--data-path", "1", "a", "-1", "b", "--split", "0,0"], {})
+    assert len(found.value.problems) == 2

@@ -1,4 +1,7 @@
-"""Which datasets, in which proportions, split how: --data-path and --split as texts, and their arithmetic."""
+"""Which datasets, in which proportions, split how: --data-path and --split as texts, and their arithmetic.
+
+numpy is imported only where it is used, because settings are checked with what is here.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import math
 import re
 from collections.abc import Sequence
 from enum import Enum
-
-import numpy as np
 
 from megatron.core.errors import ConfigError
 
@@ -56,8 +57,11 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     return texts[1::2], weights
 
 
-def parse_split(text: str, flag: str = "--split") -> list[float]:
-    """Shares of training, validation and test that sum to 1, from `99,1,0`, `949, 50, 1` or `100`; drops quotes."""
+def read_shares(text: str, flag: str = "--split") -> list[float]:
+    """Three numbers, the shares of training, validation and test, from `99,1,0`, `949, 50, 1` or `100`; drops quotes.
+
+    Raises ConfigError for numbers that are negative, not finite, too many, or all 0.
+    """
     parts = [part for part in re.split(r"[,/\s]+", text.strip().strip("\"'").strip()) if part]
     shares = [_as_number(part) for part in parts]
     if not 1 <= len(parts) <= 3 or not all(
@@ -70,7 +74,12 @@ def parse_split(text: str, flag: str = "--split") -> list[float]:
     values = [share or 0.0 for share in shares] + [0.0] * (3 - len(shares))
     if sum(values) == 0:
         raise ConfigError(f"{flag} is {text!r}: all shares are 0, so no document is used; give as 99,1,0")
-    return normalize(values)
+    return values
+
+
+def parse_split(text: str, flag: str = "--split") -> list[float]:
+    """The same, divided by their sum."""
+    return normalize(read_shares(text, flag))
 
 
 def split_matrix(shares: Sequence[float]) -> SplitMatrix:
@@ -85,6 +94,8 @@ def split_matrix(shares: Sequence[float]) -> SplitMatrix:
 
 def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum (numpy's, in float64, so that the last bit is the reference's)."""
+    import numpy as np
+
     values = np.asarray(weights, dtype=np.float64)
     normalized: list[float] = (values / np.sum(values)).tolist()
     return normalized

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.datasets.blend import parse_blend, read_shares
+from megatron.core.errors import ConfigError
 from megatron.core.setting import Needs, PathText
 from megatron.core.tokenizers.tokenizer_options import TokenizerOptions
 
@@ -135,6 +138,7 @@ class DataConfig(FillInTheMiddle):
         """One source of data, and options that fit it."""
         yield from super().problems()
         yield from self._source_problems()
+        yield from self._share_problems()
         yield from self._document_problems()
         yield from self._conversation_problems()
         yield from self._cache_problems()
@@ -162,6 +166,21 @@ class DataConfig(FillInTheMiddle):
             # nargs="*" lets a flag stand alone, which is what an empty shell variable leaves.
             if getattr(self, name) == []:
                 yield f"{self.flag(name)} is given without a path; name a dataset prefix, or leave it out"
+
+    def _share_problems(self) -> Iterator[str]:
+        """The numbers among the texts: shares of the splits, weights of the blends."""
+        checks: list[tuple[Callable[[Any, str], Any], Any, str]] = []
+        if self.split is not None:
+            checks.append((read_shares, self.split, "--split"))
+        for name in _PATHS:
+            # Empty texts are complained about elsewhere.
+            if (items := getattr(self, name)) and all(items):
+                checks.append((parse_blend, items, self.flag(name)))
+        for check, value, name in checks:
+            try:
+                check(value, name)
+            except ConfigError as error:
+                yield from error.problems
 
     def _document_problems(self) -> Iterator[str]:
         """How documents are cut, rearranged and kept apart."""

@@ -12,6 +12,7 @@ import difflib
 import functools
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,12 +245,14 @@ def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: Ext
         arities.update((spelling, action.nargs) for action in own for spelling in action.option_strings)
     written: list[str] = []
     translated: dict[str, list[str]] = {}
-    for spelling, texts in _occurrences(argv, arities, parsed):
+    occurrences = list(_occurrences(argv, arities, parsed))
+    for spelling, texts in occurrences:
         former = formers_by_name().get(spelling)
         if former is None:
             written += _unmistakable(spelling, texts, arities)
         else:
             translated[spelling] = translate(former, texts, parsed)
+    parsed.notes += _note_repeated(occurrences)
     # What stands for former flags comes first, in the order of their table, so that the more particular spelling wins.
     former_tokens = [token for name in formers_by_name() for token in translated.get(name, [])]
     tokens = former_tokens + written
@@ -260,6 +263,19 @@ def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: Ext
     }
     parser = build_parser(parsed, extra_flags, occurring.values() if extra_flags is None else None)
     parsed.extra = vars(parser.parse_args(tokens))
+
+
+def _note_repeated(occurrences: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
+    """A note for each flag that was written more than once, unless always alike."""
+    by_dest: dict[str, list[str]] = defaultdict(list)
+    for spelling, texts in occurrences:
+        flag = flags_by_spelling().get(spelling)
+        # Flags of a user's own may be meant to be repeated.
+        if flag is not None:
+            by_dest[flag.dest].append(" ".join([spelling, *texts]))
+    for ways in by_dest.values():
+        if len(set(ways)) > 1:
+            yield f"{', then '.join(ways)}: the last one counts"
 
 
 def translate(former: FormerFlag, texts: list[str], parsed: ParsedFlags, place: str = "") -> list[str]:

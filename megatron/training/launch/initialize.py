@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
-from megatron.training.flags.parser import ExtraFlags
+from megatron.training.flags.parser import ExtraFlags, flags_by_spelling
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.rendezvous import StartupCheck, open_store
@@ -92,10 +92,13 @@ def initialize(config: RunConfig) -> Process:
 def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
     """The settings of this process's command line; `defaults` (setting -> value) stand before it and give way."""
     leading: list[str] = []
+    written = {word.partition("=")[0] for word in sys.argv[1:]}
     for setting, value in defaults.items():
-        if value is not False and value is not None:
-            # In front of the user's flags, because the last one of a repeated flag wins.
-            leading += [f"--{setting.replace('_', '-')}", *([] if value is True else [str(value)])]
+        name = f"--{setting.replace('_', '-')}"
+        flag = flags_by_spelling().get(name)
+        gives_way = flag is not None and not written.isdisjoint(flag.spellings)
+        if value is not False and value is not None and not gives_way:
+            leading += [name, *([] if value is True else [str(value)])]
     return read_run_config([*leading, *sys.argv[1:]], add_world_size(os.environ), extra_flags)
 
 
