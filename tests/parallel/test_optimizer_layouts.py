@@ -16,7 +16,9 @@ from tests.parallel.test_layout_checkpoints import run_on
 
 SMALL_STATE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 ONE_GROUP = "--num-query-groups 1"  # its key and value are held whole by both ranks
-SOAP = "--optimizer soap --soap-precondition-frequency 2 --lr 1e-4"
+# Odd sizes and few tokens: gradients of lower rank than the matrices' sides leave part of the bases open.
+SOAP = """--optimizer soap --soap-precondition-frequency 1 --lr 1e-3 --lr-warmup-iters 0 --hidden-size 36
+    --kv-channels 10 --ffn-hidden-size 84 --seq-length 12 --max-position-embeddings 12 --calculate-per-token-loss"""
 # Flags, layout, and what rounding may do: the sign that Lion takes of a mean near zero may turn, a moment may round to
 # the neighbouring bfloat16 number.
 CASES = [
@@ -26,8 +28,9 @@ CASES = [
     ("--optimizer muon", "tp2,pp2", Tolerances(weight=1e-3)),
     ("--optimizer dist_muon --muon-nesterov", "tp2,dp2,--ddp-num-buckets=3,overlap-all", Tolerances(weight=1e-3)),
     ("--optimizer dist_muon --muon-scalar-optimizer lion --lr 1e-4", "dp3", Tolerances(weight=1e-2)),
-    (SOAP, "tp2,pp2", Tolerances(weight=1e-2)),
-    (f"{SOAP} {ONE_GROUP}", "tp2,sp,dp2,dist-opt,--ddp-num-buckets=3", Tolerances(weight=1e-2)),
+    (SOAP, "tp2,pp2", Tolerances()),
+    (f"{SOAP} {ONE_GROUP}", "tp2,sp,dp2,dist-opt,--ddp-num-buckets=3", Tolerances()),
+    (SOAP, "cp3,dist-opt", Tolerances()),
     (f"--optimizer muon --muon-tp-mode distributed {ONE_GROUP}", "tp2,sp", Tolerances(weight=1e-3)),
     (SMALL_STATE, "dp2,dist-opt", Tolerances(loss=1e-3, grad=5e-2, weight=3e-2)),
 ]
@@ -35,7 +38,7 @@ CASES = [
 
 def share(flags: str, layout: str) -> RankTrace:
     config, recipe = training(f"{STYLES['llama']} {flags}", layout)
-    return trace_rank(config, recipe, rank=own_rank(config), iterations=4)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=10 if "soap" in flags else 4)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import soap
+from megatron.training.verify.parity import trace_rank
+from tests.parallel.small_training import training
 from tests.unit.run_flags import run_config
 from tests.unit.test_update_rules import of_flags
 from tests.unit.tiny_training import differing, finish, prepare, train_tiny
@@ -19,15 +21,16 @@ FLAGS = f"--optimizer soap --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} --weight
 
 
 class OneMatrix:
-    """Vyas et al. (2024), algorithm 3, with Adam's bias correction; for a vector and for sides without basis: Adam."""
+    """Vyas et al. (2024), algorithms 3 and 4, with Adam's bias correction and the shift; for a vector and for sides
+    without basis: Adam. In double precision, v as a number for each pair of columns of the bases."""
 
     def __init__(self, weight: Tensor, interval: int, has_bases: tuple[bool, bool], decay: float) -> None:
-        self.w, self.interval, self.decay = weight, interval, decay
+        self.w, self.interval, self.decay = weight.double(), interval, decay
         self.sides = has_bases
-        self.m, self.v = torch.zeros_like(weight), torch.zeros_like(weight)
+        self.m, self.v = torch.zeros_like(self.w), torch.zeros_like(self.w)
         sizes = (weight.shape[0], weight.shape[-1])
-        self.gram = [torch.zeros(n, n) for n in sizes]
-        self.q = [torch.eye(n) for n in sizes]
+        self.gram = [torch.zeros(n, n).double() for n in sizes]
+        self.q = [torch.eye(n).double() for n in sizes]
         self.t = 0
 
     def project(self, x: Tensor, back: bool = False) -> Tensor:
@@ -46,17 +49,20 @@ class OneMatrix:
         for i, product in enumerate((lambda: g @ g.t(), lambda: g.t() @ g)):
             if self.sides[i]:
                 self.gram[i] = BETAS[1] * self.gram[i] + (1 - BETAS[1]) * product()
-                if self.t == self.interval:
-                    self.q[i] = torch.linalg.eigh(self.gram[i]).eigenvectors
-                elif self.t % self.interval == 0:
-                    self.q[i] = torch.linalg.qr(self.gram[i] @ self.q[i]).Q
+                if self.t % self.interval == 0:
+                    self.turn(i)
+
+    def turn(self, i: int) -> None:
+        n = len(self.gram[i])
+        shifted = self.gram[i] + soap.SHIFT * self.gram[i].trace() / n * torch.eye(n)
+        order = (self.q[i].t() @ shifted @ self.q[i]).diagonal().argsort(descending=True)
+        self.q[i] = torch.linalg.qr(shifted @ self.q[i][:, order]).Q
+        self.v = self.v[order] if i == 0 else self.v[:, order]
 
 
 @pytest.mark.flags("--optimizer", "--soap-precondition-frequency")
 @pytest.mark.parametrize(("interval", "longest"), [(6, 100), (10, 100), (6, 10), (6, 2)])
 def test_soap_equals_its_algorithm(interval: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of random gradients, so many before the first basis that the grams have full rank: otherwise part of it is open,
-    and left to rounding."""
     monkeypatch.setattr(soap, "LONGEST", longest)
     flags = FLAGS if interval == 10 else f"{FLAGS} --soap-precondition-frequency {interval}"
     model, optimizer = of_flags(flags)
@@ -70,10 +76,58 @@ def test_soap_equals_its_algorithm(interval: int, longest: int, monkeypatch: pyt
         for name, param in model.module.named_parameters():
             grad = torch.randn(param.shape, generator=generator)
             param.main_grad.copy_(grad)  # type: ignore[operator]
-            reference[name].step(grad)
+            reference[name].step(grad.double())
         optimizer.step()
     for name, param in model.module.named_parameters():
-        torch.testing.assert_close(param.detach(), reference[name].w, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(param.detach().double(), reference[name].w, rtol=1e-4, atol=2e-6)
+
+
+def test_bases_become_eigenvectors_of_the_preconditioners() -> None:
+    """In falling order, from any beginning; and v stays with its column."""
+    bases = soap._Bases(6, 4, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    bases.update_grams(torch.randn(6, 4, generator=generator) * torch.tensor([0.1, 3.0, 1.0, 0.3]), beta=0.0)
+    square = torch.arange(24.0).view(6, 4)
+    for _ in range(400):
+        bases.update_bases(square)
+    right = bases.tensors["soap_right_gram"]
+    expected = torch.linalg.eigvalsh(right).flip(0)
+    turned = bases.tensors["soap_right_basis"].double()
+    torch.testing.assert_close(turned.t() @ right @ turned, expected.diag(), rtol=1e-5, atol=1e-5 * float(expected[0]))
+    # Columns 1 and 2 have the largest gradients by far.
+    assert square[:, :2].sort(dim=1).values.remainder(4).unique(dim=0).tolist() == [[1, 2]]
+
+
+def test_directions_without_gradient_stay_and_rounding_stays_rounding() -> None:
+    """Gradients of rank 2 leave most of both bases open; a change in the seventh digit must not choose them."""
+    generator = torch.Generator().manual_seed(5)
+    factors = [(torch.randn(40, 2, generator=generator), torch.randn(2, 24, generator=generator)) for _ in range(6)]
+    noise = [torch.randn(40, 24, generator=generator) for _ in factors]
+    found = []
+    for size in (0.0, 1e-7):
+        bases, square = soap._Bases(40, 24, torch.device("cpu")), torch.ones(40, 24)
+        for (left, right), disturbance in zip(factors, noise, strict=True):
+            bases.update_grams(left @ right + size * disturbance, beta=0.95)
+            bases.update_bases(square)
+        found.append(bases.tensors)
+    for kind, tensor in found[0].items():
+        torch.testing.assert_close(found[1][kind], tensor, rtol=0, atol=2e-5, msg=lambda text, kind=kind: kind + text)
+
+
+def test_micro_batch_size_is_no_part_of_the_run() -> None:
+    """Odd sizes, gradients of low rank, a basis that changes in every step."""
+    flags = (
+        "--hidden-size 42 --num-attention-heads 3 --kv-channels 10 --ffn-hidden-size 62 --seq-length 7 "
+        "--max-position-embeddings 16 --global-batch-size 3 --lr 1e-3 --lr-warmup-iters 0 --adam-eps 1e-8 "
+        "--calculate-per-token-loss --optimizer soap --soap-precondition-frequency 1 --micro-batch-size"
+    )
+    one, all_at_once = (trace_rank(*training(f"{flags} {size}", "1"), rank=0, iterations=10) for size in (1, 3))
+    for kind in ("losses", "grad_norms"):
+        of_one, of_all = (
+            [loss["lm loss"] if isinstance(loss, dict) else loss for loss in getattr(trace, kind)]
+            for trace in (one, all_at_once)
+        )
+        assert of_one == pytest.approx(of_all, rel=1e-5), kind
 
 
 def test_tables_the_output_layer_and_vectors_take_adam() -> None:
@@ -100,6 +154,26 @@ def test_resume_is_the_uninterrupted_run(tmp_path: Path) -> None:
     resumed = train_tiny(*flags, *save, "--train-iters", "6")
     assert differing(resumed, straight) == []
     assert all(kinds["soap_left_basis"].diagonal().ne(1).any() for kinds in resumed.optimizer.whole_state().values())
+
+
+@pytest.mark.usefixtures("no_yardstick")
+def test_float32_preconditioners_of_older_checkpoints_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*f"{FLAGS} --soap-precondition-frequency 2 --lr-decay-iters 6".split(), "--save", tmp_path]
+    flags += ["--save-interval", "100"]
+    with monkeypatch.context() as earlier:
+        whole_state = soap.Soap.whole_state
+
+        def narrow(rule: soap.Soap) -> dict[str, dict[str, Tensor]]:
+            return {name: {k: t.float() for k, t in kinds.items()} for name, kinds in whole_state(rule).items()}
+
+        earlier.setattr(soap.Soap, "whole_state", narrow)
+        saved = train_tiny(*flags, "--train-iters", "3").optimizer.whole_state()
+    loaded = prepare(*flags, "--load", tmp_path, "--train-iters", "6")
+    for name, kinds in loaded.optimizer.whole_state().items():
+        assert kinds["soap_left_gram"].dtype is torch.float64
+        for kind, tensor in kinds.items():
+            torch.testing.assert_close(tensor.float(), saved[name][kind].float(), rtol=0, atol=0)
+    finish(loaded)
 
 
 def test_what_soap_cannot_do_is_refused() -> None:

@@ -4,11 +4,17 @@
     m = beta1 m + (1 - beta1) g,    v = beta2 v + (1 - beta2) g'^2
     w = (1 - lr weight_decay) w - lr Ql (Ql^T m Qr / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) Qr^T
     L = beta2 L + (1 - beta2) g g^T,    R = beta2 R + (1 - beta2) g^T g
-    every f updates Ql = orthonormal(L Ql), Qr = orthonormal(R Qr)
+    every f updates Ql = orthonormal((L + s(L)) Ql), Qr = orthonormal((R + s(R)) Qr),    s(X) = SHIFT mean(diagonal(X))
 
-Ql and Qr begin as unit matrices, so that the first f updates are Adam's; the first change takes all eigenvectors, each
-later one is a step of orthogonal iteration. A side longer than LONGEST keeps the unit matrix, as in the paper. Where
-the gradients so far have a lower rank than a side is long, part of its basis is open, and rounding decides.
+Ql and Qr begin as unit matrices, so that the first f updates are Adam's. Each change is one step of orthogonal
+iteration (algorithm 4), which turns the columns to the eigenvectors. Before it the columns are brought into the order
+of falling eigenvalues, and v with them: in another order the iteration moves them to other eigenvectors than those
+whose v they have. A side longer than LONGEST keeps the unit matrix, as in the paper.
+
+Eigenvectors are open where gradients have a lower rank than a side is long, and Adam's division would make full
+updates of whatever rounding put there. Therefore L and R are float64, in which a product of two float32 numbers is
+exact, and the shift lets directions without gradient stay where they are: the bases are smooth functions of the
+gradients, and rounding in these stays rounding in the update.
 
 Every process that updates something of a matrix computes all of it, from the shards of the tensor-parallel ranks and
 the slices of the distributed optimizer; m and v are divided like the matrix, L, R, Ql and Qr are whole.
@@ -34,6 +40,9 @@ if TYPE_CHECKING:
 
 LONGEST = 10_000
 """Rows or columns of a matrix up to which that side has a basis."""
+
+SHIFT = 0.01
+"""Added to every eigenvalue of a preconditioner before its basis changes, in units of their mean."""
 
 
 class Soap(UpdateRule):
@@ -76,7 +85,7 @@ class Soap(UpdateRule):
                 # After the update, in the order of the paper's algorithm 3.
                 bases.update_grams(grad, group.options["betas"][1])
                 if number % self.interval == 0:
-                    bases.update_bases(is_first=number == self.interval)
+                    bases.update_bases(square)
                 # Everyone who updates a piece has computed the whole matrix; keeping the own shard spares a broadcast.
                 self._write(state, member, [placement.take(x) for x in (change, mean, square)], group)
 
@@ -120,7 +129,7 @@ class _Bases:
         for side, size in (("left", rows), ("right", columns)):
             # A basis takes size^2 memory, and to change it size^3 operations.
             if size <= LONGEST:
-                self.tensors[f"soap_{side}_gram"] = torch.zeros(size, size, device=device)
+                self.tensors[f"soap_{side}_gram"] = torch.zeros(size, size, dtype=torch.float64, device=device)
                 self.tensors[f"soap_{side}_basis"] = torch.eye(size, device=device)
 
     def rotate(self, matrix: Tensor) -> Tensor:
@@ -138,17 +147,25 @@ class _Bases:
 
     def update_grams(self, grad: Tensor, beta: float) -> None:
         """Advance the preconditioners L and R by one gradient, [rows, columns] in float32."""
-        for side, matrix in (("left", grad), ("right", grad.t())):
+        wide = grad.double()
+        for side, matrix in (("left", wide), ("right", wide.t())):
             gram = self.tensors.get(f"soap_{side}_gram")
             if gram is not None:
                 gram.lerp_(matrix @ matrix.t(), 1.0 - beta)
 
-    def update_bases(self, is_first: bool) -> None:
-        """Turn the bases Ql and Qr to the eigenvectors of L and R: the first time all the way, then by a step."""
-        for side in ("left", "right"):
+    def update_bases(self, square: Tensor) -> None:
+        """Turn the bases Ql and Qr towards the eigenvectors of L and R, those of the largest eigenvalues first.
+
+        square: v, [rows, columns] in the bases; put into the columns' new order in place.
+        """
+        for dim, side in enumerate(("left", "right")):
             gram = self.tensors.get(f"soap_{side}_gram")
-            if gram is not None:
-                basis = self.tensors[f"soap_{side}_basis"]
-                # Eigenvectors move slowly: after the first decomposition one step of orthogonal iteration follows them
-                # for a fraction of its cost.
-                basis.copy_(torch.linalg.eigh(gram)[1] if is_first else torch.linalg.qr(gram @ basis)[0])
+            if gram is None:
+                continue
+            basis = self.tensors[f"soap_{side}_basis"]
+            wide = basis.double()
+            turned = (gram @ wide).add_(wide * gram.diagonal().mean(), alpha=SHIFT)
+            # A column's Rayleigh quotient: the eigenvalue, once it is an eigenvector.
+            order = (wide * turned).sum(dim=0).argsort(descending=True, stable=True)
+            basis.copy_(torch.linalg.qr(turned[:, order])[0])
+            square.copy_(square.index_select(dim, order))
