@@ -17,16 +17,20 @@ from typing import Annotated, Any, Literal, TypeVar
 # What an int64 tensor, and thus a checkpoint, can hold.
 LARGEST_INTEGER = 2**63 - 1
 
-FieldKind = Literal["shape", "layout", "numerics", "kernel", "report"]
+FieldKind = Literal["shape", "function", "shorthand", "layout", "numerics", "kernel", "report"]
 """What kind of fact a field is.
 
-| kind     | a change of it ...                                                                    |
-|----------|---------------------------------------------------------------------------------------|
-| shape    | gives the checkpoint other tensors, or other shapes                                   |
-| layout   | divides the same run over processes, or its work over time, in another way            |
-| numerics | computes something else with the same tensors                                         |
-| kernel   | computes the same in another way; numbers differ by rounding at most                  |
-| report   | shows or keeps something else                                                         |
+| kind      | a change of it ...                                                                   |
+|-----------|--------------------------------------------------------------------------------------|
+| shape     | gives the checkpoint other tensors or other shapes, or changes nothing               |
+| function  | lets tensors of the same shapes compute something else, in evaluation, too           |
+| shorthand | is a change of other fields, for whose values it stands                              |
+| layout    | divides the same run over processes, or its work over time, in another way           |
+| numerics  | trains otherwise: other data, updates, noise, number formats                         |
+| kernel    | computes the same in another way; numbers differ by rounding at most                 |
+| report    | shows or keeps something else                                                        |
+
+Only settings say which function a checkpoint's weights are for, so that a run refuses to go on where one differs.
 """
 
 Status = Literal["works", "planned", "not supported"]

@@ -190,7 +190,7 @@ def test_L9_other_model_lists_tensors_and_flags(trained: Path) -> None:
         prepare("--load", trained, "--num-layers", "1", "--ffn-hidden-size", "24")
     text = str(found.value)
     assert "decoder.layers.0.mlp.linear_fc1.weight is (64, 16) in the checkpoint, (24, 16) in the model" in text
-    assert "--num-layers is 2 in the checkpoint, 1 in this run" in text
+    assert "--num-layers was 2 in the checkpoint, is 1 now" in text
     with pytest.raises(CheckpointError, match="decoder.layers.1.mlp.linear_fc1.weight is in the checkpoint only"):
         prepare("--load", trained, "--num-layers", "1")
     with pytest.raises(CheckpointError, match="embedding.word_embeddings.weight is .*50 rows used.*47 rows used"):
@@ -218,10 +218,43 @@ def test_a_run_goes_on_where_a_passed_batch_size_would_not_divide(tmp_path: Path
 
 
 def test_changed_settings_are_named_on_resume(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare("--load", trained, "--seed", "77")
-    assert "settings that changed: --seed is 1234 in the checkpoint, 77 in this run" in capsys.readouterr().out
+    prepare("--load", trained, "--seed", "77", "--attention-dropout", "0")
+    said = capsys.readouterr().out
+    assert "    --seed was 1234 in the checkpoint, is 77 now\n" in said
+    assert "    --attention-dropout was 0.1 in the checkpoint, is 0.0 now\n" in said
     prepare("--load", trained, "--override-opt_param-scheduler")
     assert "settings that changed" not in capsys.readouterr().out
+
+
+@pytest.mark.flags("--override-model-settings")
+def test_another_function_of_the_same_weights_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resuming, taking the weights alone, and evaluating."""
+    other = ("--num-attention-heads", "4", "--squared-relu", "--norm-epsilon", "1e-3")
+    changed = "--norm-epsilon was 1e-05 in the checkpoint, is 0.001 now; --num-attention-heads was 2 .*; --squared-relu"
+    said = f"iter_0000006 is of another model: {changed} was .*--override-model-settings"
+    load = ("--load", trained)
+    for way in (load, (*load, "--finetune"), ("--pretrained-checkpoint", trained), (*load, "--skip-train")):
+        with pytest.raises(CheckpointError, match=said):
+            prepare(*way, *other)
+    assert prepare("--load", trained, *other, "--override-model-settings").progress.iteration == 6
+    assert "    --num-attention-heads was 2 in the checkpoint, is 4 now\n" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="--norm-epsilon was 1e-05"):
+        prepare("--load", trained, "--use-checkpoint-args", "--norm-epsilon", "1e-3")
+
+
+def test_settings_that_cannot_be_compared_are_said(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "ckpt"
+    shutil.copytree(trained / "iter_0000006", root / "iter_0000006")
+    settings = documents(root / "iter_0000006", "config") | {"model": {"num_layers": "two"}}
+    (root / "iter_0000006" / "config.json").write_text(json.dumps(settings))
+    try:
+        prepare("--load", root)
+    except CheckpointError as error:
+        assert "config.json" in str(error), "the manifest has its checksum"
+    else:
+        assert "config.json cannot be compared with this run's settings" in capsys.readouterr().err
 
 
 def test_bf16_keeps_main_parameters(tmp_path: Path) -> None:

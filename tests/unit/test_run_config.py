@@ -4,6 +4,7 @@ settings that earlier releases saved still load."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -14,9 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config_base import get_settings
-from megatron.core.errors import ConfigError
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.setting import Setting
-from megatron.training.checkpoint.differences import describe_shape_differences, describe_trajectory_differences
+from megatron.training.checkpoint.differences import (
+    ESCAPE,
+    Change,
+    describe_shape_differences,
+    find_changes,
+    list_changes,
+    refuse_another_function,
+)
 from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.training import TrainingConfig
@@ -65,35 +73,107 @@ def another(setting: Setting, value: Any) -> Any:
         return next(choice for choice in setting.choices if choice != value)
     if setting.annotation == list[str] | None:
         return ["another"]
+    if setting.annotation == tuple[int, int] | None:
+        return [5, 0]
     number = {int: 7, float: 7.5}.get(setting.value_type)
     return number if number is not None else 3 if setting.parse else "another"
 
 
-SHAPES = [
-    (group, setting)
-    for group, config_class in group_classes().items()
-    for setting in get_settings(config_class).values()
-    if setting.kind == "shape" and setting.name.startswith("--")
-]
+ALL = [(group, setting) for group, cls in group_classes().items() for setting in get_settings(cls).values()]
+SHAPES = [(group, setting) for group, setting in ALL if setting.kind == "shape" and setting.name.startswith("--")]
+FUNCTIONS = [(group, setting) for group, setting in ALL if setting.kind == "function"]
 
 
-@pytest.mark.parametrize(("group", "setting"), SHAPES, ids=lambda part: getattr(part, "name", ""))
+# Between them every setting of the model has an effect.
+_EFFECTIVE = (
+    "--num-attention-heads 4 --ffn-hidden-size 64 --window-size 7,0 --window-attn-skip-freq 2 --swiglu --num-experts 4 "
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-expert-capacity-factor 2 --qk-layernorm "
+    "--position-embedding-type"
+)
+BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
+         f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup")  # fmt: skip
+
+
+@functools.cache
+def base_config(flags: str) -> RunConfig:
+    return run_config(flags)
+
+
+def change_one(group: str, setting: Setting) -> list[Change]:
+    """What is found when this setting is another one than the saved."""
+    for config in map(base_config, BASES):
+        saved = json.loads(json.dumps(config.to_dict()))
+        saved[group][setting.dest] = another(setting, saved[group][setting.dest])
+        changes = find_changes(saved, config)
+        if any(change.setting is setting for change in changes):
+            return changes
+    return []
+
+
+@pytest.mark.parametrize(("group", "setting"), SHAPES, ids=lambda part: getattr(part, "dest", ""))
 def test_a_changed_shape_is_named(group: str, setting: Setting) -> None:
     """What explains why a checkpoint's tensors do not fit, for every setting that may."""
-    config = run_config()
-    saved = config.to_dict()
-    saved[group][setting.dest] = another(setting, saved[group][setting.dest])
-    assert f"; settings: {setting.name} is " in describe_shape_differences(saved, config)
-    assert describe_shape_differences(config.to_dict(), config) == ""
+    assert f"; settings: {setting.name} was " in describe_shape_differences(change_one(group, setting))
 
 
-def test_layouts_and_kernels_are_the_same_run() -> None:
-    config = run_config()
+@pytest.mark.parametrize(("group", "setting"), FUNCTIONS, ids=lambda part: getattr(part, "dest", ""))
+def test_a_changed_function_is_refused(group: str, setting: Setting) -> None:
+    """Every setting that lets the saved weights compute something else, by what its field says of itself."""
+    changes = change_one(group, setting)
+    with pytest.raises(CheckpointError, match=f"iter_5 is of another model: .*{setting.name} was .* now; .*{ESCAPE}"):
+        refuse_another_function(changes, "iter_5", is_overridden=False)
+    refuse_another_function(changes, "iter_5", is_overridden=True)
+    assert any(line.startswith(f"{setting.name} was ") for line in list_changes(changes)) == changes[0].is_flag
+
+
+def test_other_spellings_and_idle_settings_are_no_change_of_function() -> None:
+    rope = run_config("--position-embedding-type rope")
+    for flags in ("--use-rotary-position-embeddings", "--position-embedding-type rope --no-position-embedding"):
+        refuse_another_function(find_changes(run_config(flags).to_dict(), rope), "", is_overridden=False)
+    learned = run_config()
+    idle = run_config("--rotary-base 5000 --moe-router-topk 1 --mup-output-mult 3")
+    assert find_changes(idle.to_dict(), learned) == []
+    trained_otherwise = run_config("--lr 0.5 --hidden-dropout 0.3 --bf16 --seed 5 --optimizer lion --clip-grad 0.2")
+    refuse_another_function(find_changes(trained_otherwise.to_dict(), learned), "", is_overridden=False)
+
+
+def test_what_follows_from_a_written_setting_is_not_said() -> None:
+    changes = find_changes(run_config("--num-attention-heads 2").to_dict(), run_config("--num-attention-heads 4"))
+    assert {change.setting.dest for change in changes} == {"num_attention_heads", "num_query_groups", "kv_channels"}
+    with pytest.raises(CheckpointError) as refused:
+        refuse_another_function(changes, "iter_5", is_overridden=False)
+    assert "--num-attention-heads was 2 in the checkpoint, is 4 now; give the checkpoint's value," in str(refused.value)
+    assert "kv" not in str(refused.value)
+    # The activation is a field without a flag, for which switches stand.
+    with pytest.raises(CheckpointError, match="model: --squared-relu was off in the checkpoint, is on now; give"):
+        refuse_another_function(find_changes(run_config().to_dict(), run_config("--squared-relu")), "iter_5",
+                                is_overridden=False)  # fmt: skip
+    mine = run_config()
+    mine.model.activation_func = "quick_gelu"
+    with pytest.raises(CheckpointError, match="activation_func was gelu in the checkpoint, is quick_gelu now"):
+        refuse_another_function(find_changes(run_config().to_dict(), mine), "iter_5", is_overridden=False)
+
+
+def test_settings_that_an_earlier_release_did_not_know() -> None:
+    """They are compared with their default; a field without a flag, which may have been a callable, is not."""
+    saved = run_config().to_dict()
+    del saved["model"]["softmax_scale"], saved["model"]["activation_func"]
+    assert find_changes(saved, run_config()) == []
+    with pytest.raises(CheckpointError, match="--softmax-scale was not given in the checkpoint, is 0.5 now"):
+        refuse_another_function(find_changes(saved, run_config("--softmax-scale 0.5")), "", is_overridden=False)
+    refuse_another_function(find_changes(saved, run_config("--squared-relu")), "", is_overridden=False)
+    recorded = json.loads(SAVED.read_text())
+    assert find_changes(recorded, RunConfig.from_dict(recorded)) == []
+
+
+def test_all_other_changes_are_listed_a_line_each() -> None:
     saved = run_config("--tensor-model-parallel-size 2 --num-workers 0 --log-interval 7", world_size=2).to_dict()
-    assert describe_trajectory_differences(saved, config) == ""
-    assert "--lr is 0.01 in the checkpoint" in describe_trajectory_differences(
-        config.to_dict(), run_config("--lr 0.02")
-    )
+    assert list_changes(find_changes(saved, run_config("--lr 0.02"))) == [
+        "--tensor-model-parallel-size was 2 in the checkpoint, is 1 now",
+        "--expert-tensor-parallel-size was 2 in the checkpoint, is 1 now",
+        "--lr was 0.01 in the checkpoint, is 0.02 now",
+        "--num-workers was 0 in the checkpoint, is 2 now",
+    ], "what only shows something else is no news"
 
 
 def test_saved_settings_load_although_a_rule_refuses_them_now() -> None:
@@ -126,6 +206,7 @@ LEFT_OUT = {
     "optimizer": "likewise: dist_muon",
     "recompute_activations": "likewise, as all switches of GPTModelFlags",
     "window_size": "written as one text",
+    "sequence_parallel": "a command line switches it off where there is no tensor parallelism",
 }
 DRAWN = {
     name: setting

@@ -42,13 +42,19 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.validation import ModelMismatchError
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.errors import CheckpointError, say
+from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
-from megatron.training.checkpoint.differences import describe_shape_differences, describe_trajectory_differences
+from megatron.training.checkpoint.differences import (
+    Change,
+    describe_shape_differences,
+    find_changes,
+    list_changes,
+    refuse_another_function,
+)
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.run import Run
@@ -171,6 +177,9 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     # Damaged checkpoints were passed over for an earlier one.
     if found.skipped:
         _warn(world, f"loading {found.path} instead of the latest checkpoint: {'; '.join(found.skipped)}")
+    # Settings of a run are those of its own flags, never the checkpoint's, which are only compared.
+    changes = _compare_settings(run, found)
+    refuse_another_function(changes, str(found.path), is_overridden=settings.override_model_settings)
     state = serialization.read_document(found.path, STATE)
     with_optimizer = not (weights_only or settings.no_load_optim)
     with_rng = not (weights_only or settings.no_load_rng)
@@ -187,12 +196,10 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         tensors |= _build_sharded_optimizer_state(run)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
-    # Read for the messages only: settings of a run are those of its own flags, never the checkpoint's.
-    saved_config = serialization.read_document(found.path, CONFIG)
     try:
         serialization.load(tensors, found, world)
     except ModelMismatchError as error:
-        raise CheckpointError(f"{found.path}: {error}{describe_shape_differences(saved_config, run.config)}") from None
+        raise CheckpointError(f"{found.path}: {error}{describe_shape_differences(changes)}") from None
 
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -210,8 +217,18 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         return
     run.progress.load_state_dict(state["progress"])
     run.hooks.load_state_dict(state.get("hooks", {}))  # older checkpoints have none
-    _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples"
-                f"{describe_trajectory_differences(saved_config, run.config)}")  # fmt: skip
+    _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples")
+    if lines := list_changes(changes):
+        _say(world, "\n    ".join(["settings that changed:", *lines]))
+
+
+def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
+    """How this run's settings differ from the checkpoint's; nothing, with a warning, where those cannot be read."""
+    try:
+        return find_changes(serialization.read_document(found.path, CONFIG), run.config)
+    except (ConfigError, TypeError, AttributeError) as error:
+        _warn(run.groups.world, f"{found.path / CONFIG}.json cannot be compared with this run's settings: {error}")
+        return []
 
 
 def describe_layout(grid: RankGrid) -> dict[str, int]:

@@ -69,6 +69,11 @@ class CheckpointConfig(CheckedConfig):
     use_tokenizer_model_from_checkpoint_args: bool = True
     """With --use-checkpoint-args, take the tokenizer as well, from the files that the checkpoint carries."""
 
+    override_model_settings: bool = flag(
+        False, needs=Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
+    )
+    """Go on with this run's value of a setting that changes what the loaded weights compute, such as --rotary-base."""
+
     def problems(self) -> Iterator[str]:
         """Intervals, places, and what is loaded."""
         interval, kept = self.save_interval, self.save_retain_interval

@@ -25,27 +25,29 @@ class GPTModelFlags(CheckedConfig):
 
     max_position_embeddings: int | None = flag(None, minimum=1, unit="tokens")
     """Longest sequence the model has positions for."""
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="numerics", needs=_ROTARY)
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="shorthand", needs=_ROTARY)
     """Which rotary positions, where --position-embedding-type rope asks for some."""
     # Switches from here on stand for values of TransformerConfig; flags/derive.py puts those in.
-    use_rotary_position_embeddings: bool = False
+    use_rotary_position_embeddings: bool = flag(False, kind="shorthand")
     """Earlier spelling of --position-embedding-type rope."""
-    add_position_embedding: bool = flag(True, names=("--position-embedding",), off_names=("--no-position-embedding",))
+    add_position_embedding: bool = flag(
+        True, names=("--position-embedding",), off_names=("--no-position-embedding",), kind="shorthand"
+    )
     """Learned positions; switched off, the model has none, or rotary ones when those are asked for."""
-    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal, kind="numerics", needs=_ROTARY)
+    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal, kind="function", needs=_ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, above=0, maximum=1, kind="numerics", needs=_ROTARY)
+    rotary_percent: float = flag(1.0, above=0, maximum=1, kind="function", needs=_ROTARY)
     """Share of each head's channels that is rotated."""
-    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1, kind="numerics", needs=_ROTARY)
+    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1, kind="function", needs=_ROTARY)
     """Divide positions by this before rotating (Chen et al., 2023)."""
     use_rope_scaling: bool = flag(
         False,
-        kind="numerics",
+        kind="function",
         needs=Needs("--position-embedding-type rope", lambda run: run.position_embedding_type == "rope"),
     )
     """Stretch slow rotary frequencies as Llama 3.1 does, for sequences longer than its first 8192 tokens."""
     rope_scaling_factor: float = flag(
-        8.0, minimum=1, kind="numerics", needs=Needs("--use-rope-scaling", lambda run: run.use_rope_scaling)
+        8.0, minimum=1, kind="function", needs=Needs("--use-rope-scaling", lambda run: run.use_rope_scaling)
     )
     """By how much --use-rope-scaling stretches them."""
     untie_embeddings_and_output_weights: bool = False
@@ -59,20 +61,20 @@ class GPTModelFlags(CheckedConfig):
         kind="kernel",
     )
     """Where layers come from. Both choices run on plain torch; a note says so when Transformer Engine was asked for."""
-    spec: list[str] | None = flag(None, nargs="*", metavar="WORD")
+    spec: list[str] | None = flag(None, nargs="*", metavar="WORD", kind="function")
     """A layer of your own: a Python module and the name of a function in it that returns a ModuleSpec, or of a
     ModuleSpec; `local` is the usual layer. See docs/models.md."""
-    group_query_attention: bool = False
+    group_query_attention: bool = flag(False, kind="shorthand")
     """Share key-value heads between query heads; --num-query-groups says how many there are."""
-    swiglu: bool = False
+    swiglu: bool = flag(False, kind="shorthand")
     """MLP with silu(gate) * up (Shazeer, 2020)."""
-    openai_gelu: bool = flag(False, kind="numerics")
+    openai_gelu: bool = flag(False, kind="shorthand")
     """MLP with the tanh form of GELU; with --geglu for the gate (Gemma)."""
-    geglu: bool = False
+    geglu: bool = flag(False, kind="shorthand")
     """MLP with gelu(gate) * up (Shazeer, 2020)."""
-    squared_relu: bool = flag(False, kind="numerics")
+    squared_relu: bool = flag(False, kind="shorthand")
     """MLP with relu(x)^2 (So et al., 2021)."""
-    quick_geglu: bool = False
+    quick_geglu: bool = flag(False, kind="shorthand")
     """MLP with quick_gelu(gate) * up, quick_gelu(x) = x * sigmoid(1.702 x)."""
     bias_gelu_fusion: bool = flag(True, off_names=("--no-bias-gelu-fusion",), kind="kernel")
     """GELU with its bias as one differentiable operation that keeps only its inputs."""

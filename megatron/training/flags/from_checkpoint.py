@@ -71,7 +71,7 @@ def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
         tokenizer = _tokenizer(stored["tokenizer"], path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / _DOCUMENT} holds no settings that can be used ({error})") from error
-    wanted = set(_fields_of(("shape", "numerics"), *_MODEL)) - {_NEVER} | {"seq_length"}
+    wanted = set(_fields_of(("shape", "function", "shorthand", "numerics"), *_MODEL)) - {_NEVER} | {"seq_length"}
     if given.get("use_mp_args_from_checkpoint_args"):
         wanted |= {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
         wanted |= set(_fields_of(("layout",), PipelineFields))

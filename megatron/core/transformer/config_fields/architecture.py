@@ -27,24 +27,24 @@ class ArchitectureFields(ModelParallelConfig):
     multiple of 64."""
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), kind="shape")
     """Norm before attention, before the MLP and after the last layer."""
-    layernorm_epsilon: float = flag(1e-5, above=0, names=("--norm-epsilon",), kind="numerics")
+    layernorm_epsilon: float = flag(1e-5, above=0, names=("--norm-epsilon",), kind="function")
     """Added to the variance in norms."""
-    layernorm_zero_centered_gamma: bool = flag(False, names=("--apply-layernorm-1p",), kind="numerics")
+    layernorm_zero_centered_gamma: bool = flag(False, names=("--apply-layernorm-1p",), kind="function")
     """Norm weights are stored as (weight - 1), so that weight decay pulls them to one."""
     norm_placement: str = flag("input", choices=("input", "output", "both"), kind="shape")
     """Where a layer's norms stand: on the input of attention and MLP (pre-norm), on their output before it joins the
     residual stream (OLMo 2), or on both (Gemma 2 and 3). The norm after the last layer is there in any case."""
-    apply_residual_connection_post_layernorm: bool = flag(False, kind="numerics")
+    apply_residual_connection_post_layernorm: bool = flag(False, kind="function")
     """The residual path of attention and MLP starts behind the norm of their input instead of before it."""
-    parallel_residual: bool = flag(False, kind="numerics")
+    parallel_residual: bool = flag(False, kind="function")
     """Attention and MLP both read the layer's input, x + attention(norm(x)) + mlp(norm'(x)), as GPT-NeoX does."""
     fp32_residual_connection: bool = flag(False, kind="numerics")
     """Keep the residual stream in float32 where the model computes in a shorter format."""
-    embedding_multiplier: float = flag(1.0, above=0, kind="numerics")
+    embedding_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the output of the embedding; Gemma has sqrt(hidden size)."""
-    residual_multiplier: float = flag(1.0, above=0, kind="numerics")
+    residual_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the output of attention and MLP before it joins the residual stream (Granite)."""
-    logit_multiplier: float = flag(1.0, above=0, kind="numerics")
+    logit_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the logits (Granite divides by a number, Cohere multiplies)."""
     persist_layer_norm: bool = flag(True, off_names=("--no-persist-layer-norm",), kind="kernel")
     """Norms use torch's fused operator; without it they are computed from elementary operations."""
@@ -54,11 +54,11 @@ class ArchitectureFields(ModelParallelConfig):
     """A bias in the query-key-value projection even when the other linear layers have none."""
     gated_linear_unit: bool = derived(False, kind="shape")
     """Two input projections in the MLP, activation(gate) * up."""
-    activation_func: str | Callable[..., Any] = derived("gelu", kind="numerics")
+    activation_func: str | Callable[..., Any] = derived("gelu", kind="function")
     """Activation of the MLP: gelu, gelu_tanh, silu, squared_relu, quick_gelu, or a callable on tensors."""
-    activation_func_clamp_value: float | None = flag(None, above=0, kind="numerics", needs=_GATED)
+    activation_func_clamp_value: float | None = flag(None, above=0, kind="function", needs=_GATED)
     """Bound c of a gated activation: act(min(gate, c)) * max(-c, min(up, c)); gpt-oss has 7."""
-    glu_linear_offset: float = flag(0.0, kind="numerics", needs=_GATED)
+    glu_linear_offset: float = flag(0.0, kind="function", needs=_GATED)
     """Offset o of a gated activation: act(gate) * (up + o); gpt-oss has 1."""
     hidden_dropout: float = flag(0.1, minimum=0, maximum=1, kind="numerics")
     """Dropout after the embedding, the attention and the MLP."""
@@ -74,7 +74,7 @@ class ArchitectureFields(ModelParallelConfig):
     """The MLP's activation (with its bias or gate) as one differentiable operation that keeps only its inputs."""
     bias_dropout_fusion: bool = flag(True, kind="kernel")
     """Bias, dropout and residual as one operation."""
-    final_logit_softcapping: float | None = flag(None, above=0, kind="numerics")
+    final_logit_softcapping: float | None = flag(None, above=0, kind="function")
     """Bound on the output layer's logits: logit -> bound x tanh(logit / bound) (Gemma 2)."""
 
     def derive(self) -> None:

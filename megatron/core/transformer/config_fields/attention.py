@@ -25,7 +25,7 @@ def comm_type_problem(kind: str) -> str | None:
 class AttentionFields(ArchitectureFields):
     """Heads, windows, softmax, and which attention kernel."""
 
-    num_attention_heads: int = flag(None, minimum=1, maximum=65536, example=12, kind="shape")
+    num_attention_heads: int = flag(None, minimum=1, maximum=65536, example=12, kind="function")
     """Query heads."""
     num_query_groups: int = flag(None, minimum=0, maximum=65536, kind="shape")
     """Key-value heads (grouped-query attention); as many as query heads when not given or 0."""
@@ -37,7 +37,7 @@ class AttentionFields(ArchitectureFields):
     """Normalise each head's queries and keys."""
     qk_norm_scope: str = flag("head", choices=("head", "all"), kind="shape", needs=_QK_NORM)
     """With --qk-layernorm, what is normalised together: one head, or all heads of a token (OLMo 2, RMSNorm only)."""
-    qk_l2_norm: bool = flag(False, kind="numerics")
+    qk_l2_norm: bool = flag(False, kind="function")
     """Divide each head's queries and keys by their root mean square, without weights (Llama 4)."""
     attention_softmax_in_fp32: bool = flag(False, kind="numerics")
     """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
@@ -66,12 +66,12 @@ class AttentionFields(ArchitectureFields):
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
     apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",), kind="kernel")
     """Rotary positions as one differentiable operation on queries and keys."""
-    softmax_scale: float | None = flag(None, above=0, kind="numerics")
+    softmax_scale: float | None = flag(None, above=0, kind="function")
     """Factor on attention scores; 1 / sqrt(width of a head) when not given."""
-    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), kind="shape")
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), kind="function")
     """What attention may leave unspent: nothing; off-by-one: a further key with score 0 and without value; learnable:
     with a score that each head learns (attention sinks, gpt-oss)."""
-    attn_logit_softcapping: float | None = flag(None, above=0, kind="numerics")
+    attn_logit_softcapping: float | None = flag(None, above=0, kind="function")
     """Bound on attention scores: score -> bound x tanh(score / bound) (Gemma 2)."""
     attention_output_gate: bool = flag(False, kind="shape")
     """Each head's output is multiplied by the sigmoid of a further projection of the layer's input (Qwen3-Next)."""
@@ -88,10 +88,10 @@ class AttentionFields(ArchitectureFields):
     """With --qk-clip: score above which a head is scaled."""
     measures_attention_logits: bool = derived(False, kind="report")
     """The largest score of each head is noted (--qk-clip, --log-max-attention-logit)."""
-    window_size: tuple[int, int] | None = flag(None, parse=window, kind="numerics")
+    window_size: tuple[int, int] | None = flag(None, parse=window, kind="function")
     """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
     it."""
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="numerics", needs=_WINDOW)
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_WINDOW)
     """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""
 
     def normalize(self) -> None:

@@ -49,20 +49,20 @@ class MoEFields(ArchitectureFields):
     """Weight of each loss that --moe-router-load-balancing-type names."""
     moe_ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
     """Inner width of an expert; --ffn-hidden-size when not given."""
-    moe_router_topk: int = flag(2, minimum=1, kind="numerics", needs=_EXPERTS)
+    moe_router_topk: int = flag(2, minimum=1, kind="function", needs=_EXPERTS)
     """Experts that work on each token."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
-        "softmax", kind="numerics", needs=_EXPERTS
+        "softmax", kind="function", needs=_EXPERTS
     )
     """From a token's logits to the scores of the experts."""
-    moe_router_pre_softmax: bool = flag(False, kind="numerics", needs=(_EXPERTS, _SOFTMAX))
+    moe_router_pre_softmax: bool = flag(False, kind="function", needs=(_EXPERTS, _SOFTMAX))
     """Softmax over all experts before the best are chosen; otherwise over the chosen ones, so that their weights add up
     to one."""
-    moe_router_num_groups: int | None = flag(None, minimum=1, kind="numerics", needs=(_EXPERTS, _GROUP_TOPK))
+    moe_router_num_groups: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _GROUP_TOPK))
     """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
-    moe_router_group_topk: int | None = flag(None, minimum=1, kind="numerics", needs=_EXPERTS)
+    moe_router_group_topk: int | None = flag(None, minimum=1, kind="function", needs=_EXPERTS)
     """Groups whose best experts score highest, to which a token is limited (DeepSeek-V2 and V3)."""
-    moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="numerics", needs=_EXPERTS)
+    moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), kind="numerics", needs=_EXPERTS)
     """Number format of the router's product; the model's when not given. Scores are float32 or wider in any case."""
@@ -71,16 +71,16 @@ class MoEFields(ArchitectureFields):
     the chosen ones are the scores without it."""
     moe_router_bias_update_rate: float = flag(1e-3, minimum=0, kind="numerics", needs=(_EXPERTS, _EXPERT_BIAS))
     """What --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
-    moe_router_force_load_balancing: bool = flag(False, kind="numerics", needs=_EXPERTS)
+    moe_router_force_load_balancing: bool = flag(False, kind="function", needs=_EXPERTS)
     """Choose experts at random, to measure speed with equal loads."""
     moe_z_loss_coeff: float | None = flag(None, minimum=0, kind="numerics", needs=_EXPERTS)
     """Weight of the mean of log(sum(exp(logits)))^2 (Zoph et al., 2022), which keeps the router's logits small."""
     moe_input_jitter_eps: float | None = flag(None, above=0, maximum=1, kind="numerics", needs=_EXPERTS)
     """In training, multiply what the router reads by random numbers from 1 - eps to 1 + eps (Fedus et al., 2021)."""
-    moe_expert_capacity_factor: float | None = flag(None, above=0, kind="numerics", needs=_EXPERTS)
+    moe_expert_capacity_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """An expert takes so many times its even share of a microbatch's tokens; it drops the others. All if not given."""
     moe_token_drop_policy: str = flag(
-        "probs", choices=("probs", "position"), kind="numerics", needs=(_EXPERTS, _CAPACITY)
+        "probs", choices=("probs", "position"), kind="function", needs=(_EXPERTS, _CAPACITY)
     )
     """Whom a full expert drops: the tokens with the smallest weights, or the last of the microbatch."""
     moe_shared_expert_intermediate_size: int | None = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)

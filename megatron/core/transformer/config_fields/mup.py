@@ -27,21 +27,21 @@ class MuPFields(InitializationFields):
     | biases, norms                         | as without                 | as without    |                         |
     """
 
-    use_mup: bool = flag(False, kind="numerics")
+    use_mup: bool = flag(False, kind="function")
     """Scale initial weights, learning rates, attention scores and logits with the width, so that the learning rate that
     is best for the base model is best for this one."""
-    mup_base_hidden_size: int | None = flag(None, minimum=1, kind="numerics", needs=_MUP)
+    mup_base_hidden_size: int | None = flag(None, minimum=1, kind="function", needs=_MUP)
     """Hidden size of the base model, on which the learning rate was found; this model's own when not given."""
-    mup_width_mult: float = flag(1.0, above=0, kind="numerics", needs=_MUP)
+    mup_width_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
     """Hidden size / that of the base model, in place of --mup-base-hidden-size."""
-    mup_embedding_mult: float = flag(1.0, above=0, kind="numerics", needs=_MUP)
+    mup_embedding_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
     """With --use-mup, factor on the output of the embedding."""
-    mup_output_mult: float = flag(1.0, above=0, kind="numerics", needs=_MUP)
+    mup_output_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
     """With --use-mup, factor on the logits beside 1 / m."""
-    mup_base_head_dim: float | None = flag(None, above=0, kind="numerics", needs=_MUP)
+    mup_base_head_dim: float | None = flag(None, above=0, kind="function", needs=_MUP)
     """With --use-mup, width of a head of the base model, whose attention scores keep their usual factor; 1 when not
     given, so that the factor is 1 / width of a head."""
-    mup_attn_scale_power: float = flag(1.0, minimum=0, kind="numerics", needs=_MUP)
+    mup_attn_scale_power: float = flag(1.0, minimum=0, kind="function", needs=_MUP)
     """With --use-mup, attention scores have the factor (width of a base head)^(p - 1/2) / (width of a head)^p."""
 
     def problems(self) -> Iterator[str]:

@@ -20,36 +20,36 @@ _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 class PositionFields(AttentionFields):
     """Positions: learned or rotary, scaling, YaRN, and layers that differ."""
 
-    rotary_interleaved: bool = flag(False, kind="numerics", needs=_ROTARY)
+    rotary_interleaved: bool = flag(False, kind="function", needs=_ROTARY)
     """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
-    rotary_base_local: int | None = flag(None, minimum=1, kind="numerics", needs=(_ROTARY, _WINDOW))
+    rotary_base_local: int | None = flag(None, minimum=1, kind="function", needs=(_ROTARY, _WINDOW))
     """Base of the rotary frequencies in layers with a sliding window, where they are neither scaled nor interpolated
     (Gemma 3); those layers are like the others when not given."""
-    rotary_scaling_factor: float = flag(1.0, minimum=1, kind="numerics", needs=_YARN)
+    rotary_scaling_factor: float = flag(1.0, minimum=1, kind="function", needs=_YARN)
     """YaRN: how much longer than the original sequences are (Peng et al., 2023)."""
     yarn_original_max_position_embeddings: int | None = flag(
-        None, minimum=1, unit="tokens", kind="numerics", needs=_YARN
+        None, minimum=1, unit="tokens", kind="function", needs=_YARN
     )
     """YaRN: longest sequence of the training before."""
-    yarn_beta_fast: float | None = flag(None, above=0, kind="numerics", needs=_YARN)
+    yarn_beta_fast: float | None = flag(None, above=0, kind="function", needs=_YARN)
     """YaRN: frequencies with more turns than this in the original length are kept; 32 when not given."""
-    yarn_beta_slow: float | None = flag(None, above=0, kind="numerics", needs=_YARN)
+    yarn_beta_slow: float | None = flag(None, above=0, kind="function", needs=_YARN)
     """YaRN: frequencies with fewer turns than this in the original length are divided by the factor; 1 when not
     given."""
-    yarn_correction_range_round_to_int: bool = flag(True, kind="numerics", needs=_YARN)
+    yarn_correction_range_round_to_int: bool = flag(True, kind="function", needs=_YARN)
     """YaRN: the blend between kept and divided frequencies begins and ends at whole channel pairs."""
-    mscale: float = flag(1.0, minimum=0, kind="numerics", needs=_YARN)
+    mscale: float = flag(1.0, minimum=0, kind="function", needs=_YARN)
     """YaRN: queries and keys are multiplied by (0.1 x this x ln(factor) + 1), divided by the same of
     --mscale-all-dim."""
-    mscale_all_dim: float = flag(0.0, minimum=0, kind="numerics", needs=_YARN)
+    mscale_all_dim: float = flag(0.0, minimum=0, kind="function", needs=_YARN)
     """YaRN: the divisor's share, see --mscale."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="numerics", needs=_ROTARY)
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_ROTARY)
     """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
         unsupported_choices=("mrope", "relative"),
-        kind="shape",
+        kind="function",
     )
     """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
     before (YaRN; Peng et al., 2023), or not at all."""
