@@ -120,7 +120,7 @@ class Evaluation:
 class Run:
     """One process's share of a training run: everything a step or a hook needs, built once by `setup`.
 
-    What changes while it trains: the model and the optimizer with every step, `progress`, and the last two fields.
+    What changes while it trains: the model and the optimizer with every step, `progress`, and the last fields.
     """
 
     config: RunConfig
@@ -168,6 +168,8 @@ class Run:
     tensorboard_writer: Any = None
     """TensorBoard's SummaryWriter on the first rank, from Hook.on_train_start to on_close, with --tensorboard-dir."""
     stop_reason: str | None = field(default=None, init=False)
+    interrupted: bool = field(default=False, init=False)
+    """The stop was asked for by Ctrl-C."""
     loss_names: tuple[str, ...] | None = field(default=None, init=False)
     """Names of the losses, once the last stage has told the others."""
 

@@ -92,7 +92,8 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     """Join the job, set up, train, and leave in order; returns the finished run.
 
     hooks: of your own, beside those of the settings; see docs/logging.md. Inside, the recipe's functions may call
-    get_args(), get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend.
+    get_args(), get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend, and
+    KeyboardInterrupt after a run that Ctrl-C has ended in order.
     """
     process = initialize(config)
     if process.launch.rank == 0:
@@ -126,4 +127,7 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
         CurrentRun.forget()
     # Only after success: with a peer gone, leaving the groups in order would wait for it.
     shut_down()
+    # On every rank, also where the key was not pressed: a program that was interrupted says so to its caller.
+    if run.interrupted:
+        raise KeyboardInterrupt
     return run

@@ -83,6 +83,29 @@ def test_I15_killed_loader_process_ends_the_job_with_75(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds child processes in /proc")
+def test_ctrl_c_on_a_terminal_saves_and_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """It reaches every process of the job: two ranks, and the loader processes of each."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    flags = [*REAL_DATA, *WITH_DROPOUT, "--data-cache-path", str(tmp_path / "cache"), "--metrics-dir", tmp_path,
+             "--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", "1000",
+             "--lr-decay-iters", "12"]  # fmt: skip
+    ranks = [
+        start([*flags, "--train-iters", "100000"], RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)
+    ]
+    wait_for_rows(tmp_path, 3, ranks[0])
+    job = [pid for rank in ranks for pid in (rank.pid, *children(rank.pid))]
+    assert len(job) == 2 + 2 * 2
+    for pid in job:
+        os.kill(pid, signal.SIGINT)
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 130, errors
+        assert "Traceback" not in errors
+    saved = int((tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == max(row["iteration"] for row in metrics(tmp_path)) >= 3
+
+
 @pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", TENSOR_AND_SEQUENCE])
 def test_R3_a_killed_rank_ends_the_others_with_75(layout: str, tmp_path: Path) -> None:
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}

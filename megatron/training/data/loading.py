@@ -248,6 +248,10 @@ class _Behaviour:
     ignored_signal: str | None
 
     def __call__(self, worker: int) -> None:
+        # A key that is pressed reaches all processes of a terminal. The trainer decides, and needs its batches until it
+        # has finished; what it has set up to hear of signals is not the loader's.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.ignored_signal is not None:
             signal.signal(signal.Signals[self.ignored_signal], signal.SIG_IGN)
         # Only in loader processes: the trainer's own hook stays as it is.

@@ -7,9 +7,10 @@ from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.clocks import NamedRangesHook, PipelineClockHook, TimingHook
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.evaluation import EvaluationHook, NonLossDataHook
+from megatron.training.hooks.exits import ExitHook
 from megatron.training.hooks.guards import NonFiniteHook, OutlierHook
 from megatron.training.hooks.housekeeping import CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook
-from megatron.training.hooks.iterations import ExitConditionsHook, ExitSignalHook, SkipIterationsHook
+from megatron.training.hooks.iterations import SkipIterationsHook
 from megatron.training.hooks.measures import (
     AttentionLogitsHook,
     BalanceHook,
@@ -34,7 +35,7 @@ HOOKS: tuple[type[Hook], ...] = (
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL
     NonFiniteHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook, EvaluationHook,
-    NonLossDataHook, SkipIterationsHook, ExitConditionsHook, ExitSignalHook,
+    NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
     CheckpointHook,
 )  # fmt: skip

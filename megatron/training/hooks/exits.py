@@ -1,0 +1,104 @@
+"""Why a run may end before --train-iters: Ctrl-C, --exit-interval, --exit-duration-in-mins, --exit-signal-handler.
+
+All of them end it in order: the iteration is finished, and CheckpointHook saves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from megatron.core.errors import say
+from megatron.training.config.container import RunConfig
+from megatron.training.hooks.signals import SignalWatch
+from megatron.training.hooks.stop_agreement import StopAgreement
+from megatron.training.run import Hook, HookContext, Run, StepResult
+
+# Read at import, which comes before setup: a job's time limit counts loading as well.
+PROGRAM_STARTED_AT = time.monotonic()
+INTERRUPTED = "interrupted"
+_SAME_PRESS_SECONDS = 1.0
+"""torchrun hands on a Ctrl-C that its processes have had from the terminal already: one key, two signals."""
+_INTERRUPT_EXIT_CODE = 130
+
+
+class ExitHook(Hook):
+    """Ends the run after the same iteration on all ranks, whichever of them is asked to."""
+
+    def __init__(self, config: RunConfig, clock_started_at: float) -> None:
+        """clock_started_at: time.monotonic() when the program started; setup counts as well."""
+        training = config.training
+        self.interval = training.exit_interval
+        self.longest_seconds = None if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
+        self.exit_signal = signal.Signals[training.exit_signal] if training.exit_signal_handler else None
+        self.save = config.checkpoint.save
+        self._clock_started_at = clock_started_at
+        self._agreement: StopAgreement | None = None
+        self._watch = SignalWatch(self._receive)
+        self._interrupted_at: float | None = None
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> ExitHook:
+        """Every run has this hook."""
+        return cls(config, PROGRAM_STARTED_AT)
+
+    def on_train_start(self, run: Run) -> None:
+        """From here on the signals are noted instead of ending the process."""
+        self._agreement = StopAgreement(run.groups.world)
+        # A run that only evaluates has no step to finish: Ctrl-C ends it at once.
+        signals = set() if run.progress.finished else {signal.SIGINT}
+        if self.exit_signal is not None:
+            signals.add(self.exit_signal)
+        self._watch.open(signals)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Ask for a stop where the time is over; stop where all ranks know of a request."""
+        assert self._agreement is not None, "a step ends before training has started"
+        elapsed = time.monotonic() - self._clock_started_at
+        if self.longest_seconds is not None and elapsed > self.longest_seconds:
+            # Clocks differ between ranks: the first one whose time is over asks for all.
+            self._agreement.ask(f"exiting program after {elapsed / 60:.1f} minutes")
+        self._stop(run, self._agreement.look())
+        if self.interval is not None and run.progress.iteration % self.interval == 0:
+            run.request_stop(f"exiting program at iteration {run.progress.iteration}")
+
+    def on_train_end(self, run: Run) -> None:
+        """All is saved by now. Ctrl-C has its usual meaning again: an evaluation that is cut short loses nothing."""
+        if self._agreement is not None and run.groups.world.size() == 1:
+            self._stop(run, self._agreement.look())
+        self._watch.close()
+
+    def on_close(self, run: Run) -> None:
+        """Restore the signal handlers that were there before training."""
+        self._watch.close()
+
+    def _stop(self, run: Run, reason: str | None) -> None:
+        if reason == INTERRUPTED:
+            run.interrupted = True
+            reason = f"interrupted after iteration {run.progress.iteration}"
+        if reason is not None:
+            run.request_stop(reason)
+
+    # ---- on the thread of the watch
+
+    def _receive(self, number: signal.Signals) -> None:
+        assert self._agreement is not None, "the watch is opened later"
+        if number == self.exit_signal:
+            self._agreement.ask(f"exiting program after signal {number.name}")
+            return
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+            self._agreement.ask(INTERRUPTED)
+            if self._agreement.rank == 0:
+                then = f"saving to {self.save}" if self.save is not None else "ending; nothing is saved without --save"
+                again = "press Ctrl-C again to leave at once"
+                say(f"{INTERRUPTED}: finishing the iteration, then {then}; {again}", sys.stderr)
+        elif now - self._interrupted_at > _SAME_PRESS_SECONDS:
+            # Not an exception: the main thread may be in a call that never returns. A checkpoint that is being written
+            # has no final name yet, and loader processes end with their parent.
+            if self._agreement.rank == 0:
+                say(f"{INTERRUPTED}, leaving at once", sys.stderr)
+            os._exit(_INTERRUPT_EXIT_CODE)
