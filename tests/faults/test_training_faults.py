@@ -84,7 +84,7 @@ def test_I15_killed_loader_process_ends_the_job_with_75(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds child processes in /proc")
-def test_ctrl_c_on_a_terminal_saves_and_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+def test_ctrl_c_on_a_terminal_saves_once(tmp_path: Path) -> None:
     """It reaches every process of the job: two ranks, and the loader processes of each."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     flags = [*REAL_DATA, *WITH_DROPOUT, "--data-cache-path", str(tmp_path / "cache"), "--metrics-dir", tmp_path,

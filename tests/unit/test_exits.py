@@ -86,10 +86,10 @@ def test_in_an_evaluation_or_a_save(tmp_path: Path) -> None:
         def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
             evaluations.append(run.progress.iteration)
 
-    for moment, stops_at in (("on_evaluate", 2), ("on_save", 3)):
+    for moment in ("on_evaluate", "on_save"):
         run = finish(with_hooks(prepare(*flags), Press(2, moment), Watch()))
-        assert run.interrupted and run.progress.iteration == stops_at
-        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(stops_at)
+        assert run.interrupted and run.progress.iteration == 2
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert evaluations == [2, 2]
 
 

@@ -48,11 +48,11 @@ class TrainingConfig(CheckedConfig):
     exit_duration_in_mins: int | None = flag(None, minimum=1, unit="minutes")
     """Save and stop after this time."""
     exit_signal_handler: bool = False
-    """On --exit-signal, which any rank may get, all ranks finish the iteration, save, and end with exit code 0."""
+    """On --exit-signal, which any rank may get, all ranks finish an iteration, save, and end with exit code 0."""
     exit_signal: str = flag("SIGTERM", choices=EXIT_SIGNALS, needs=_SIGNAL_HANDLER)
     """The signal that --exit-signal-handler waits for."""
     exit_signal_handler_for_dataloader: bool = flag(False, needs=_SIGNAL_HANDLER)
-    """Data loader processes ignore that signal, for launchers that send it to every process they find."""
+    """Data loader processes ignore that signal, as they do Ctrl-C, for launchers that send it to every process."""
     iterations_to_skip: list[int] = flag(default_factory=list, nargs="+", minimum=0, kind="numerics")
     """Iterations, counted from 0, whose data is passed over without training on it."""
     decrease_batch_size_if_needed: bool = flag(False, kind="numerics")

@@ -15,7 +15,7 @@ from megatron.core.placement import get_placement
 from megatron.planner.parameters import count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.data.samples import count_samples_of_iterations
-from megatron.training.hooks.iterations import PROGRAM_STARTED_AT
+from megatron.training.hooks.exits import PROGRAM_STARTED_AT
 from megatron.training.hooks.progress_lines import (
     MOST_COLUMNS,
     Clock,

@@ -64,6 +64,11 @@ class ExitHook(Hook):
         if self.interval is not None and run.progress.iteration % self.interval == 0:
             run.request_stop(f"exiting program at iteration {run.progress.iteration}")
 
+    def on_save(self, run: Run) -> None:
+        """What was asked for during a save ends the run right after it: another iteration would be saved once more."""
+        if self._agreement is not None:
+            self._stop(run, self._agreement.look())
+
     def on_train_end(self, run: Run) -> None:
         """All is saved by now. Ctrl-C has its usual meaning again: an evaluation that is cut short loses nothing."""
         if self._agreement is not None and run.groups.world.size() == 1:

@@ -45,8 +45,8 @@ class StopAgreement:
         self._asked = self._asked or reason
 
     def look(self) -> str | None:
-        """The reason to end the run after this step; None: go on. Every rank calls this after every step, and all get
-        the same answer after the same one."""
+        """The reason to end the run here; None: go on. Every rank calls this after every step and every save, and all
+        get the same answer at the same call."""
         self._step += 1
         if self._store is None:
             return self._asked
