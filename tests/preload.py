@@ -19,6 +19,7 @@ MODULES = """
     megatron.core.transformer.core_attention.select
     megatron.training.recipes.gpt
     megatron.training.recipes.gpt_data
+    megatron.training.verify.comparison
     megatron.training.verify.parity
     megatron.training.training
 """

@@ -3,9 +3,10 @@
 
     python tools/check_parity.py FLAGS... --layouts tp2 "tp2,sp,pp2" "dp2,dist-opt"
 
-FLAGS are those of pretrain_gpt.py; give a small model, a short sequence and a small batch. Every layout trains a few
-iterations in processes of its own and is compared with one process: losses, the first iteration's gradients and the
-updated weights, parameter by parameter. Exit code 0 when all agree, 1 when one differs.
+FLAGS are those of pretrain_gpt.py, for one process; give a small model, a short sequence and a small batch. Every
+layout trains a few iterations (--iterations N, 3) in processes of its own and is compared with one process:
+activations, losses, the first iteration's gradients, updated weights and buffers. Exit code 0 when all agree, 1 when
+one differs; where one cannot run, the code of its error. --all shows every difference instead of the first few.
 
 A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-all fsdp2, or any flag as
 --name or --name=value.
@@ -14,43 +15,63 @@ A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.training.flags.read import read_run_config  # noqa: E402
-from megatron.training.verify.parity_layouts import Layout, choose_padding, find_guilty_parts, parse_layout  # noqa: E402
+from megatron.core.errors import ConfigError, MegatronError, command_line, report_error  # noqa: E402
+from megatron.training.flags.read import examine, read_run_config  # noqa: E402
+from megatron.training.verify.parity_layouts import (  # noqa: E402
+    SIZE_FLAGS,
+    Layout,
+    choose_padding,
+    find_smallest_part,
+    parse_layout,
+)
 
 if TYPE_CHECKING:
+    from megatron.training.verify.comparison import Finding
     from megatron.training.verify.parity import RankTrace, Trace
 
 _USAGE = "give the flags of pretrain_gpt.py, then --layouts and one or more layouts such as tp2 tp2,sp,pp2"
-_LISTED = 8
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[list[str], list[Layout], int]:
-    """(flags of the run, layouts, iterations). Raises ConfigError."""
-    flags, layouts, iterations = [], [], 3
+@dataclass
+class Arguments:
+    """What was asked for."""
+
+    flags: list[str]
+    """Of the run, for one process."""
+    layouts: list[Layout]
+    iterations: int = 3
+    show_all: bool = False
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read the command line. Raises ConfigError."""
+    found = Arguments([], [])
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
         if token == "--layouts":
             # A layout never begins with "--" on the command line: flags inside of one follow a comma.
             while tokens and not tokens[0].startswith("--"):
-                layouts.append(parse_layout(tokens.pop(0)))
+                found.layouts.append(parse_layout(tokens.pop(0)))
         elif token == "--iterations":
             text = tokens.pop(0) if tokens else ""
             if not text.isdecimal() or not 1 <= int(text) <= 1000:
                 raise ConfigError(f"--iterations {text!r} is not a whole number from 1 to 1000")
-            iterations = int(text)
+            found.iterations = int(text)
+        elif token == "--all":
+            found.show_all = True
         else:
-            flags.append(token)
-    if not layouts:
+            found.flags.append(token)
+    if not found.layouts:
         raise ConfigError(f"--layouts is missing; {_USAGE}")
-    return flags, layouts, iterations
+    return found
 
 
 def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> RankTrace:
@@ -61,44 +82,88 @@ def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int
 
     config = read_run_config(argv, {"WORLD_SIZE": str(world_size)})
     recipe = build_gpt_recipe(config)
-    return trace_rank(config, recipe, rank=rank, iterations=iterations)
+    return trace_rank(config, recipe, rank=rank, iterations=iterations, in_detail=True)
 
 
 class Comparison:
     """One configuration; layouts are run when asked for."""
 
-    def __init__(self, flags: Sequence[str], iterations: int, padding: dict[str, int]) -> None:
-        self.flags, self.iterations, self.padding = list(flags), iterations, padding
+    def __init__(self, arguments: Arguments, padding: Mapping[str, int], bf16: bool) -> None:
+        self.arguments, self.padding, self.bf16 = arguments, padding, bf16
         self.reference = self.trace(parse_layout("1"))
+        self.errors: list[MegatronError] = []
+        """Of layouts that could not run."""
 
     def command_line(self, layout: Layout) -> list[str]:
         """Return the flags of a run under the layout; the layout's own come last, so that they win."""
         divisible_by = self.padding["1"] // layout.sizes["tp"]
-        return [*self.flags, *_SETTINGS, "--make-vocab-size-divisible-by", str(divisible_by), *layout.flags]
+        padding = ["--make-vocab-size-divisible-by", str(divisible_by)]
+        return [*self.arguments.flags, *_SETTINGS, *padding, *layout.flags]
 
     def trace(self, layout: Layout) -> Trace:
-        """Losses, gradients and weights under a layout. Raises MegatronError where it cannot run."""
+        """What one run under a layout computes. Raises MegatronError where it cannot run."""
         from megatron.training.launch.local_job import run_locally
         from megatron.training.verify.parity import join
 
-        arguments: tuple[Any, ...] = (self.command_line(layout), layout.world_size, self.iterations)
+        arguments: tuple[Any, ...] = (self.command_line(layout), layout.world_size, self.arguments.iterations)
         return join(run_locally(train_share, layout.world_size, arguments))
 
-    def differences(self, layout: Layout) -> list[str]:
-        """Sentences, the earliest difference first; prints a line about the layout."""
-        from megatron.training.verify.parity import compare, find_largest_differences
+    def check(self, layout: Layout) -> bool:
+        """Run it and print what came of it; whether it is the same run."""
+        from megatron.training.verify.comparison import find_largest_differences
+        from megatron.training.verify.report import write_report
 
-        found = self.trace(layout)
-        differences = compare(self.reference, found)
-        sizes = ", ".join(
-            f"{what} {size:.1e}" for what, size in find_largest_differences(self.reference, found).items()
-        )
-        verdict = f"{len(differences)} DIFFERENCES" if differences else "the same run"
-        print(
-            f"{layout.text} ({layout.world_size} processes): {verdict}; largest relative differences: {sizes}",
-            flush=True,
-        )
-        return differences
+        title = f"{layout.text} ({layout.world_size} process{'es' if layout.world_size > 1 else ''})"
+        try:
+            found = self.trace(layout)
+        except MegatronError as error:
+            print(f"{title}: CANNOT RUN: {error}", flush=True)
+            self.errors.append(error)
+            kind = type(error)
+            self._print_smallest_part(layout, lambda part: self._fails_with(part, kind))
+            return False
+        findings = self._find_differences(found)
+        sizes = find_largest_differences(self.reference, found)
+        measured = ", ".join(f"{what} {size:.1e}" for what, size in sizes.items())
+        is_same = not findings and not found.disagreements
+        print(f"{title}: {'the same run' if is_same else 'ANOTHER RUN'}; largest relative differences: {measured}")
+        if not is_same:
+            report = write_report(self.reference, found, findings, show_all=self.arguments.show_all)
+            print(*(f"  {line}" for line in report), sep="\n", flush=True)
+            self._print_smallest_part(layout, self._differs)
+        return is_same
+
+    def _find_differences(self, found: Trace) -> list[Finding]:
+        from megatron.training.verify.comparison import BF16_TOLERANCES, Tolerances, find_differences
+
+        return find_differences(self.reference, found, BF16_TOLERANCES if self.bf16 else Tolerances())
+
+    def _print_smallest_part(self, layout: Layout, still: Callable[[Layout], bool]) -> None:
+        if len(layout.terms) < 2:
+            return
+
+        def ask(part: Layout) -> bool:
+            result = still(part)
+            print(f"  trying {part.text}: {'it shows, too' if result else 'it does not show'}", flush=True)
+            return result
+
+        smallest = find_smallest_part(layout, ask)
+        print(f"  the smallest part of {layout.text} that shows it: {smallest.text}", flush=True)
+
+    def _differs(self, part: Layout) -> bool:
+        try:
+            found = self.trace(part)
+        except MegatronError:
+            return False
+        return bool(self._find_differences(found) or found.disagreements)
+
+    def _fails_with(self, part: Layout, kind: type[MegatronError]) -> bool:
+        """A part that is refused, where the whole crashed, has not shown the crash."""
+        try:
+            self.trace(part)
+        except MegatronError as error:
+            return type(error) is kind
+        return False
 
 
 # Masks depend on which ranks draw them: that is not what is asked here. Adam with its usual epsilon turns gradients
@@ -108,33 +173,46 @@ _SETTINGS = "--hidden-dropout 0 --attention-dropout 0 --adam-eps 1e-5 --eval-ite
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all layouts; 1 when one of them differs."""
-    flags, layouts, iterations = parse_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    flags, layouts = arguments.flags, arguments.layouts
     alone = parse_layout("1")
+    _refuse_layout_flags(flags)
     config = read_run_config([*flags, *_SETTINGS], {})
     padding = choose_padding([alone, *layouts], config.gpt.make_vocab_size_divisible_by)
     _check_all(flags, [alone, *layouts], padding)
-    if config.model.bf16:
-        print("note: --bf16 rounds; expect differences around 1e-2, or leave it out to check the layout itself")
+    is_16_bit = config.model.bf16 or config.model.fp16
+    if is_16_bit:
+        print(
+            "note: 16-bit numbers round: only what is off by more than a tenth is found; leave --bf16 out to see more"
+        )
     print("note: without dropout, and with --adam-eps 1e-5, so that rounding stays rounding")
-    comparison = Comparison(flags, iterations, dict(padding))
-    print(
-        f"one process, {iterations} iterations: losses",
-        *(f"{loss['lm loss']:.6f}" for loss in comparison.reference.losses),
-    )
-    differing = 0
-    for layout in layouts:
-        differences = comparison.differences(layout)
-        if differences:
-            differing += 1
-            print(*(f"  {text}" for text in differences[:_LISTED]), sep="\n")
-            if len(differences) > _LISTED:
-                print(f"  and {len(differences) - _LISTED} more")
-            guilty = find_guilty_parts(layout, lambda part: bool(comparison.differences(part)))
-            print(f"  the smallest part of {layout.text} that differs: {'; '.join(guilty)}", flush=True)
-    return 1 if differing else 0
+    comparison = Comparison(arguments, padding, is_16_bit)
+    losses = (f"{loss['lm loss']:.6f}" for loss in comparison.reference.losses)
+    print(f"one process, {arguments.iterations} iterations: losses", *losses, flush=True)
+    outcomes = [comparison.check(layout) for layout in layouts]
+    if outcomes.count(False) > len(comparison.errors):
+        return 1
+    for error in comparison.errors:
+        report_error(error)
+    return comparison.errors[0].exit_code if comparison.errors else 0
 
 
-def _check_all(flags: Sequence[str], layouts: Sequence[Layout], padding: Any) -> None:
+def _refuse_layout_flags(flags: Sequence[str]) -> None:
+    """Raise ConfigError where the flags of the run already divide it."""
+    examination = examine(flags, {})
+    problems = []
+    for name, flag in SIZE_FLAGS.items():
+        size = examination.value_of(flag.removeprefix("--").replace("-", "_"))
+        if isinstance(size, int) and size > 1:
+            problems.append(
+                f"{flag} {size} divides the run, and what is compared is one process with layouts of it: "
+                f"leave it out and give --layouts {name}{size}"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_all(flags: Sequence[str], layouts: Sequence[Layout], padding: Mapping[str, int]) -> None:
     """Refuse every illegal layout before anything runs. Raises ConfigError with all problems."""
     problems: dict[str, None] = {}
     for layout in layouts:

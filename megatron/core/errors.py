@@ -9,6 +9,7 @@
 | StorageError   | 74        | the disk: full, failing, read-only (EX_IOERR)                  |
 | TemporaryError | 75        | worth starting again: a lost peer, --save in use (EX_TEMPFAIL) |
 | NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
+| CrashError     | 70        | a process died by a fault of its own, such as SIGSEGV          |
 
 Bugs of ours stay ordinary exceptions with their traceback.
 """
@@ -65,6 +66,13 @@ class NonFiniteError(MegatronError):
     """A loss or a gradient is not a number; starting again as it is would only repeat it."""
 
     exit_code = 17
+
+
+class CrashError(MegatronError):
+    """A process of ours was ended by the system for what it did (SIGSEGV, SIGABRT, ...): a bug of this program or of a
+    library, which starting again as it is would only repeat."""
+
+    exit_code = 70  # EX_SOFTWARE
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

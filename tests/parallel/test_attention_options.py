@@ -17,7 +17,8 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-from megatron.training.verify.parity import RankTrace, Trace, compare, join, trace_rank
+from megatron.training.verify.comparison import compare
+from megatron.training.verify.parity import RankTrace, Trace, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed

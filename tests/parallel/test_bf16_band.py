@@ -12,7 +12,8 @@ import os
 
 import pytest
 
-from megatron.training.verify.parity import Trace, find_largest_differences, join
+from megatron.training.verify.comparison import find_largest_differences
+from megatron.training.verify.parity import Trace, join
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.test_layouts import LARGE, SMALL, share

@@ -20,15 +20,8 @@ from megatron.training.checkpoint.save_and_load import load_checkpoint, save_che
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.hooks.measures import list_routers
 from megatron.training.step import train_step
-from megatron.training.verify.parity import (
-    RankTrace,
-    Trace,
-    compare,
-    find_largest_differences,
-    join,
-    open_local_run,
-    trace_rank,
-)
+from megatron.training.verify.comparison import compare, find_largest_differences
+from megatron.training.verify.parity import RankTrace, Trace, join, open_local_run, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, own_rank, training

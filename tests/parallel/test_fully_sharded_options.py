@@ -15,14 +15,8 @@ from megatron.core.distributed.torch_fully_sharded_data_parallel import replace_
 from megatron.training.hooks.measures import TrafficHook
 from megatron.training.loop import train
 from megatron.training.step import train_step
-from megatron.training.verify.parity import (
-    RankTrace,
-    compare,
-    find_largest_differences,
-    join,
-    open_local_run,
-    trace_rank,
-)
+from megatron.training.verify.comparison import compare, find_largest_differences
+from megatron.training.verify.parity import RankTrace, join, open_local_run, trace_rank
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training

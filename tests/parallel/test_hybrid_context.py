@@ -16,15 +16,8 @@ import pytest
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe
-from megatron.training.verify.parity import (
-    RankTrace,
-    Trace,
-    compare,
-    find_largest_differences,
-    join,
-    open_local_run,
-    trace_rank,
-)
+from megatron.training.verify.comparison import compare, find_largest_differences
+from megatron.training.verify.parity import RankTrace, Trace, join, open_local_run, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed

@@ -15,7 +15,8 @@ import os
 
 import pytest
 
-from megatron.training.verify.parity import RankTrace, Trace, compare, find_largest_differences, join, trace_rank
+from megatron.training.verify.comparison import compare, find_largest_differences
+from megatron.training.verify.parity import RankTrace, Trace, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training

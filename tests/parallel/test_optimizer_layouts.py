@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.verify.parity import RankTrace, Tolerances, Trace, compare, join, trace_rank
+from megatron.training.verify.comparison import Tolerances, compare
+from megatron.training.verify.parity import RankTrace, Trace, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed

@@ -18,7 +18,8 @@ from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.loop import evaluate
-from megatron.training.verify.parity import Tolerances, Trace, compare, join
+from megatron.training.verify.comparison import Tolerances, compare
+from megatron.training.verify.parity import Trace, join
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import distributed, run_distributed
 from tests.parallel.pipeline_runs import prepared_run, share

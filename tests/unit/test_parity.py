@@ -9,7 +9,8 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
-from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, compare, join
+from megatron.training.verify.comparison import compare
+from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, join
 from megatron.training.verify.parity_layouts import choose_padding, find_guilty_parts, parse_layout, split_layout
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)

@@ -147,14 +147,27 @@ def list_global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     They are the names inside `module`, but where a part that implements `NamesParameters` says otherwise.
     """
-    # Asked of the class: a wrapper that forwards attributes would answer for the module inside it.
-    parts = [(path, part) for path, part in module.named_modules() if hasattr(type(part), "global_parameter_name")]
+    parts = _list_naming_parts(module)
     for name, parameter in module.named_parameters():
-        for path, part in reversed(parts):  # from the inside to the outside: paths of outer parts stay what they are
-            prefix = f"{path}." if path else ""
-            if name.startswith(prefix):
-                name = prefix + part.global_parameter_name(name.removeprefix(prefix))  # type: ignore[operator]
-        yield name, parameter
+        yield _translate(name, parts), parameter
+
+
+def find_global_name(module: nn.Module, name: str) -> str:
+    """From the name of a part of `module`, such as a layer, to its name in the whole model."""
+    return _translate(name, _list_naming_parts(module)).rstrip(".")
+
+
+def _list_naming_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    # Asked of the class: a wrapper that forwards attributes would answer for the module inside it.
+    return [(path, part) for path, part in module.named_modules() if hasattr(type(part), "global_parameter_name")]
+
+
+def _translate(name: str, parts: Sequence[tuple[str, nn.Module]]) -> str:
+    for path, part in reversed(parts):  # from the inside to the outside: paths of outer parts stay what they are
+        prefix = f"{path}." if path else ""
+        if name.startswith(prefix):
+            name = prefix + part.global_parameter_name(name.removeprefix(prefix))  # type: ignore[operator]
+    return name
 
 
 def declare_vocabulary(module: nn.Module, vocab_size: int) -> None:

@@ -25,13 +25,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.core.errors import MegatronError, TemporaryError
+from megatron.core.errors import CrashError, MegatronError, TemporaryError
 
 T = TypeVar("T")
 
 _PRELOAD = ["torch", "torch.distributed", "megatron.training.setup"]
 _GRACE_SECONDS = 2.0
 """How long the others may still report after the first failure: the first to fail may only have lost its peer."""
+_FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"})
+"""Signals by which the system ends a process for what it did itself."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class JobReports:
     silent: list[int]
     """Ranks that had not reported when the time was over, or the grace after a failure."""
     causes_of_death: dict[int, str]
-    """Of those that died: `by signal SIGKILL`, `exit code 3`."""
+    """Of those that died: `by signal SIGKILL`, `with exit code 3`."""
 
 
 def run_locally(
@@ -68,8 +70,9 @@ def run_locally(
     """`function(rank, *arguments)` on each process; the results in rank order.
 
     function: at module level, with arguments that can be pickled; it runs with torch.distributed initialised. A
-    MegatronError is raised here as it was there. Raises TemporaryError, naming the rank, when a process dies or fails
-    otherwise, or when not all are done within the time.
+    MegatronError is raised here as it was there. Raises CrashError, naming rank and signal, when a process dies by a
+    fault of its own (SIGSEGV, ...), and TemporaryError when one is killed from outside or fails otherwise, or when not
+    all are done within the time.
     """
     context = multiprocessing.get_context("forkserver")
     # Imported once in the server; each process is then a fork of it, without the seconds that torch takes.
@@ -78,7 +81,7 @@ def run_locally(
     failures: list[Exception] = []
     for rank, report in job.reports.items():
         if report is None:
-            failures.append(TemporaryError(f"rank {rank} of {world_size} died without a word"))
+            failures.append(_explain_death(rank, world_size, job.causes_of_death[rank]))
         elif report.error is not None:
             failures.append(report.error)
         elif report.error_type:
@@ -158,7 +161,18 @@ def _describe_death(process: Any) -> str:
     # multiprocessing gives a signal as its negative number.
     if process.exitcode is not None and process.exitcode < 0:
         return f"by signal {signal.Signals(-process.exitcode).name}"
-    return f"exit code {process.exitcode}"
+    return f"with exit code {process.exitcode}"
+
+
+def _explain_death(rank: int, world_size: int, cause: str) -> MegatronError:
+    who = f"rank {rank} of {world_size} died {cause}"
+    if cause.rpartition(" ")[2] in _FAULTS:
+        return CrashError(
+            f"{who}, without a traceback: a bug in compiled code of this program or a library; "
+            "run with the environment variable PYTHONFAULTHANDLER=1 to see where"
+        )
+    hint = "; the system does that when memory is short: try a smaller model" if cause.endswith("SIGKILL") else ""
+    return TemporaryError(f"{who}{hint}")
 
 
 def _end(processes: Sequence[Any]) -> None:

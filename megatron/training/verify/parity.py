@@ -1,16 +1,17 @@
 """One configuration under several layouts: is it the same run?
 
-    layout "tp2,sp,pp2"  ->  flags and processes  ->  a RankTrace on every rank  ->  join  ->  Trace  ->  compare
+    layout "tp2,sp,pp2"  ->  flags and processes  ->  a RankTrace on every rank  ->  join  ->  Trace
+    two Traces  ->  comparison.py: what differs, in the order in which it arose  ->  report.py: a page about it
 
 A Trace holds what must not depend on the layout: each iteration's loss and gradient norm, the gradients of the first
-iteration and the weights after the last, as full tensors under their global names. Joining also checks that processes
-which hold the same elements agree on them bit for bit.
+iteration and the weights after the last, as full tensors under their global names; in detail also what flows through
+the model in the first iteration (activations.py) and the weights after it. Joining also checks that processes which
+hold the same elements agree on them bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
@@ -32,6 +34,7 @@ from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
 from megatron.training.setup import setup
 from megatron.training.step import train_step
+from megatron.training.verify.activations import Point, PointRecord, join_points, record_activations
 
 # ---- on every rank
 
@@ -44,6 +47,20 @@ class HeldParameter(NamedTuple):
     """Of the first iteration, summed over microbatches and replicas, before clipping."""
     weight: Tensor
     """After the last iteration."""
+    first_weight: Tensor | None = None
+    """After the first iteration; None where it was not kept."""
+    bucket: str = ""
+    """Which of the gradients' buckets it lies in; empty where there is one."""
+
+
+class HeldUntrained(NamedTuple):
+    """A parameter without gradient (the biases of a router), or a buffer, as this process holds it."""
+
+    placement: Placement
+    weight: Tensor
+    """After the last iteration."""
+    first_weight: Tensor
+    """After the first iteration."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,11 @@ class RankTrace:
     losses: list[dict[str, float]]
     grad_norms: list[float]
     held: list[HeldParameter]
+    untrained: list[HeldUntrained] = field(default_factory=list)
+    points: list[PointRecord] = field(default_factory=list)
+    """Activations of the first iteration and their gradients, in forward order; empty where they were not asked for."""
+    coordinates: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Axis of the layout -> (place of this process along it, size), for the axes that are longer than one."""
 
 
 @contextlib.contextmanager
@@ -74,11 +96,14 @@ def open_local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence
         ProcessGroupCollection.clear_current()
 
 
-def trace_rank(config: RunConfig, recipe: Recipe, *, rank: int, iterations: int) -> RankTrace:
-    """Train for some iterations and keep what must not depend on the layout."""
+def trace_rank(config: RunConfig, recipe: Recipe, *, rank: int, iterations: int, in_detail: bool = False) -> RankTrace:
+    """Train for some iterations and keep what must not depend on the layout.
+
+    in_detail: also what flows through the model in the first iteration, and the weights after it.
+    """
     first = FirstGradients()
     with open_local_run(config, recipe, rank, [first]) as run:
-        return _train(run, iterations, first)
+        return _train(run, iterations, first, in_detail)
 
 
 class FirstGradients(Hook):
@@ -94,20 +119,38 @@ class FirstGradients(Hook):
             self.grads = _gather_grads(run)
 
 
-def _train(run: Run, iterations: int, first: FirstGradients) -> RankTrace:
+def _train(run: Run, iterations: int, first: FirstGradients, in_detail: bool) -> RankTrace:
     losses, grad_norms = [], []
     batches = run.data.open("train", 0)
-    for _ in range(iterations):
-        result = train_step(run, batches)
+    points: list[PointRecord] = []
+    after_first: list[Tensor | None] = [None] * len(list_placed_parameters(run))
+    untrained_after_first: list[Tensor] = []
+    for iteration in range(iterations):
+        with record_activations(run) if in_detail and iteration == 0 else contextlib.nullcontext() as recorder:
+            result = train_step(run, batches)
         losses.append({name: float(loss) for name, loss in result.losses.items()})
         grad_norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
+        if iteration == 0:
+            untrained_after_first = [_gather_whole(tensor) for _, tensor in list_untrained(run)]
+        if recorder is not None:
+            points = recorder.list_records()
+            # Where gathers run beside forward, waiting for them here would hide a forward that does not wait.
+            if not run.config.ddp.overlap_param_gather:
+                after_first = [_gather_whole(param) for _, param in list_placed_parameters(run)]
     for chunk in run.model:
         chunk.finish_param_sync()
+    buckets = _name_buckets(run)
     held = [
-        HeldParameter(placement, grad, _gather_whole(param).float().clone())
-        for (placement, param), grad in zip(list_placed_parameters(run), first.grads, strict=True)
+        HeldParameter(placement, grad, _gather_whole(param), weight, buckets.get(placement.name, ""))
+        for (placement, param), grad, weight in zip(list_placed_parameters(run), first.grads, after_first, strict=True)
     ]
-    return RankTrace(losses, grad_norms, held)
+    untrained = [
+        HeldUntrained(placement, _gather_whole(tensor), weight)
+        for (placement, tensor), weight in zip(list_untrained(run), untrained_after_first, strict=True)
+    ]
+    axes = {"tp": run.groups.tp, "cp": run.groups.cp, "dp": run.groups.dp, "pp": run.groups.pp}
+    coordinates = {axis: (group.rank(), group.size()) for axis, group in axes.items() if group.size() > 1}
+    return RankTrace(losses, grad_norms, held, untrained, points, coordinates)
 
 
 def _gather_grads(run: Run) -> list[Tensor]:
@@ -138,10 +181,10 @@ def _gather_grads(run: Run) -> list[Tensor]:
     return grads
 
 
-def _gather_whole(param: torch.nn.Parameter) -> Tensor:
-    """The values, where replicas divide them those of all replicas; every process calls this."""
+def _gather_whole(param: Tensor) -> Tensor:
+    """A float32 copy of the values, where replicas divide them those of all replicas; every process calls this."""
     detached = param.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return (detached.full_tensor() if isinstance(detached, DTensor) else detached).to(torch.float32, copy=True)
 
 
 def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter]]:
@@ -154,7 +197,51 @@ def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter
     ]
 
 
+def list_untrained(run: Run) -> list[tuple[Placement, Tensor]]:
+    """This process's parameters without gradient, and buffers of numbers, which every process holds whole."""
+    found = []
+    for chunk in run.model:
+        found += [(get_placement(p, n), p.data) for n, p in chunk.module.named_parameters() if not p.requires_grad]
+        for name, buffer in chunk.module.named_buffers():
+            if buffer.is_floating_point():
+                found.append((Placement(find_global_name(chunk.module, name), tuple(buffer.shape)), buffer))
+    return found
+
+
+def _name_buckets(run: Run) -> dict[str, str]:
+    """Name of a parameter -> the bucket that carries its gradient, where gradients travel in several."""
+    stage = f" of stage {run.groups.pp.rank()}" if run.groups.pp.size() > 1 else ""
+    names: dict[str, str] = {}
+    for number, chunk in enumerate(run.model):
+        where = f"{stage}, chunk {number}" if len(run.model) > 1 else stage
+        for buffer in chunk.flat_buffers:
+            buckets = buffer.layout.buckets
+            what = f"of {'the experts' if buffer.is_expert else 'the'} {buffer.model_dtype} gradients".replace(
+                "torch.", ""
+            )
+            for index, bucket in enumerate(buckets if len(buckets) > 1 else [], start=1):
+                names |= {buffer.names[i]: f"bucket {index} of {len(buckets)} {what}{where}" for i in bucket.params}
+    return names
+
+
 # ---- together
+
+
+class Disagreement(NamedTuple):
+    """Processes that hold other values of the same elements than the first holder."""
+
+    what: str
+    """gradient, weight, or what else they were to agree on."""
+    name: str
+    """Of the tensor."""
+    first: int
+    others: list[int]
+    """Ranks."""
+
+    def __str__(self) -> str:
+        ranks = " and ".join(str(rank) for rank in self.others)
+        verb = "ranks {} hold" if len(self.others) > 1 else "rank {} holds"
+        return f"{verb.format(ranks)} another {self.what} of {self.name} than rank {self.first}"
 
 
 @dataclass
@@ -167,146 +254,55 @@ class Trace:
     """Global name -> full tensor, in the model's order where one process held all."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
-    disagreements: list[str] = field(default_factory=list)
-    """Processes that hold other values of the same elements, in words."""
+    first_weights: dict[str, Tensor] = field(default_factory=dict)
+    """After the first iteration, where they were kept. These, and `weights`, have what is not trained, too."""
+    points: dict[str, Point] = field(default_factory=dict)
+    """What flows through the model, in forward order where one process had all."""
+    buckets: dict[str, str] = field(default_factory=dict)
+    """Name of a parameter -> the bucket that carries its gradient."""
+    coordinates: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """For each rank: axis -> (place along it, size)."""
+    disagreements: list[Disagreement] = field(default_factory=list)
 
 
 def join(shares: Sequence[RankTrace]) -> Trace:
     """All ranks' shares as full tensors. Losses are taken from rank 0; the others' must be equal."""
     trace = Trace(shares[0].losses, shares[0].grad_norms)
+    trace.points = join_points([share.points for share in shares])
+    trace.coordinates = [share.coordinates for share in shares]
+    others = [r for r, s in enumerate(shares) if (s.losses, s.grad_norms) != (trace.losses, trace.grad_norms)]
+    if others:
+        trace.disagreements.append(Disagreement("report", "losses and gradient norms", 0, others))
+    by_name: dict[str, list[tuple[int, HeldParameter | HeldUntrained]]] = {}
     for rank, share in enumerate(shares):
-        if (share.losses, share.grad_norms) != (trace.losses, trace.grad_norms):
-            trace.disagreements.append(f"rank {rank} reports other losses or gradient norms than rank 0")
-    by_name: dict[str, list[tuple[int, HeldParameter]]] = {}
-    for rank, share in enumerate(shares):
-        for held in share.held:
+        every: list[HeldParameter | HeldUntrained] = [*share.held, *share.untrained]
+        for held in every:
             by_name.setdefault(held.placement.name, []).append((rank, held))
     for name, holders in by_name.items():
         # A copy (the tied output layer of the last stage) goes by the original's name; the original says where it lies.
         placement = next((held.placement for _, held in holders if not held.placement.is_copy), holders[0][1].placement)
         trace.placements[name] = placement
-        for what, into in (("grad", trace.grads), ("weight", trace.weights)):
-            shards: dict[tuple[int, ...], Tensor] = {}
-            for _, held in holders:
-                shards.setdefault(held.placement.index, getattr(held, what))
-            into[name] = placement.join(shards)
-            for rank, held in holders:
-                # Bit for bit: holders of one element have the same history, rounding included.
-                if not torch.equal(held.placement.take(into[name]), getattr(held, what)):
+        trace.buckets[name] = getattr(holders[0][1], "bucket", "")
+        kinds = (("grad", trace.grads), ("first_weight", trace.first_weights), ("weight", trace.weights))
+        for what, into in kinds:
+            if all(getattr(held, what, None) is not None for _, held in holders):
+                into[name], others = _join_parameter(
+                    placement, [(r, h.placement, getattr(h, what)) for r, h in holders]
+                )
+                if others and what != "first_weight":
                     word = "gradient" if what == "grad" else what
-                    trace.disagreements.append(f"rank {rank} holds another {word} of {name} than the first holder")
+                    trace.disagreements.append(Disagreement(word, name, holders[0][0], others))
     return trace
 
 
-@dataclass(frozen=True)
-class Tolerances:
-    """Largest relative difference; of a tensor, relative to its largest element."""
+def _join_parameter(placement: Placement, holders: Sequence[tuple[int, Placement, Tensor]]) -> tuple[Tensor, list[int]]:
+    """The full tensor of the first holders' shards, and the ranks that hold something else.
 
-    loss: float = 1e-5
-    grad: float = 1e-4
-    weight: float = 1e-4
-
-
-def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None) -> list[str]:
-    """What differs, the earliest first, in sentences; nothing when both are the same run."""
-    limits = tolerances or Tolerances()
-    differences = list(found.disagreements)
-    for iteration, (ours, theirs) in enumerate(zip(reference.losses, found.losses, strict=True), start=1):
-        for name, loss in ours.items():
-            size = _measure_relative(theirs.get(name, float("nan")), loss)
-            # Not `size > limit`: a NaN compares false, and must count as a difference.
-            if not size <= limits.loss:
-                differences.append(
-                    f"{name} at iteration {iteration}: {theirs.get(name)} instead of {loss} (relative {size:.1e})"
-                )
-    for what, limit in (("grad", limits.grad), ("weight", limits.weight)):
-        wanted, given = getattr(reference, f"{what}s"), getattr(found, f"{what}s")
-        missing = sorted(wanted.keys() ^ given.keys())
-        differences += [f"{name} exists in one of the layouts only" for name in missing]
-        scale = max((float(tensor.abs().max()) for tensor in wanted.values()), default=0.0)
-        for name in (name for name in wanted if name in given):
-            text = _describe_difference(wanted[name], given[name], found.placements[name], limit, scale)
-            if text:
-                moment = "of the first iteration" if what == "grad" else "after the last iteration"
-                differences.append(f"{'gradient' if what == 'grad' else what} {moment} of {name}: {text}")
-    return differences
-
-
-def find_largest_differences(reference: Trace, found: Trace) -> dict[str, float]:
-    """Largest relative difference of losses, gradient norms, gradients and weights."""
-    losses = [
-        _measure_relative(theirs[name], loss)
-        for ours, theirs in zip(reference.losses, found.losses, strict=True)
-        for name, loss in ours.items()
-        if name in theirs
-    ]
-    norms = [_measure_relative(*pair) for pair in zip(found.grad_norms, reference.grad_norms, strict=True)]
-    sizes = {"loss": max(losses, default=0.0), "gradient norm": max(norms, default=0.0)}
-    for what, name_of in (("grads", "gradient"), ("weights", "weight")):
-        wanted, given = getattr(reference, what), getattr(found, what)
-        both = [name for name in wanted if name in given]
-        sizes[name_of] = max(
-            (
-                float((wanted[n] - _cut_padding(given[n], wanted[n])).abs().max() / _find_largest(wanted[n]))
-                for n in both
-            ),
-            default=0.0,
-        )
-    return sizes
-
-
-def _measure_relative(found: float, expected: float) -> float:
-    # 1e-30: below every value that matters, above zero.
-    return abs(found - expected) / max(abs(expected), 1e-30)
-
-
-def _find_largest(tensor: Tensor) -> Tensor:
-    return tensor.abs().max().clamp(min=1e-30)
-
-
-def _cut_padding(tensor: Tensor, other: Tensor) -> Tensor:
-    """The rows that both have: padding of the vocabulary depends on the layout."""
-    return tensor if tensor.shape == other.shape else tensor[: other.shape[0]]
-
-
-def _describe_difference(
-    expected: Tensor, found: Tensor, placement: Placement, limit: float, scale: float
-) -> str | None:
-    """Where and by how much a tensor is off; None where it is not.
-
-    scale: the largest element of all tensors; what is a millionth of it is rounding.
+    holders: (rank, which part it has, values).
     """
-    if expected.shape != found.shape:
-        return f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
-    error = (found - expected).abs()
-    size = float(error.max())
-    # Gradients that are zero but for rounding (the bias of keys) have no scale of their own: the second condition is
-    # for them.
-    if size <= limit * float(expected.abs().max()) or size <= 1e-6 * scale:
-        return None
-    worst = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
-    shown = f"element {worst}" if worst else "the value"
-    text = f"{shown} is {float(found[tuple(worst)]):.6g} instead of {float(expected[tuple(worst)]):.6g}"
-    text += f" (relative {size / float(_find_largest(expected)):.1e}), {_describe_place(worst, placement)}"
-    # A sum that was taken twice, or a missing division, makes one factor for the whole tensor: the commonest mistake in
-    # a layout, and worth naming.
-    ratio = float((found * expected).sum() / (expected * expected).sum().clamp(min=1e-30))
-    residual = float((found - ratio * expected).abs().max())
-    if residual < 0.01 * size and abs(ratio - 1) > 1e-3:
-        text += f"; the whole tensor is {ratio:.3g} times what it should be"
-    return text
-
-
-def _describe_place(element: Sequence[int], placement: Placement) -> str:
-    """Which axis holds the element: `in shard 1 of 2 over tp`."""
-    places = []
-    for split in placement.splits:
-        for index in range(split.num_shards):
-            runs = dataclasses.replace(split, index=index).runs(placement.full_shape[split.dim])
-            if any(run.owned and run.start <= element[split.dim] < run.start + run.length for run in runs):
-                places.append(f"in shard {index} of {split.num_shards} over {split.axis}")
-    if not places:
-        places.append("held whole by all ranks of a stage")
-    if placement.partial_grad_axes:
-        places.append(f"its gradient is summed over {', '.join(placement.partial_grad_axes)}")
-    return ", ".join(places)
+    shards: dict[tuple[int, ...], Tensor] = {}
+    for _, part, values in holders:
+        shards.setdefault(part.index, values)
+    full = placement.join(shards)
+    # Bit for bit: holders of one element have the same history, rounding included.
+    return full, [rank for rank, part, values in holders if not torch.equal(part.take(full), values)]

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.errors import ConfigError
 
-# dp has no flag: it is whatever the other axes leave over.
-_SIZES = {
+SIZE_FLAGS = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
     "cp": "--context-parallel-size",
@@ -18,6 +17,7 @@ _SIZES = {
     "etp": "--expert-tensor-parallel-size",
     "vpp": "--num-virtual-stages-per-pipeline-rank",
 }
+"""Term of a layout -> flag; dp has none: it is whatever the other axes leave over."""
 _SWITCHES = {
     "sp": ("--sequence-parallel",),
     "dist-opt": ("--use-distributed-optimizer",),
@@ -41,6 +41,11 @@ class Layout:
         """The number of processes that the layout takes."""
         return math.prod(self.sizes.values())
 
+    @property
+    def terms(self) -> list[str]:
+        """Its parts, as they were written."""
+        return [term for part in self.text.split(",") if (term := part.strip()) not in ("", "1")]
+
 
 def parse_layout(text: str) -> Layout:
     """`tp2,sp,pp2` -> flags and sizes. Terms: tpN ppN cpN dpN epN etpN vppN sp dist-opt overlap overlap-all fsdp2, or
@@ -52,45 +57,37 @@ def parse_layout(text: str) -> Layout:
         match = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,4})", term)
         if term == "1":
             continue
-        if match and (match[1] in _SIZES or match[1] == "dp"):
+        if match and (match[1] in SIZE_FLAGS or match[1] == "dp"):
             if match[1] in sizes:
                 sizes[match[1]] = int(match[2])
             if match[1] != "dp":
-                flags += [_SIZES[match[1]], match[2]]
+                flags += [SIZE_FLAGS[match[1]], match[2]]
         elif term in _SWITCHES:
             flags += _SWITCHES[term]
         elif term.startswith("--"):
             flags += term.split()
         else:
-            known = ", ".join([*(f"{name}N" for name in _SIZES), "dpN", *_SWITCHES])
+            known = ", ".join([*(f"{name}N" for name in SIZE_FLAGS), "dpN", *_SWITCHES])
             raise ConfigError(f"--layouts {text!r}: {term!r} is not known; use {known}, or a flag such as --name=value")
     return Layout(text or "1", tuple(flags), sizes)
 
 
-def split_layout(layout: Layout) -> list[Layout]:
-    """The layout's axes one at a time, each with the terms that only make sense with it: to find the guilty one."""
-    terms = [term.strip() for term in layout.text.split(",")]
-    companions = {"tp": ("sp",), "pp": ("vpp",), "dp": ("dist-opt", "overlap", "overlap-all", "fsdp2")}
-    parts = []
-    for axis, size in layout.sizes.items():
-        if size > 1:
-            own = [axis, *companions.get(axis, ())]
-            kept = [term for term in terms if re.sub(r"[0-9]+$", "", term) in own]
-            # The axis alone comes first: if it differs already, the terms added to it are innocent.
-            parts += [kept[:count] for count in range(1, len(kept) + 1)]
-    alone = dict.fromkeys(",".join(kept) for kept in parts)
-    return [parse_layout(text) for text in alone if text != layout.text]
+def find_smallest_part(layout: Layout, still: Callable[[Layout], bool]) -> Layout:
+    """Leave out terms (axes, switches and flags alike) as long as what was seen of the layout is still seen.
 
-
-def find_guilty_parts(layout: Layout, differs: Callable[[Layout], bool]) -> list[str]:
-    """Texts of the smallest parts of a layout that already differ; the layout itself when only their combination
-    does."""
-    found: list[str] = []
-    for part in split_layout(layout):
-        inside = any(set(text.split(",")) <= set(part.text.split(",")) for text in found)
-        if not inside and differs(part):
-            found.append(part.text)
-    return found or [layout.text]
+    still(part): whether it is; False for a part that cannot run. In the result every term is needed.
+    """
+    terms = layout.terms
+    # From the end, where the terms stand that refine others: `sp` can go without `tp2`, not the other way round.
+    position = len(terms) - 1
+    while position >= 0:
+        part = parse_layout(",".join(terms[:position] + terms[position + 1 :]))
+        if len(terms) > 1 and still(part):
+            terms = part.terms
+            # What was needed by the term that went may go now.
+            position = len(terms)
+        position -= 1
+    return parse_layout(",".join(terms))
 
 
 def choose_padding(layouts: Sequence[Layout], divisible_by: int) -> Mapping[str, int]:

@@ -1,0 +1,363 @@
+"""What flows through the model in one step, at points whose layout is known: activations, and the gradients of them.
+
+    module hooks on every rank  ->  PointRecord: a slice, and which rows, samples and channels it is
+    records of all ranks        ->  join_points  ->  Point: [s, samples, channels], as one process has it
+
+A point is the output of a module (or its input, where the residual stream enters). Every slice says where it lies by
+index vectors, so that joining knows nothing of tensor, sequence, context, data or pipeline parallelism:
+
+    rows       positions in the sequence: two pieces of it on each context-parallel rank, and with sequence parallelism
+               a part of these on each tensor-parallel rank
+    samples    numbers in the global batch: microbatch m of replica d has (m * replicas + d) * b ... + b - 1
+    channels   those of the weight's rows where a layer's outputs are divided, else all
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.core.auxiliary_loss import is_recomputing
+from megatron.core.context_parallel.sharding import list_positions_of_rank
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.placement import Split, get_placement
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.parameters import find_global_name
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training.run import Run
+
+DATA = ("tokens", "labels", "loss_mask", "position_ids")
+"""Points before the model: what the ranks read."""
+_NORMS = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+
+
+class PointRecord(NamedTuple):
+    """What one process saw at a point in one step, over its microbatches."""
+
+    module: str
+    """Its name in the whole model; empty for data."""
+    part: str
+    """output, input, query, key, value, or a name of DATA."""
+    what: str
+    """The class of the module, and over which axes it communicates in forward and backward."""
+    rows: Tensor
+    samples: Tensor
+    channels: Tensor
+    """int64: which positions, samples and channels of the whole these are."""
+    values: Tensor
+    """float32 [rows, samples, channels]."""
+    grads: Tensor | None
+    """Of the same shape, of the mean loss; None where no gradient came."""
+    sums_grads: bool
+    """Channels that several ranks hold have a part of the gradient on each of them."""
+
+
+@dataclass
+class Point:
+    """One point of the whole model."""
+
+    module: str
+    part: str
+    what: str
+    values: Tensor
+    """float32 [s, samples, channels]; where several ranks hold an element, the first one's."""
+    grads: Tensor | None
+    contrary: dict[str, Tensor] = field(default_factory=dict)
+    """`values` or `grads` with the elements of those ranks that differ most from the first holder's."""
+    holders: list[tuple[int, PointRecord]] = field(default_factory=list)
+    """Ranks and what they hold, without values."""
+
+    @property
+    def name(self) -> str:
+        """`output of decoder.layers.1.mlp.linear_fc2`."""
+        return f"{self.part} of {self.module}" if self.module else self.part
+
+
+# ---- on every rank
+
+
+@dataclass
+class _Watched:
+    """A point while the step runs."""
+
+    module: str
+    part: str
+    what: str
+    find_channels: Callable[[Tensor], Tensor]
+    """A slice [rows, b, channels] -> the numbers of its channels in the whole."""
+    sums_grads: bool = False
+    values: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    """One for each microbatch; the backwards of a chunk come in the order of its forwards."""
+
+
+class ActivationRecorder:
+    """Hooks on the modules of a run's chunks; open it around one training step.
+
+    Nothing is recorded where samples share sequences (--hybrid-context-parallel) and of compiled layers.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._groups, self._length = run.groups, run.seq_length
+        self._seen: list[_Watched] = []
+        self._handles: list[RemovableHandle] = []
+        if run.plans is None and not run.config.model.compile:
+            for chunk in run.model:
+                self._watch_chunk(chunk.module)
+        # A rank's loss is its microbatches' mean, times the ranks that share the sequence; gradients are averaged over
+        # these and the replicas afterwards. A loss per token is divided by all tokens in the end, on one process too.
+        shares = 1 if run.config.model.calculate_per_token_loss else run.groups.dp.size() * run.groups.cp.size()
+        self._scale = 1.0 / (shares * float(run.optimizer.loss_scale))
+
+    def close(self) -> None:
+        """Take the hooks off the modules."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def list_records(self) -> list[PointRecord]:
+        """What was seen, in forward order; points whose shape does not fit the layout are left out."""
+        records = []
+        for watched in self._seen:
+            rows = self._find_rows(watched.values[0].shape[0])
+            if rows is None or len({value.shape for value in watched.values}) > 1:
+                continue
+            values = torch.cat(watched.values, dim=1)
+            complete = len(watched.grads) == len(watched.values)
+            grads = torch.cat(watched.grads, dim=1) * self._scale if complete else None
+            replicas, own, size = self._groups.dp.size(), self._groups.dp.rank(), watched.values[0].shape[1]
+            starts = torch.arange(len(watched.values)) * replicas + own
+            samples = (starts[:, None] * size + torch.arange(size)).flatten()
+            channels = watched.find_channels(watched.values[0])
+            records.append(
+                PointRecord(
+                    watched.module, watched.part, watched.what, rows, samples, channels, values, grads,
+                    watched.sums_grads,
+                )
+            )  # fmt: skip
+        return records
+
+    def _find_rows(self, length: int) -> Tensor | None:
+        """The positions of a slice with so many of them; None where it is neither the rank's tokens nor, with sequence
+        parallelism, its part of them."""
+        own = list_positions_of_rank(self._length, self._groups.cp.rank(), self._groups.cp.size())
+        if length == len(own):
+            return own
+        tp = self._groups.tp
+        return own[tp.rank() * length :][:length] if length * tp.size() == len(own) else None
+
+    # ---- which modules
+
+    def _watch_chunk(self, model: nn.Module) -> None:
+        self._watch_data(model)
+        for path, module in model.named_modules():
+            name = find_global_name(model, path)
+            if isinstance(module, DotProductAttention):
+                self._watch_attention(module, name)
+            elif isinstance(module, ColumnParallelLinear):
+                self._watch_output(module, name, *_find_column_channels(module))
+            elif isinstance(module, (LanguageModelEmbedding, RowParallelLinear, MoELayer, TopKRouter)):
+                self._watch_output(module, name)
+            elif isinstance(module, (TransformerLayer, TransformerBlock)):
+                for norm in _NORMS if isinstance(module, TransformerLayer) else ("final_layernorm",):
+                    if isinstance(getattr(module, norm, None), nn.Module):
+                        self._watch_norm(getattr(module, norm), f"{name}.{norm}", norm)
+                # A chunk without layers hands on what it was given; a layer's output is named by the layer.
+                if isinstance(module, TransformerLayer):
+                    self._watch_output(module, name)
+
+    def _watch_data(self, model: nn.Module) -> None:
+        watched = {part: _Watched("", part, "", _all_channels) for part in DATA}
+
+        def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(zip(("tokens", "position_ids"), args, strict=False)) | kwargs
+            for part, value in given.items():
+                if part in watched and isinstance(value, Tensor) and value.dim() == 2:
+                    self._keep(watched[part], value.t())
+
+        self._handles.append(model.register_forward_pre_hook(read, with_kwargs=True))
+
+    def _watch_norm(self, norm: nn.Module, name: str, attribute: str) -> None:
+        # Between attention and MLP the residual stream is the output of no module.
+        if attribute == "pre_mlp_layernorm":
+            entering = _Watched(name, "input", type(norm).__name__, _all_channels)
+            self._handles.append(norm.register_forward_pre_hook(lambda module, args: self._keep(entering, args[0])))
+        self._watch_output(norm, name)
+
+    def _watch_attention(self, core: DotProductAttention, name: str) -> None:
+        tp, groups = self._groups.tp, core.config.num_query_groups
+        sharers = max(1, tp.size() // groups)
+        what = _describe(core, self._groups)
+        firsts = {
+            "query": lambda heads: tp.rank() * heads,
+            # With fewer query groups than ranks, several ranks hold one group's key and value.
+            "key": lambda heads: tp.rank() // sharers * heads,
+        }
+        watched = [
+            _Watched(
+                name, part, what, _of_heads(firsts["query" if part == "query" else "key"]),
+                sums_grads=part != "query" and sharers > 1,
+            )
+            for part in ("query", "key", "value")
+        ]  # fmt: skip
+
+        def read(module: nn.Module, args: tuple[Any, ...]) -> None:
+            for point, tensor in zip(watched, args, strict=False):
+                self._keep(point, tensor)
+
+        self._handles.append(core.register_forward_pre_hook(read))
+        self._watch_output(core, name, lambda x: tp.rank() * x.shape[-1] + torch.arange(x.shape[-1]))
+
+    def _watch_output(
+        self,
+        module: nn.Module,
+        name: str,
+        find_channels: Callable[[Tensor], Tensor] | None = None,
+        sums_grads: bool = False,
+    ) -> None:
+        what = _describe(module, self._groups)
+        watched = _Watched(name, "output", what, find_channels or _all_channels, sums_grads)
+
+        def read(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(module, TopKRouter):
+                # [T, k] of the tokens that came in as [s, b, h].
+                self._keep(watched, output.weights, tuple(args[0].shape[:2]))
+                return
+            self._keep(watched, output[0] if isinstance(output, tuple) else output)
+
+        self._handles.append(module.register_forward_hook(read))
+
+    def _keep(self, watched: _Watched, tensor: Tensor, leading: tuple[int, ...] | None = None) -> None:
+        """A copy of the activation, because layers work in place, and of its gradient when that comes.
+
+        leading: [s, b], where the tensor is [s * b, ...].
+        """
+        leading = tuple(tensor.shape[:2]) if leading is None else leading
+
+        def copy(x: Tensor) -> Tensor:
+            return x.detach().to("cpu", torch.float32, copy=True).reshape(*leading, -1)
+
+        # A recomputed forward is not another microbatch, and backward goes through the graph of the first one.
+        if is_recomputing():
+            return
+        if not watched.values:
+            self._seen.append(watched)
+        watched.values.append(copy(tensor))
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: watched.grads.append(copy(grad)))
+
+
+@contextlib.contextmanager
+def record_activations(run: Run) -> Iterator[ActivationRecorder]:
+    """Record what flows through the run's model in the step inside of the block."""
+    recorder = ActivationRecorder(run)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def _all_channels(piece: Tensor) -> Tensor:
+    return torch.arange(piece.shape[-1])
+
+
+def _of_heads(find_first: Callable[[int], int]) -> Callable[[Tensor], Tensor]:
+    # Of [s, b, n * d] only the width is left, which is enough: heads are as wide on every rank.
+    return lambda piece: find_first(piece.shape[-1]) + torch.arange(piece.shape[-1])
+
+
+def _find_column_channels(layer: ColumnParallelLinear) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """How a column layer's outputs are divided, and whether ranks share some of them: as the rows of its weight."""
+    group, size = layer.tp_group, layer.output_size
+    # A tied output layer has no weight of its own; its rows are divided evenly.
+    split = Split(0, "tp", group.size(), group.rank())
+    if layer.weight is not None:
+        split = next((split for split in get_placement(layer.weight, "").splits if split.dim == 0), split)
+    if layer.gather_output:
+        return _all_channels, False
+    channels = torch.cat([torch.arange(start, start + length) for start, length in split.boxes(size)])
+    return lambda piece: channels, bool(split.replicated_parts(size))
+
+
+def _describe(module: nn.Module, groups: ProcessGroupCollection) -> str:
+    """What a module is, and what it communicates."""
+    kind = type(module).__name__
+    tp, cp, ep = groups.tp.size() > 1, groups.cp.size() > 1, groups.tp_ep.size() > 1
+    parallel = getattr(getattr(module, "config", None), "sequence_parallel", False)
+    if isinstance(module, ColumnParallelLinear) and tp:
+        gathers = type(module.plan).__name__ == "GatherInput"
+        travel = "gathers its input over tp in forward, " if gathers else ""
+        return f"{kind}, which {travel}sums its input gradient over tp in backward"
+    if isinstance(module, RowParallelLinear) and tp:
+        travel = (
+            ", gathers its output gradient over tp in backward" if type(module.plan).__name__ == "ScatterOutput" else ""
+        )
+        return f"{kind}, which sums its output over tp in forward{travel}"
+    if isinstance(module, LanguageModelEmbedding) and tp:
+        return f"{kind}, which sums its output over tp in forward" + (" and divides the sequence" if parallel else "")
+    if isinstance(module, DotProductAttention) and cp:
+        return f"{kind}, which exchanges over cp ({module.backend.name})"
+    if isinstance(module, MoELayer) and ep:
+        return f"{kind}, which sends tokens to their experts and back over ep and etp"
+    return kind
+
+
+# ---- together
+
+
+def join_points(shares: Sequence[Sequence[PointRecord]]) -> dict[str, Point]:
+    """All ranks' records as whole tensors, by the point's name, in forward order where one process had all."""
+    held: dict[tuple[str, str], list[tuple[int, PointRecord]]] = {}
+    for rank, records in enumerate(shares):
+        for record in records:
+            held.setdefault((record.module, record.part), []).append((rank, record))
+    points = {}
+    for (module, part), holders in held.items():
+        contrary: dict[str, Tensor] = {}
+        values, contrary["values"] = _join([(r, r.values) for _, r in holders], sums=False)
+        grads = None
+        if all(record.grads is not None for _, record in holders):
+            pieces = [(record, record.grads) for _, record in holders if record.grads is not None]
+            grads, contrary["grads"] = _join(pieces, sums=holders[0][1].sums_grads)
+        empty = torch.empty(0)
+        kept = [(rank, record._replace(values=empty, grads=None)) for rank, record in holders]
+        point = Point(module, part, holders[0][1].what, values, grads, contrary, kept)
+        points[point.name] = point
+    return points
+
+
+def _join(pieces: Sequence[tuple[PointRecord, Tensor]], *, sums: bool) -> tuple[Tensor, Tensor]:
+    """The whole, and the whole with the values of those holders that differ most from the first one's."""
+    shape = [
+        1 + max(int(getattr(record, index).max()) for record, _ in pieces) for index in ("rows", "samples", "channels")
+    ]
+    # Elements that nobody has stay nan, which is equal to nothing.
+    whole, contrary = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for record, values in pieces:
+        place = find_place(record)
+        known, first, furthest = filled[place], whole[place], contrary[place]
+        if sums:
+            whole[place] = contrary[place] = torch.where(known, first + values, values)
+        else:
+            whole[place] = torch.where(known, first, values)
+            # Not `>`: a NaN of a later holder differs most.
+            further = ~((values - first).abs() <= (furthest - first).abs())
+            contrary[place] = torch.where(~known | further, values, furthest)
+        filled[place] = True
+    return whole, contrary
+
+
+def find_place(record: PointRecord) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a record lies in the whole, as an index."""
+    return record.rows[:, None, None], record.samples[None, :, None], record.channels[None, None, :]
