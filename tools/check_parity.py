@@ -134,9 +134,9 @@ class Comparison:
         return is_same
 
     def _find_differences(self, found: Trace) -> list[Finding]:
-        from megatron.training.verify.comparison import BF16_TOLERANCES, Tolerances, find_differences
+        from megatron.training.verify.comparison import TOLERANCES_IN_16_BITS, Tolerances, find_differences
 
-        return find_differences(self.reference, found, BF16_TOLERANCES if self.bf16 else Tolerances())
+        return find_differences(self.reference, found, TOLERANCES_IN_16_BITS if self.bf16 else Tolerances())
 
     def _print_smallest_part(self, layout: Layout, still: Callable[[Layout], bool]) -> None:
         if len(layout.terms) < 2:
@@ -148,7 +148,10 @@ class Comparison:
             return result
 
         smallest = find_smallest_part(layout, ask)
-        print(f"  the smallest part of {layout.text} that shows it: {smallest.text}", flush=True)
+        if smallest.text == layout.text:
+            print(f"  nothing of {layout.text} can be left out", flush=True)
+        else:
+            print(f"  the smallest part of {layout.text} that shows it: {smallest.text}", flush=True)
 
     def _differs(self, part: Layout) -> bool:
         try:
@@ -200,10 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse_layout_flags(flags: Sequence[str]) -> None:
     """Raise ConfigError where the flags of the run already divide it."""
     examination = examine(flags, {})
+    sizes = {name: examination.value_of(flag.removeprefix("--").replace("-", "_")) for name, flag in SIZE_FLAGS.items()}
     problems = []
     for name, flag in SIZE_FLAGS.items():
-        size = examination.value_of(flag.removeprefix("--").replace("-", "_"))
-        if isinstance(size, int) and size > 1:
+        size = sizes[name]
+        # The size for experts follows from the other one where nobody gives it.
+        if isinstance(size, int) and size > 1 and not (name == "etp" and size == sizes["tp"]):
             problems.append(
                 f"{flag} {size} divides the run, and what is compared is one process with layouts of it: "
                 f"leave it out and give --layouts {name}{size}"

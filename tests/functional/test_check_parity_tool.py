@@ -22,14 +22,26 @@ def test_layouts_that_agree() -> None:
 
 
 def test_a_layout_that_does_not_agree_is_told_where() -> None:
-    """Another seed stands for a mistake in one axis."""
+    """Another seed stands for a mistake in one term."""
     done = check("--iterations", "1", "--layouts", "dp2,--seed=99")
     assert done.returncode == 1, done.stderr
-    assert "dp2,--seed=99 (2 processes): " in done.stdout and "DIFFERENCES" in done.stdout
-    assert "lm loss at iteration 1: " in done.stdout
-    assert "gradient of the first iteration of embedding.word_embeddings.weight: element" in done.stdout
-    assert "dp2 (2 processes): the same run" in done.stdout
-    assert "the smallest part of dp2,--seed=99 that differs: dp2,--seed=99" in done.stdout
+    lines = done.stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("dp2,--seed=99 (2 processes): ANOTHER RUN; "))
+    assert lines[start + 1] == "  it begins with the data: the ranks read other samples than one process"
+    assert lines[start + 2] == "      differs: tokens"
+    assert lines[start + 3].strip().startswith("element [position ")
+    assert any(line.startswith("  what comes after it differs, too: ") for line in lines)
+    assert lines[-1] == "  the smallest part of dp2,--seed=99 that shows it: --seed=99"
+    assert "  trying dp2: it does not show" in lines and "  trying --seed=99: it shows, too" in lines
+
+
+def test_sizes_among_the_flags_belong_to_layouts() -> None:
+    done = check("--tensor-model-parallel-size", "2", "--layouts", "dp2")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: --tensor-model-parallel-size 2 divides the run, and what is compared is one process with layouts of "
+        "it: leave it out and give --layouts tp2\n"
+    )
 
 
 def test_illegal_layouts_are_refused_before_anything_runs() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import ConfigError, TemporaryError
+from megatron.core.errors import ConfigError, CrashError, TemporaryError
 from megatron.training.launch.local_job import run_locally
 from tests.parallel.harness import DEFAULT_TIMEOUT_SECONDS, WorkerError, distributed, run_distributed, server
 
@@ -146,8 +146,10 @@ def fail_as(rank: int, kind: str) -> int:
         raise ConfigError("the layout is impossible")
     if rank == 1 and kind == "bug":
         raise KeyError("a lost tensor")
-    if rank == 1 and kind == "death":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and kind in ("SIGKILL", "SIGSEGV"):
+        os.kill(os.getpid(), signal.Signals[kind])
+    if rank == 1 and kind == "exit":
+        os._exit(3)
     dist.barrier()
     return rank
 
@@ -162,7 +164,9 @@ def test_tools_get_values_in_rank_order() -> None:
     [
         ("config", ConfigError, "^the layout is impossible$"),
         ("bug", TemporaryError, "^rank 1 of 2: KeyError: 'a lost tensor' (.*test_harness.py:[0-9]+)"),
-        ("death", TemporaryError, "^rank 1 of 2 died without a word$"),
+        ("SIGKILL", TemporaryError, "^rank 1 of 2 died by signal SIGKILL; the system does that when memory is short"),
+        ("SIGSEGV", CrashError, "^rank 1 of 2 died by signal SIGSEGV, without a traceback: "),
+        ("exit", TemporaryError, "^rank 1 of 2 died with exit code 3$"),
     ],
 )
 def test_tools_get_the_first_failure_as_a_sentence(kind: str, error: type[Exception], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
 from megatron.training.verify.comparison import compare
 from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, join
-from megatron.training.verify.parity_layouts import choose_padding, find_guilty_parts, parse_layout, split_layout
+from megatron.training.verify.parity_layouts import Layout, choose_padding, find_smallest_part, parse_layout
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)
 
@@ -38,17 +39,28 @@ def test_layouts() -> None:
         "--num-virtual-stages-per-pipeline-rank", "3", "--use-distributed-optimizer", "--cp-comm-type",
         "a2a", "p2p",
     )  # fmt: skip
-    assert [part.text for part in split_layout(layout)] == ["tp2", "tp2,sp", "pp2", "pp2,vpp3", "dp2", "dp2,dist-opt"]
+    assert layout.terms == ["tp2", "sp", "pp2", "vpp3", "dp2", "dist-opt", "--cp-comm-type a2a p2p"]
     assert parse_layout("1").world_size == 1
     with pytest.raises(ConfigError, match="'tp0' is not known; use tpN, "):
         parse_layout("tp0")
 
 
-def test_guilty_parts_are_the_smallest_that_differ() -> None:
-    layout = parse_layout("tp2,sp,pp2")
-    assert find_guilty_parts(layout, lambda part: "sp" in part.text) == ["tp2,sp"]
-    assert find_guilty_parts(layout, lambda part: "tp2" in part.text) == ["tp2"]
-    assert find_guilty_parts(layout, lambda part: False) == ["tp2,sp,pp2"], "only their combination"
+def test_the_smallest_part_that_differs_is_found_among_axes_and_flags() -> None:
+    def find(text: str, *needed: str, companions: Mapping[str, str] = {}) -> str:
+        def still(part: Layout) -> bool:
+            # A term without its companion is refused, which shows nothing.
+            legal = all(companions.get(term, term) in part.terms for term in part.terms)
+            return legal and set(needed) <= set(part.terms)
+
+        return find_smallest_part(parse_layout(text), still).text
+
+    assert find("tp2,sp,pp2", "sp", companions={"sp": "tp2"}) == "tp2,sp"
+    assert find("tp2,sp,pp2", "tp2") == "tp2"
+    assert find("tp2,pp2,dp2", "tp2", "pp2", "dp2") == "tp2,pp2,dp2", "only their combination"
+    schedule, buckets = "--pipeline-schedule=zb-h1", "--ddp-num-buckets=5"
+    assert find(f"tp2,pp2,{schedule}", schedule, companions={schedule: "pp2"}) == f"pp2,{schedule}"
+    assert find(f"dp2,dist-opt,overlap-all,{buckets}", "dp2", buckets) == f"dp2,{buckets}"
+    assert find("dp2,--seed=99", "--seed=99") == "--seed=99"
 
 
 def test_all_layouts_pad_the_vocabulary_alike() -> None:
@@ -82,4 +94,4 @@ def test_what_is_not_a_number_differs() -> None:
 
 def test_replicas_that_disagree_are_named() -> None:
     (difference,) = compare(join(shares()), join(shares(second_bias=1.0 + 1e-7)))
-    assert difference == "rank 1 holds another weight of bias than the first holder"
+    assert difference == "rank 1 has another weight of bias than rank 0"

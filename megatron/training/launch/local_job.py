@@ -81,7 +81,8 @@ def run_locally(
     failures: list[Exception] = []
     for rank, report in job.reports.items():
         if report is None:
-            failures.append(_explain_death(rank, world_size, job.causes_of_death[rank]))
+            # First: what the others then complain of is that they lost this one.
+            failures.insert(0, _explain_death(rank, world_size, job.causes_of_death[rank]))
         elif report.error is not None:
             failures.append(report.error)
         elif report.error_type:

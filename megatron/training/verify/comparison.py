@@ -34,10 +34,13 @@ class Tolerances:
     weight: float = 1e-4
     activation: float = 1e-4
     """Also of the gradients of activations."""
+    negligible: float = 1e-6
+    """What is as small beside the largest element of all tensors is rounding: gradients that would be zero (the bias of
+    keys) have no scale of their own."""
 
 
-BF16_TOLERANCES = Tolerances(loss=1e-2, grad=0.1, weight=0.1, activation=0.1)
-"""For runs in 16 bits, whose rounding depends on the order of every sum."""
+TOLERANCES_IN_16_BITS = Tolerances(loss=1e-2, grad=0.1, weight=0.1, activation=0.1, negligible=1e-2)
+"""Rounding depends on the order of every sum, and an update of Adam makes whole steps of it."""
 
 
 class Moment(enum.IntEnum):
@@ -67,6 +70,8 @@ class Finding(NamedTuple):
     is_parameter: bool = False
     ratio: float | None = None
     """The whole tensor is so many times what it should be; None where it is not one factor."""
+    iteration: int = 1
+    """In which it shows."""
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.text}"
@@ -81,18 +86,26 @@ def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None
 def find_differences(reference: Trace, found: Trace, tolerances: Tolerances | None = None) -> list[Finding]:
     """What differs by more than rounding, in the order in which it arose."""
     limits = tolerances or Tolerances()
-    findings = list(_compare_points(reference, found, limits.activation))
-    findings += _compare_parameters(reference, found, limits)
+    findings = list(_compare_points(reference, found, limits))
     for iteration, (ours, theirs) in enumerate(zip(reference.losses, found.losses, strict=True), start=1):
         moment = Moment.LOSS if iteration == 1 else Moment.LATER
         for name, loss in ours.items():
-            findings += _compare_number(moment, f"{name} at iteration {iteration}", theirs.get(name), loss, limits.loss)
-    if reference.grad_norms and not math.isnan(reference.grad_norms[0]):
-        pair = found.grad_norms[0], reference.grad_norms[0]
-        findings += _compare_number(Moment.NORM, "gradient norm of the first iteration", *pair, limits.grad)
+            size = _measure_relative(theirs.get(name, math.nan), loss)
+            # Not `size > limit`: a NaN compares false, and must count as a difference.
+            if not size <= limits.loss:
+                text = f"{theirs.get(name)} instead of {loss} (relative {size:.1e})"
+                findings.append(
+                    Finding(moment, f"{name} at iteration {iteration}", text, size, "", iteration=iteration)
+                )
+    for norm, wanted in zip(found.grad_norms[:1], reference.grad_norms[:1], strict=True):
+        size = _measure_relative(norm, wanted)
+        if not size <= limits.grad and not math.isnan(wanted):
+            text = f"{norm} instead of {wanted} (relative {size:.1e})"
+            findings.append(Finding(Moment.NORM, "gradient norm of the first iteration", text, size, ""))
+    findings += _compare_parameters(reference, found, limits)
     order = _BackwardOrder(reference)
     # Stable: what has no place of its own keeps the order in which it was found.
-    return sorted(findings, key=lambda item: (item.moment, order.find_place(item)))
+    return sorted(findings, key=lambda item: (item.moment, item.iteration, order.find_place(item)))
 
 
 def find_largest_differences(reference: Trace, found: Trace) -> dict[str, float]:
@@ -142,7 +155,7 @@ class _BackwardOrder:
         if not finding.is_parameter:
             return -float(self.points[finding.tensor]), 0.0
         # Parameters of one module, and all where no points were recorded, from the last one to the first.
-        return -self._find_point_before(finding.tensor), -float(self.parameters[finding.tensor])
+        return -self._find_point_before(finding.tensor), -float(self.parameters.get(finding.tensor, -1))
 
     def _find_point_before(self, parameter: str) -> float:
         """A place between two points: after the gradient that the parameter's gradient was made from."""
@@ -161,15 +174,7 @@ class _BackwardOrder:
 # ---- what
 
 
-def _compare_number(moment: Moment, what: str, found: float | None, expected: float, limit: float) -> list[Finding]:
-    size = _measure_relative(math.nan if found is None else found, expected)
-    # Not `size > limit`: a NaN compares false, and must count as a difference.
-    if size <= limit:
-        return []
-    return [Finding(moment, what, f"{found} instead of {expected} (relative {size:.1e})", size, "")]
-
-
-def _compare_points(reference: Trace, found: Trace, limit: float) -> Iterator[Finding]:
+def _compare_points(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[Finding]:
     """Activations, and their gradients, where both traces have them."""
     both = [(point, found.points[name]) for name, point in reference.points.items() if name in found.points]
     for what in ("values", "grads"):
@@ -190,10 +195,12 @@ def _compare_points(reference: Trace, found: Trace, limit: float) -> Iterator[Fi
             else:
                 # Of several holders the one that is furthest off.
                 worst = max(given, other.contrary[what], key=lambda tensor: _measure_error(tensor, expected))
-                difference = _find_difference(expected, worst, 0.0 if is_exact else limit, 0.0 if is_exact else scale)
+                limit, floor = (0.0, 0.0) if is_exact else (limits.activation, limits.negligible * scale)
+                difference = _find_difference(expected, worst, limit, floor)
                 if difference is not None:
                     place = _describe_holders(other, (worst - expected).abs(), difference, found.coordinates)
-                    text = f"element [position, sample, channel] = {_text_of(expected, worst, difference)}, {place}"
+                    dims = ("position", "sample", "channel")[: 2 if is_exact else 3]
+                    text = f"{_text_of(expected, worst, difference, dims)}, {place}"
                     if not torch.equal(given, other.contrary[what]):
                         text += "; its holders differ from each other"
                     finding = Finding(
@@ -204,41 +211,36 @@ def _compare_points(reference: Trace, found: Trace, limit: float) -> Iterator[Fi
 
 
 def _compare_parameters(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[Finding]:
-    # One update only: what is held at the end is what is held after the first.
-    last = Moment.UPDATE if len(reference.losses) == 1 else Moment.LATER
-    kinds: list[tuple[Moment, str, Mapping[str, Tensor], Mapping[str, Tensor], float]] = [
-        (Moment.BACKWARD, "gradient of the first iteration", reference.grads, found.grads, limits.grad),
-        (
-            Moment.UPDATE,
-            "weight after the first iteration",
-            reference.first_weights,
-            found.first_weights,
-            limits.weight,
-        ),
-        (last, "weight after the last iteration", reference.weights, found.weights, limits.weight),
+    last, update = len(reference.losses), reference.first_update
+    kinds: list[tuple[str, int, Mapping[str, Tensor], Mapping[str, Tensor], float]] = [
+        ("gradient of the first iteration", 0, reference.grads, found.grads, limits.grad),
+        ("value after iteration 1", 1, reference.untrained, found.untrained, limits.weight),
+        (f"weight after iteration {update}", update, reference.first_weights, found.first_weights, limits.weight),
+        (f"weight after iteration {last}", last, reference.weights, found.weights, limits.weight),
     ]
-    for moment, what, wanted, given, limit in kinds:
-        is_first_of_one = moment is Moment.UPDATE and wanted is reference.first_weights and last is Moment.UPDATE
-        if is_first_of_one:
+    for what, iteration, wanted, given, limit in kinds:
+        # What is held at the end is in the last row.
+        if iteration == last and wanted is not reference.weights:
             continue
+        moment = Moment.BACKWARD if iteration == 0 else Moment.UPDATE if iteration == 1 else Moment.LATER
         scale = max((float(tensor.abs().max()) for tensor in wanted.values()), default=0.0)
-        for name in sorted(wanted.keys() ^ given.keys()) if wanted and given else ():
-            if wanted is not reference.first_weights:
-                yield Finding(moment, name, "exists in one of the layouts only", math.nan, name, True)
+        # Kept at the end in any case; earlier values are kept where the layout allows it.
+        for name in sorted(wanted.keys() ^ given.keys()) if wanted is reference.weights else ():
+            yield Finding(Moment.BACKWARD, name, "exists in one of the layouts only", math.nan, name, True)
         for name in (name for name in wanted if name in given):
             subject = f"{what} of {name}"
             if wanted[name].shape != given[name].shape:
                 text = f"shape {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
-                yield Finding(moment, subject, text, math.nan, name, True)
+                yield Finding(moment, subject, text, math.nan, name, True, iteration=max(1, iteration))
                 continue
-            difference = _find_difference(wanted[name], given[name], limit, scale)
+            difference = _find_difference(wanted[name], given[name], limit, limits.negligible * scale)
             if difference is not None:
                 text = _text_of(wanted[name], given[name], difference)
-                text = ("element " if wanted[name].dim() else "the value ") + text
                 text += f", {_describe_place(difference.element, found.placements[name])}"
                 if difference.ratio is not None:
                     text += f"; the whole tensor is {difference.ratio:.3g} times what it should be"
-                yield Finding(moment, subject, text, difference.relative, name, True, difference.ratio)
+                size, ratio = difference.relative, difference.ratio
+                yield Finding(moment, subject, text, size, name, True, ratio, max(1, iteration))
 
 
 class _Difference(NamedTuple):
@@ -249,16 +251,14 @@ class _Difference(NamedTuple):
     ratio: float | None
 
 
-def _find_difference(expected: Tensor, found: Tensor, limit: float, scale: float) -> _Difference | None:
+def _find_difference(expected: Tensor, found: Tensor, limit: float, floor: float) -> _Difference | None:
     """By how much a tensor is off; None where it is not.
 
-    scale: the largest element of all tensors; what is a millionth of it is rounding.
+    limit: error that is rounding, relative to the tensor's largest element. floor: error that is rounding in any case.
     """
     error = (found - expected).abs()
     size = float(error.max())
-    # Gradients that are zero but for rounding (the bias of keys) have no scale of their own: the second condition is
-    # for them.
-    bound = max(limit * float(expected.abs().max()), 1e-6 * scale)
+    bound = max(limit * float(expected.abs().max()), floor)
     if size <= bound:
         return None
     worst = [int(i) for i in torch.unravel_index(error.argmax(), error.shape)]
@@ -270,10 +270,14 @@ def _find_difference(expected: Tensor, found: Tensor, limit: float, scale: float
     return _Difference(worst, size / float(_find_largest(expected)), bound, ratio if is_factor else None)
 
 
-def _text_of(expected: Tensor, found: Tensor, difference: _Difference) -> str:
+def _text_of(expected: Tensor, found: Tensor, difference: _Difference, dims: Sequence[str] = ()) -> str:
+    """The worst element and what it should be. dims: what the dimensions are called, where they have names."""
     at = tuple(difference.element)
-    shown = f"{difference.element} " if at else ""
-    return f"{shown}is {float(found[at]):.6g} instead of {float(expected[at]):.6g} (relative {difference.relative:.1e})"
+    named = [f"{name} {index}" for name, index in zip(dims, at, strict=False)] if dims else [str(index) for index in at]
+    shown = f"element [{', '.join(named)}]" if at else "the value"
+    return (
+        f"{shown} is {float(found[at]):.6g} instead of {float(expected[at]):.6g} (relative {difference.relative:.1e})"
+    )
 
 
 def _describe_holders(
@@ -282,12 +286,13 @@ def _describe_holders(
     """Which ranks hold what is off."""
     wrong = [rank for rank, record in point.holders if not float(error[find_place(record)].max()) <= difference.limit]
     ranks = [
-        f"rank {rank}" + "".join(f" {axis} {own}" for axis, (own, _) in coordinates[rank].items())
+        f"rank {rank} ({', '.join(f'{axis} {own}' for axis, (own, _) in coordinates[rank].items())})"
         for rank in wrong
     ]  # fmt: skip
-    if len(wrong) == len(point.holders):
-        return "on all ranks that hold it" if len(wrong) > 1 else f"on {ranks[0]}"
-    return f"only on {', '.join(ranks)}, not on the other {len(point.holders) - len(wrong)} that hold it"
+    others = len(point.holders) - len(wrong)
+    if not others:
+        return "on all ranks that hold it" if len(wrong) > 1 else f"on {ranks[0].replace(' ()', '')}"
+    return f"only on {', '.join(ranks)}: what {others} other rank{'s hold' if others > 1 else ' holds'} of it agrees"
 
 
 def _describe_place(element: Sequence[int], placement: Placement) -> str:

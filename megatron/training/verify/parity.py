@@ -5,8 +5,8 @@
 
 A Trace holds what must not depend on the layout: each iteration's loss and gradient norm, the gradients of the first
 iteration and the weights after the last, as full tensors under their global names; in detail also what flows through
-the model in the first iteration (activations.py) and the weights after it. Joining also checks that processes which
-hold the same elements agree on them bit for bit.
+the model in the first iteration (activations.py) and the weights after the first update. Joining also checks that
+processes which hold the same elements agree on them bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.training.launch.launch import Launch
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
 from megatron.training.setup import setup
-from megatron.training.step import train_step
+from megatron.training.step import get_learning_rate, train_step
 from megatron.training.verify.activations import Point, PointRecord, join_points, record_activations
 
 # ---- on every rank
@@ -48,7 +48,7 @@ class HeldParameter(NamedTuple):
     weight: Tensor
     """After the last iteration."""
     first_weight: Tensor | None = None
-    """After the first iteration; None where it was not kept."""
+    """After the first update; None where it was not kept."""
     bucket: str = ""
     """Which of the gradients' buckets it lies in; empty where there is one."""
 
@@ -75,6 +75,8 @@ class RankTrace:
     """Activations of the first iteration and their gradients, in forward order; empty where they were not asked for."""
     coordinates: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Axis of the layout -> (place of this process along it, size), for the axes that are longer than one."""
+    first_update: int = 1
+    """The iteration of the first update that moves weights: where the learning rate begins at zero, the second one."""
 
 
 @contextlib.contextmanager
@@ -99,7 +101,7 @@ def open_local_run(config: RunConfig, recipe: Recipe, rank: int, hooks: Sequence
 def trace_rank(config: RunConfig, recipe: Recipe, *, rank: int, iterations: int, in_detail: bool = False) -> RankTrace:
     """Train for some iterations and keep what must not depend on the layout.
 
-    in_detail: also what flows through the model in the first iteration, and the weights after it.
+    in_detail: also what flows through the model in the first iteration, and the weights after the first update.
     """
     first = FirstGradients()
     with open_local_run(config, recipe, rank, [first]) as run:
@@ -123,20 +125,24 @@ def _train(run: Run, iterations: int, first: FirstGradients, in_detail: bool) ->
     losses, grad_norms = [], []
     batches = run.data.open("train", 0)
     points: list[PointRecord] = []
+    first_update = 0
     after_first: list[Tensor | None] = [None] * len(list_placed_parameters(run))
     untrained_after_first: list[Tensor] = []
-    for iteration in range(iterations):
-        with record_activations(run) if in_detail and iteration == 0 else contextlib.nullcontext() as recorder:
+    for iteration in range(1, iterations + 1):
+        moves = get_learning_rate(run) > 0.0
+        with record_activations(run) if in_detail and iteration == 1 else contextlib.nullcontext() as recorder:
             result = train_step(run, batches)
         losses.append({name: float(loss) for name, loss in result.losses.items()})
         grad_norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
-        if iteration == 0:
+        if iteration == 1:
             untrained_after_first = [_gather_whole(tensor) for _, tensor in list_untrained(run)]
         if recorder is not None:
             points = recorder.list_records()
+        if moves and not first_update:
+            first_update = iteration
             # Where gathers run beside forward, waiting for them here would hide a forward that does not wait.
-            if not run.config.ddp.overlap_param_gather:
-                after_first = [_gather_whole(param) for _, param in list_placed_parameters(run)]
+            if in_detail and not run.config.ddp.overlap_param_gather:
+                after_first = list(map(_gather_whole, (param for _, param in list_placed_parameters(run))))
     for chunk in run.model:
         chunk.finish_param_sync()
     buckets = _name_buckets(run)
@@ -150,7 +156,7 @@ def _train(run: Run, iterations: int, first: FirstGradients, in_detail: bool) ->
     ]
     axes = {"tp": run.groups.tp, "cp": run.groups.cp, "dp": run.groups.dp, "pp": run.groups.pp}
     coordinates = {axis: (group.rank(), group.size()) for axis, group in axes.items() if group.size() > 1}
-    return RankTrace(losses, grad_norms, held, untrained, points, coordinates)
+    return RankTrace(losses, grad_norms, held, untrained, points, coordinates, first_update)
 
 
 def _gather_grads(run: Run) -> list[Tensor]:
@@ -215,7 +221,7 @@ def _name_buckets(run: Run) -> dict[str, str]:
     for number, chunk in enumerate(run.model):
         where = f"{stage}, chunk {number}" if len(run.model) > 1 else stage
         for buffer in chunk.flat_buffers:
-            buckets = buffer.layout.buckets
+            buckets = buffer.layout.buckets if buffer.reduction.is_needed else []
             what = f"of {'the experts' if buffer.is_expert else 'the'} {buffer.model_dtype} gradients".replace(
                 "torch.", ""
             )
@@ -231,17 +237,17 @@ class Disagreement(NamedTuple):
     """Processes that hold other values of the same elements than the first holder."""
 
     what: str
-    """gradient, weight, or what else they were to agree on."""
+    """gradient or weight; empty where it is no tensor that they disagree on."""
     name: str
-    """Of the tensor."""
+    """Of the tensor, or what else it is."""
     first: int
     others: list[int]
     """Ranks."""
 
     def __str__(self) -> str:
         ranks = " and ".join(str(rank) for rank in self.others)
-        verb = "ranks {} hold" if len(self.others) > 1 else "rank {} holds"
-        return f"{verb.format(ranks)} another {self.what} of {self.name} than rank {self.first}"
+        who = f"ranks {ranks} have" if len(self.others) > 1 else f"rank {ranks} has"
+        return f"{who} {f'another {self.what} of' if self.what else 'other'} {self.name} than rank {self.first}"
 
 
 @dataclass
@@ -255,7 +261,11 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     first_weights: dict[str, Tensor] = field(default_factory=dict)
-    """After the first iteration, where they were kept. These, and `weights`, have what is not trained, too."""
+    """After the first update, where they were kept."""
+    untrained: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters without gradient and buffers after the first iteration; `weights` has them after the last."""
+    first_update: int = 1
+    """The iteration of the first update that moves weights."""
     points: dict[str, Point] = field(default_factory=dict)
     """What flows through the model, in forward order where one process had all."""
     buckets: dict[str, str] = field(default_factory=dict)
@@ -267,12 +277,12 @@ class Trace:
 
 def join(shares: Sequence[RankTrace]) -> Trace:
     """All ranks' shares as full tensors. Losses are taken from rank 0; the others' must be equal."""
-    trace = Trace(shares[0].losses, shares[0].grad_norms)
+    trace = Trace(shares[0].losses, shares[0].grad_norms, first_update=shares[0].first_update)
     trace.points = join_points([share.points for share in shares])
     trace.coordinates = [share.coordinates for share in shares]
     others = [r for r, s in enumerate(shares) if (s.losses, s.grad_norms) != (trace.losses, trace.grad_norms)]
     if others:
-        trace.disagreements.append(Disagreement("report", "losses and gradient norms", 0, others))
+        trace.disagreements.append(Disagreement("", "losses or gradient norms", 0, others))
     by_name: dict[str, list[tuple[int, HeldParameter | HeldUntrained]]] = {}
     for rank, share in enumerate(shares):
         every: list[HeldParameter | HeldUntrained] = [*share.held, *share.untrained]
@@ -283,7 +293,8 @@ def join(shares: Sequence[RankTrace]) -> Trace:
         placement = next((held.placement for _, held in holders if not held.placement.is_copy), holders[0][1].placement)
         trace.placements[name] = placement
         trace.buckets[name] = getattr(holders[0][1], "bucket", "")
-        kinds = (("grad", trace.grads), ("first_weight", trace.first_weights), ("weight", trace.weights))
+        early = trace.untrained if isinstance(holders[0][1], HeldUntrained) else trace.first_weights
+        kinds = (("grad", trace.grads), ("first_weight", early), ("weight", trace.weights))
         for what, into in kinds:
             if all(getattr(held, what, None) is not None for _, held in holders):
                 into[name], others = _join_parameter(

@@ -6,18 +6,25 @@ from collections.abc import Callable, Sequence
 
 from megatron.training.verify.activations import Point
 from megatron.training.verify.comparison import Finding, Moment
-from megatron.training.verify.parity import Trace
+from megatron.training.verify.parity import Disagreement, Trace
 
 _LISTED, _LISTED_DISAGREEMENTS = 8, 3
 _ORDER = {Moment.FORWARD: " in forward order", Moment.BACKWARD: " in backward order"}
+_BETWEEN = {
+    "input": " (bias, dropout, residual)",
+    "query": " (bias, heads, their norms, rotary positions)",
+    "key": " (bias, heads, their norms, rotary positions)",
+    "value": " (bias, heads)",
+}
+"""What lies between the output of a module and the input of the next one that is compared, by its part."""
 _PLURAL = {
-    Moment.DATA: "tensors that were read",
-    Moment.FORWARD: "activations",
-    Moment.LOSS: "losses of the first iteration",
-    Moment.BACKWARD: "gradients",
-    Moment.NORM: "gradient norm",
-    Moment.UPDATE: "weights after the first iteration",
-    Moment.LATER: "losses and weights of later iterations",
+    Moment.DATA: "{} tensors that were read",
+    Moment.FORWARD: "{} activations",
+    Moment.LOSS: "the loss of the first iteration",
+    Moment.BACKWARD: "{} gradients",
+    Moment.NORM: "the gradient norm",
+    Moment.UPDATE: "{} values after the first iteration",
+    Moment.LATER: "{} losses and weights of later iterations",
 }
 
 
@@ -30,24 +37,32 @@ def write_report(reference: Trace, found: Trace, findings: Sequence[Finding], *,
     if findings:
         first = findings[0]
         together = [item for item in findings if item.moment is first.moment]
-        lines += [f"it begins {text}" for text in _locate(reference, found, first)]
-        lines.append(f"first{_ORDER.get(first.moment, '')}: {first}")
+        where, agreeing = _locate(reference, found, first)
+        lines.append(f"it begins {where}")
+        lines += [f"    agrees:  {agreeing}"] if agreeing else []
+        lines += [f"    differs: {first.subject}", f"             {first.text}"]
         if trait := _find_common_trait(reference, found, together):
-            lines.append(trait)
+            lines.append(f"             {trait}")
         lines += _list_rest(together[1:], f"then{_ORDER.get(first.moment, '')}", show_all)
         later = [item for item in findings if item.moment is not first.moment]
         if show_all:
             lines += [f"later: {item}" for item in later]
         elif later:
             counts = (sum(item.moment is moment for item in later) for moment in Moment)
-            parts = (f"{n} {_PLURAL[moment]}" for moment, n in zip(Moment, counts, strict=True) if n)
+            parts = (_PLURAL[moment].format(n) for moment, n in zip(Moment, counts, strict=True) if n)
             lines.append(f"what comes after it differs, too: {', '.join(parts)}")
-    if found.disagreements:
-        listed = found.disagreements if show_all else found.disagreements[:_LISTED_DISAGREEMENTS]
-        lines.append("ranks that should hold the same, and do not:")
-        lines += [f"    {item}" for item in listed]
-        lines += _count_hidden(len(found.disagreements) - len(listed))
-    return lines
+    return lines + _list_disagreements(found.disagreements, show_all)
+
+
+def _list_disagreements(disagreements: Sequence[Disagreement], show_all: bool) -> list[str]:
+    if not disagreements:
+        return []
+    # As everything else, the earliest first: gradients in backward order, then what was made of them.
+    gradients = [item for item in disagreements if item.what == "gradient"]
+    ordered = gradients[::-1] + [item for item in disagreements if item.what != "gradient"]
+    listed = ordered if show_all else ordered[:_LISTED_DISAGREEMENTS]
+    title = "ranks that should hold the same, and do not:"
+    return [title, *(f"    {item}" for item in listed), *_count_hidden(len(ordered) - len(listed))]
 
 
 def _list_rest(rest: Sequence[Finding], title: str, show_all: bool) -> list[str]:
@@ -65,64 +80,76 @@ def _count_hidden(number: int) -> list[str]:
 # ---- where it begins
 
 
-def _locate(reference: Trace, found: Trace, first: Finding) -> list[str]:
-    """The end of the sentence `it begins ...`."""
+def _locate(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
+    """The end of the sentence `it begins ...`, and the nearest that agrees; empty where nothing does."""
     if first.moment is Moment.FORWARD:
-        return [_locate_forward(reference, found, first)]
-    if first.moment is Moment.BACKWARD and not first.is_parameter:
-        return [_locate_backward(reference, found, first)]
+        return _locate_forward(reference, found, first)
+    if first.moment is Moment.BACKWARD and first.is_parameter:
+        return _locate_gradient(reference, found, first)
     if first.moment is Moment.BACKWARD:
-        return [_locate_gradient(reference, found, first)]
-    followed = "activations and losses" if reference.points else "losses"
-    kept = " and weights" if found.first_weights else ""
-    places = {
-        Moment.DATA: "with the data: the ranks read other samples than one process",
-        Moment.LOSS: "with the loss: "
-        + ("activations agree, " if reference.points else "")
-        + "the loss of the tokens or its mean over tokens, microbatches and replicas does not",
-        Moment.NORM: f"with the gradient norm: {followed} and gradients of the first iteration agree",
-        Moment.UPDATE: f"with the first update: {followed} and gradients agree, what is made of them does not",
-        Moment.LATER: f"after the first update: {followed} and gradients{kept} of the first iteration agree",
+        return _locate_backward(reference, found, first)
+    flows = ["activations"] if reference.points else []
+    if first.moment is Moment.LATER and first.iteration > reference.first_update:
+        agreeing = [*flows, "losses", "gradients", *(["weights"] if found.first_weights else [])]
+        return "after the first update", f"{', '.join(agreeing)} up to the first update"
+    makes = "what the optimizer or the gathering of parameters makes of the gradients"
+    if first.tensor in reference.untrained:
+        makes = "what moves at the end of a step without a gradient (finish_step of its module)"
+    places: dict[Moment, tuple[str, list[str]]] = {
+        Moment.DATA: ("with the data: the ranks read other samples than one process", []),
+        Moment.LOSS: ("with the loss of the tokens, or its mean over tokens, microbatches and replicas", flows),
+        Moment.NORM: ("with the gradient norm", [*flows, "losses", "gradients"]),
+        Moment.UPDATE: (f"with the first update: {makes}", [*flows, "losses", "gradients"]),
+        Moment.LATER: (
+            f"with the first update (iteration {first.iteration}): {makes}",
+            [*flows, "losses", "gradients"],
+        ),
     }
-    return [places[first.moment]]
+    where, agreeing = places[first.moment]
+    return where, ", ".join(agreeing)
 
 
-def _locate_forward(reference: Trace, found: Trace, first: Finding) -> str:
+def _locate_forward(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
     point = reference.points[first.tensor]
     before = _find_neighbour(reference, point, -1, lambda other: not _are_siblings(point, other))
-    text = f"in the forward pass of the first iteration, in {_describe(found, point)}"
+    start = "in the forward pass of the first iteration"
     if before is None:
-        return f"{text}: what the ranks read agrees"
-    return f"{text}: the {before.name} agrees{_describe_border(found, before, point)}"
+        return f"{start}, in {_describe(found, point)}", "what the ranks read"
+    border = _describe_border(found, before, point)
+    if point.part == "output":
+        return f"{start}, in {_describe(found, point)}{border}", before.name
+    return f"{start}, between two modules{_BETWEEN[point.part]}{border}", before.name
 
 
-def _locate_backward(reference: Trace, found: Trace, first: Finding) -> str:
+def _locate_backward(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
     point = reference.points[first.tensor]
     after = _find_neighbour(
         reference, point, +1, lambda other: other.grads is not None and not _are_siblings(point, other)
     )
+    start = "in the backward pass of the first iteration"
     if after is None:
-        return (
-            "in the backward pass of the first iteration, with the gradient of the loss: activations and losses agree"
-        )
-    return (
-        f"in the backward pass of the first iteration, in {_describe(found, after)}: activations and losses agree, "
-        f"and so does the gradient of the {after.name}{_describe_border(found, after, point)}"
-    )
+        return f"{start}, with the gradient of the loss", "activations and losses"
+    border = _describe_border(found, after, point)
+    agreeing = f"activations and losses; gradient of the {after.name}"
+    if after.part == "output":
+        return f"{start}, in {_describe(found, after)}{border}", agreeing
+    return f"{start}, between two modules{_BETWEEN[after.part]}{border}", agreeing
 
 
-def _locate_gradient(reference: Trace, found: Trace, first: Finding) -> str:
-    name, placement = first.tensor, found.placements.get(first.tensor)
-    agreeing = (
-        "activations, losses and the gradients that come into its layer agree" if reference.points else "losses agree"
-    )
+def _locate_gradient(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
+    name = first.tensor
+    placement = found.placements.get(name)
     sums = [f"its sum over {axis}" for axis in (placement.partial_grad_axes if placement else ())]
     sizes = found.coordinates[0] if found.coordinates else {}
     if "dp" in sizes or "cp" in sizes:
         where = found.buckets.get(name)
         sums.append("its reduction over the replicas" + (f" in {where}" if where else ""))
-    where = " or ".join(["its product or accumulation", *sums])
-    return f"in the backward pass of the first iteration, with the gradient of {name} itself ({where}): {agreeing}"
+    # Ranks that disagree have not summed; where they agree, each may have made the same mistake.
+    disagree = any(item.what == "gradient" and item.name == name for item in found.disagreements)
+    causes = sums if disagree and sums else ["its product or accumulation", *sums]
+    where = f"in the backward pass of the first iteration, with a weight's own gradient: {', or '.join(causes)}"
+    flows = "activations and losses; the gradient of its layer's output" if reference.points else "losses"
+    return where, flows
 
 
 def _find_neighbour(reference: Trace, point: Point, step: int, fits: Callable[[Point], bool]) -> Point | None:
@@ -153,7 +180,7 @@ def _describe_border(found: Trace, one: Point, other: Point) -> str:
     if not all(ranks) or ranks[0] & ranks[1]:
         return ""
     sender, receiver = (", ".join(map(str, sorted(group))) for group in ranks)
-    return f"; between the two, stages of the pipeline meet: rank {sender} sends to rank {receiver}"
+    return f"; or on the way between two stages of the pipeline: rank {sender} sends to rank {receiver}"
 
 
 # ---- what they have in common
@@ -168,18 +195,21 @@ def _find_common_trait(reference: Trace, found: Trace, together: Sequence[Findin
     factors = {f"{item.ratio:.3g}" if item.ratio is not None else "" for item in parameters}
     ends = f", each {factors.pop()} times what it should be" if len(factors) == 1 and "" not in factors else ""
     traits: list[tuple[str, Callable[[str], str]]] = [
+        ("move without {}", lambda name: "" if name in reference.grads else "gradients"),
         ("are of the kind {}", lambda name: str(found.placements[name].kind)),
+        ("have gradients that are summed over {}", lambda name: ", ".join(found.placements[name].partial_grad_axes)),
         ("lie in {}", lambda name: found.buckets.get(name, "")),
-        ("are summed over {}", lambda name: ", ".join(found.placements[name].partial_grad_axes)),
-        ("are divided over {}", lambda name: ", ".join(s.axis for s in found.placements[name].splits)),
+        ("are divided over {}", lambda name: ", ".join(split.axis for split in found.placements[name].splits)),
     ]
     everything = reference.grads if together[0].moment is Moment.BACKWARD else reference.weights
     if names >= set(everything):
-        return f"all {len(names)} differ{ends}"
+        return f"all {len(names)} of them differ{ends}"
     for text, trait in traits:
         values = {trait(name) for name in names}
-        if len(values) == 1 and (value := values.pop()):
-            alike = [name for name in everything if trait(name) == value]
+        value = values.pop()
+        alike = [name for name in everything if trait(name) == value]
+        # A bucket is worth naming also where some of its gradients are zero and agree.
+        if not values and value and (len(alike) == len(names) or "bucket" in value):
             how_many = "exactly those" if len(alike) == len(names) else f"{len(names)} of the {len(alike)}"
             return f"those that differ are {how_many} that {text.format(value)}{ends}"
     return f"the {len(names)} that differ are{ends.removeprefix(',')}" if ends else ""
