@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +31,45 @@ def compute_unigram_entropy(prefix: str) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def read_metrics(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """(iteration, lm loss) of training and of evaluation from metrics.jsonl."""
-    training, validation = [], []
+@dataclass
+class Curves:
+    """What metrics.jsonl holds of a run's losses, in nats per token."""
+
+    training: list[tuple[int, float]] = field(default_factory=list)
+    """(iteration, lm loss of its step); iterations whose loss was not a number are left out."""
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    """(iteration, mean lm loss of an evaluation)."""
+    tokens: set[int] = field(default_factory=set)
+    """How many an iteration has; several numbers where the batch grows."""
+
+
+def read_metrics(folder: Path) -> Curves:
+    """The losses in metrics.jsonl."""
+    curves = Curves()
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if "eval" in row:
-            validation.append((row["iteration"], row["eval"]["lm loss"]))
         # A value that is not known or not finite is null in the file; the key is there all the same.
-        elif "lm loss" in row:
-            training.append((row["iteration"], row["lm loss"]))
-    return training, validation
+        if "eval" in row and row["split"] == "validation":
+            curves.validation.append((row["iteration"], row["eval"]["lm loss"]))
+        elif row.get("lm loss") is not None:
+            curves.training.append((row["iteration"], row["lm loss"]))
+            curves.tokens.add(round(row["tokens_per_second"] * row["iteration_time_seconds"]))
+    return curves
 
 
-def draw(
-    path: Path, training: list[tuple[int, float]], validation: list[tuple[int, float]], entropy: float | None
-) -> None:
+def smooth(losses: Sequence[float], window: int) -> np.ndarray:
+    """Running means over `window` losses around each one, fewer near the ends.
+
+    Near the beginning, where the loss falls steeply, as many before as after, so that it begins where the run did.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    at = np.arange(len(losses))
+    before = np.minimum(window // 2, at)
+    after = np.minimum(before, len(losses) - 1 - at)
+    return (sums[at + after + 1] - sums[at - before]) / (before + after + 1)
+
+
+def draw(path: Path, curves: Curves, entropy: float | None) -> None:
     """Draw loss over iterations as a PNG."""
     import matplotlib
 
@@ -52,17 +77,36 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(*zip(*training, strict=True), linewidth=1.2, color="tab:blue", label="training")
-    if validation:
-        axes.plot(*zip(*validation, strict=True), "o", color="tab:orange", label="validation")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    iterations, losses = zip(*curves.training, strict=True)
+    window = compute_window(len(losses))
+    axes.plot(iterations, losses, linewidth=0.7, color="tab:blue", alpha=0.35, label="training, each iteration")
+    axes.plot(
+        iterations,
+        smooth(losses, window),
+        linewidth=1.8,
+        color="tab:blue",
+        label=f"training, mean over {window} iterations",
+    )
+    if curves.validation:
+        axes.plot(
+            *zip(*curves.validation, strict=True), "o", color="tab:orange", markeredgecolor="white", markersize=7,
+            zorder=3, label="validation",
+        )  # fmt: skip
     if entropy is not None:
         axes.axhline(entropy, linestyle="--", color="grey", label=f"unigram entropy of the corpus, {entropy:.2f}")
-    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title="Language-model loss")
-    axes.set_ylim(bottom=0)
+    each = f" ({min(curves.tokens):,} tokens each)" if len(curves.tokens) == 1 else ""
+    axes.set(xlabel=f"iteration{each}", ylabel="loss (nats per token)", title="Language-model loss")
+    axes.margins(x=0.01)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def compute_window(points: int) -> int:
+    """Losses in a running mean: 4 % of all of them, at least 5, an odd number."""
+    return max(5, points // 25 // 2 * 2 + 1)
 
 
 def main() -> int:
@@ -75,7 +119,8 @@ def main() -> int:
         print(f"error: {arguments.metrics_dir} holds no metrics.jsonl; train with --metrics-dir first", file=sys.stderr)
         return 2
 
-    training, validation = read_metrics(arguments.metrics_dir)
+    curves = read_metrics(arguments.metrics_dir)
+    training, validation = curves.training, curves.validation
     if not training:
         print(f"error: {arguments.metrics_dir}/metrics.jsonl has no iterations yet", file=sys.stderr)
         return 2
@@ -88,7 +133,7 @@ def main() -> int:
         print(f"validation loss:             {validation[-1][1]:.3f}")
     if entropy is not None:
         print(f"unigram entropy of corpus:   {entropy:.3f}   (what knowing only token frequencies would reach)")
-    draw(arguments.output, training, validation, entropy)
+    draw(arguments.output, curves, entropy)
     print(f"loss curve:                  {arguments.output}")
     return 0
 

@@ -133,6 +133,23 @@ def test_activation_flags(flag: str, activation: str, gated: bool) -> None:
     assert (model.activation_func, model.gated_linear_unit) == (activation, gated)
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--hidden-dropout 1.0", "--hidden-dropout 1.0 drops all outputs"),
+        ("--attention-dropout 1", "--attention-dropout 1.0 drops every attention weight"),
+        ("--init-method-std 0", "--init-method-std 0.0 begins with matrices of zeros"),
+        ("--embedding-init-method-std 0", "--embedding-init-method-std 0.0 begins with matrices of zeros"),
+        ("--embedding-init-method-std 0 --untie-embeddings-and-output-weights", None),
+        ("--hidden-dropout 0.9 --attention-dropout 0 --init-method-std 1e-9 --embedding-init-method-std 0.02", None),
+        ("--lr 0", "--lr 0.0 leaves every weight as it is"),
+    ],
+)
+def test_values_with_which_nothing_is_learnt_are_noted(flags: str, note: str | None) -> None:
+    found = [line for line in run_config(flags).notes if line not in run_config().notes]
+    assert [line[: len(note or "")] for line in found] == ([] if note is None else [note])
+
+
 def test_the_file_form_of_a_config_comes_back_equal() -> None:
     config = run_config("--bf16 --lr-decay-style cosine --rampup-batch-size 2 2 10")
     assert RunConfig.from_dict(config.to_dict()) == config

@@ -261,6 +261,19 @@ def test_a_nan_stops_the_run_or_is_counted(tmp_path: Path, capsys: pytest.Captur
     assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "flags", [("--init-method-std", "0"), ("--embedding-init-method-std", "0"), ("--hidden-dropout", "1")]
+)
+def test_what_is_noted_to_learn_nothing_learns_nothing(flags: tuple[str, ...]) -> None:
+    """The notes are true: after three steps at a rate of 0.1 the matrices they are about are what they were."""
+    run = prepare(*flags, "--attention-dropout", "0", "--weight-decay", "0", "--lr", "0.1", "--train-iters", "3")
+    name = "embedding.word_embeddings" if "embedding" in flags[0] else "layers.1.mlp.linear_fc1.weight"
+    (matrix,) = (p for found, p in run.model[0].module.named_parameters() if name in found)
+    before = matrix.detach().clone()
+    finish(run)
+    assert torch.equal(matrix, before)
+
+
 def test_missing_data_is_one_sentence() -> None:
     run = prepare()
     run.data.datasets["train"] = None

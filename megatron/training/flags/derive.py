@@ -28,6 +28,7 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _attention(run)
     yield from _sharding(run, given)
     yield from _optimizer(run)
+    yield from _learning(run)
     _recomputation(run)
     _checkpoint(run, given)
     yield from _data(run)
@@ -198,6 +199,24 @@ def _optimizer(run: RunConfig) -> Iterator[str]:
     elif optimizer.optimizer == "muon" and ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
         yield "--overlap-param-gather with --optimizer muon implies --use-distributed-optimizer"
         ddp.use_distributed_optimizer = True
+
+
+def _learning(run: RunConfig) -> Iterator[str]:
+    """Values that are legal, and with which nothing, or not what one expects, is learnt: found out after hours."""
+    model, optimizer = run.model, run.optimizer
+    if model.hidden_dropout == 1:
+        yield f"{run.say('hidden_dropout')} drops all outputs of layers and embedding: training sees none of the text"
+    if model.attention_dropout == 1:
+        yield f"{run.say('attention_dropout')} drops every attention weight: no token learns from another"
+    begins_at_zero = [run.say("init_method_std")] if model.init_method_std == 0 else []
+    if model.embedding_init_method_std == 0 and not run.gpt.untie_embeddings_and_output_weights:
+        begins_at_zero.append(run.say("embedding_init_method_std"))
+    # Both factors of a product that are 0 have gradients that are 0: the two matrices of an MLP, or those of attention,
+    # and an embedding that is the output layer as well.
+    for setting in begins_at_zero if model.perform_initialization else ():
+        yield f"{setting} begins with matrices of zeros, whose gradients are zero, too: new weights learn nothing"
+    if optimizer.lr == 0:
+        yield f"{run.say('lr')} leaves every weight as it is"
 
 
 def _recomputation(run: RunConfig) -> None:
