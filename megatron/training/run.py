@@ -108,7 +108,9 @@ class Evaluation:
     set_name: str | None = None
     """Which of several validation sets; None where there is one."""
     samples: str = ""
-    """Of what the losses are means, in words: `2 batches of 8 samples: 17 to 32 of 1000`."""
+    """Of what the losses are means, in words: `2 batches of 8: samples 16 to 31 of 1000`."""
+    generated: str = ""
+    """--eval-sample-prompt and what the model made of it; with the last of several sets only."""
 
     @property
     def name(self) -> str:

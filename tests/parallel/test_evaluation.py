@@ -11,7 +11,7 @@ from megatron.training.loop import train
 from megatron.training.run import Evaluation, Hook, Run
 from megatron.training.verify.parity import open_local_run
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
 
 
 class Watch(Hook):
@@ -19,6 +19,7 @@ class Watch(Hook):
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.texts: list[str] = []
 
     def on_step_start(self, run: Run) -> None:
         if run.progress.iteration == 1 and run.groups.world.rank() == run.groups.world.size() - 1:
@@ -26,6 +27,7 @@ class Watch(Hook):
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         self.losses.append(evaluation.losses["lm loss"])
+        self.texts += [evaluation.generated] if evaluation.generated else []
 
 
 def evaluated(layout: str) -> tuple[int, str | None, list[float]]:
@@ -52,3 +54,33 @@ def test_evaluation_and_exit_are_those_of_one_process(layout: str) -> None:
     for found_iterations, found_reason, found_losses in (first, second):
         assert found_reason == reason and len(found_losses) == found_iterations
         assert found_losses[:2] == pytest.approx(losses, rel=1e-5)
+
+
+def generated(style: str, layout: str) -> tuple[list[str], list[float]]:
+    flags = (
+        "--train-iters=2,--lr-warmup-iters=0,--eval-interval=1,--eval-iters=1,--eval-sample-prompt=7,"
+        "--eval-sample-tokens=6"
+    )
+    config, recipe = training((STYLES | EXPERTS)[style], f"{layout},{flags}")
+    with open_local_run(config, recipe, own_rank(config)) as run:
+        watch = Watch()
+        run.hooks.hooks = [*run.hooks.hooks, watch]  # type: ignore[attr-defined]
+        watch.on_step_start = lambda run: None  # type: ignore[method-assign]
+        train(run)
+        return watch.texts, watch.losses
+
+
+@pytest.mark.flags("--eval-sample-prompt")
+@pytest.mark.parametrize(
+    ("style", "layout"),
+    [
+        ("llama", "dp2,fsdp2"), ("moe", "dp2,ep2"),
+        ("gpt2", "dp2,dist-opt,--overlap-param-gather,--overlap-grad-reduce"),
+    ],
+)  # fmt: skip
+def test_text_is_generated_where_parameters_or_experts_are_divided(style: str, layout: str) -> None:
+    texts, losses = generated(style, "1")
+    assert len(texts) == 2 and all(text.startswith("7 ") for text in texts)
+    for found_texts, found_losses in run_distributed(generated, 2, style, layout):
+        assert found_texts == texts
+        assert found_losses == pytest.approx(losses, rel=1e-5)

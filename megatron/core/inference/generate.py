@@ -31,7 +31,9 @@ class Completion:
     ended_by: Literal["eod", "length"]
 
 
-@torch.inference_mode()
+# Not inference_mode: a model that goes on training may keep what is made here, such as a table of rotary positions, and
+# backward takes no tensor that was made in that mode.
+@torch.no_grad()
 def generate(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],

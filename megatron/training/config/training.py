@@ -102,6 +102,18 @@ def _evaluates(run: Any) -> bool:
 _EVALUATION = Needs("--eval-interval", _evaluates)
 
 
+def _is_whole_on_each_process(run: Any) -> bool:
+    sizes = (run.tensor_model_parallel_size, run.pipeline_model_parallel_size, run.context_parallel_size)
+    return max(sizes) == 1 and not run.hybrid_context_parallel
+
+
+WHOLE_MODEL = Needs(
+    "a model that is whole on each process: --tensor-model-parallel-size, --pipeline-model-parallel-size and "
+    "--context-parallel-size 1, and no --hybrid-context-parallel",
+    _is_whole_on_each_process,
+)
+
+
 @dataclass(kw_only=True)
 class ValidationConfig(CheckedConfig):
     """Evaluation during and after training."""
@@ -124,6 +136,15 @@ class ValidationConfig(CheckedConfig):
     """Sequences per forward pass in evaluation; --micro-batch-size when not given."""
     start_eval_at_iter: int | None = flag(None, minimum=1, unit="iterations", needs=_EVALUATION)
     """First iteration with an evaluation during training; --eval-interval when not given."""
+    eval_sample_prompt: str | None = flag(None, needs=(_EVALUATION, WHOLE_MODEL))
+    """Text that the model continues at each evaluation on validation data, for the log; training is not affected."""
+    eval_sample_tokens: int = flag(
+        64,
+        minimum=1,
+        unit="tokens",
+        needs=Needs("--eval-sample-prompt", lambda run: run.eval_sample_prompt is not None),
+    )
+    """Length of that continuation."""
     skip_train: bool = False
     """Load and evaluate on validation and test data, without training."""
     full_validation: bool = False

@@ -23,6 +23,7 @@ from megatron.training.hooks.progress_lines import (
     Pace,
     format_duration,
     format_evaluation_line,
+    format_generated,
     format_progress_line,
     format_short_evaluation,
     format_short_line,
@@ -117,6 +118,8 @@ class ConsoleHook(Hook):
         else:
             line = format_evaluation_line(run.progress.iteration, evaluation)
             _print("\n".join(("-" * len(line), line, "-" * len(line))))
+        if evaluation.generated:
+            _print(format_generated(run.progress.iteration, evaluation.generated))
 
     def on_close(self, run: Run) -> None:
         """Leave the terminal with an empty line to write on, and say why the run ended early."""

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from megatron.core.collectives import broadcast_object
 from megatron.core.errors import ConfigError, DataError, say
-from megatron.training.config.container import RunConfig
-from megatron.training.config.training import ValidationConfig
+from megatron.core.inference.generate import generate
+from megatron.core.inference.sampling import Sampling
+from megatron.training.config.container import Fields, RunConfig
+from megatron.training.config.training import WHOLE_MODEL, ValidationConfig
 from megatron.training.loop import evaluate
 from megatron.training.run import Evaluation, Hook, HookContext, Run, StepResult
 
@@ -34,6 +37,7 @@ class EvaluationHook(Hook):
         self._validation: list[Iterator[Batch]] = []
         self._whole_losses: dict[tuple[int, int], dict[str, float]] = {}
         """Of full_validation: (iteration, set) -> losses, of the last evaluation."""
+        self._sample: SampleOfText | None = None
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> EvaluationHook | None:
@@ -51,6 +55,9 @@ class EvaluationHook(Hook):
             raise ConfigError(
                 f"--validation-set-names has {len(names)} names, but there are {sets} validation sets; give one each"
             )
+
+        if self.config.eval_sample_prompt is not None and WHOLE_MODEL.met(Fields(run.config, set())):
+            self._sample = SampleOfText(run, self.config.eval_sample_prompt, self.config.eval_sample_tokens)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Evaluate every --eval-interval iterations, from --start-eval-at-iter on."""
@@ -81,7 +88,10 @@ class EvaluationHook(Hook):
                 samples = describe_samples(run, "validation", part, seen, self.config.eval_iters)
             names = self.config.validation_set_names or [str(number) for number in range(sets)]
             name = names[part] if self.config.multiple_validation_sets else None
-            evaluation = Evaluation("validation", losses, final=final, set_name=name, samples=samples)
+            generated = self._sample.generate(run) if self._sample is not None and part == sets - 1 else ""
+            evaluation = Evaluation(
+                "validation", losses, final=final, set_name=name, samples=samples, generated=generated
+            )
             run.hooks.on_evaluate(run, evaluation)
         # Counted once for all sets: they advance together, and a resumed run opens each at the same place.
         if sets and not self.config.full_validation:
@@ -109,6 +119,72 @@ class EvaluationHook(Hook):
         self._whole_losses = {seen: kept for seen, kept in self._whole_losses.items() if seen[0] == place[0]}
         self._whole_losses[place] = losses
         return losses
+
+
+class SampleOfText:
+    """--eval-sample-prompt: what the model makes of a prompt, once for each iteration that is evaluated.
+
+    Every rank generates the same: where parameters or experts are divided, each of them is needed. The draws have
+    generators of their own, and always the same seed: what changes is the model.
+    """
+
+    TEMPERATURE = 0.7
+
+    def __init__(self, run: Run, prompt: str, max_new_tokens: int) -> None:
+        """Raises ConfigError for a prompt without tokens, or longer than the model takes."""
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.ids = run.recipe.tokenizer.tokenize(prompt)
+        self._iteration: int | None = None
+        self._failed = False
+        longest = run.recipe.max_sequence_length
+        if not self.ids:
+            raise ConfigError(f"--eval-sample-prompt {prompt!r} has no tokens; give some text to continue")
+        if longest is not None and len(self.ids) >= longest:
+            raise ConfigError(
+                f"--eval-sample-prompt has {len(self.ids)} tokens and the model {longest} positions "
+                "(--max-position-embeddings), of which one must stay free; shorten the prompt"
+            )
+
+    def generate(self, run: Run) -> str:
+        """The prompt and its continuation; nothing where this iteration's is known already. Every rank takes part.
+
+        A model that cannot generate, such as a script's own that knows no cache, is no error: a warning says so once.
+        """
+        if self._failed or self._iteration == run.progress.iteration:
+            return ""
+        self._iteration = run.progress.iteration
+        (chunk,) = run.model
+        chunk.eval()
+        try:
+            return self._continue(run, chunk)
+        except Exception as error:
+            self._failed = True
+            if run.is_first_rank:
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                say(f"warning: --eval-sample-prompt: no text is generated, training goes on ({what})", sys.stderr)
+            return ""
+        finally:
+            chunk.train()
+
+    def _continue(self, run: Run, chunk: nn.Module) -> str:
+        tokenizer = run.recipe.tokenizer
+        # Compiled layers would be compiled anew for every length.
+        eagerly = torch.compiler.set_stance("force_eager") if run.config.model.compile else contextlib.nullcontext()
+        with eagerly:
+            (completion,) = generate(
+                chunk,
+                [self.ids],
+                max_new_tokens=self.max_new_tokens,
+                sampling=Sampling(temperature=self.TEMPERATURE, seed=run.config.model.seed),
+                vocab_size=run.recipe.vocab_size,
+                max_sequence_length=run.recipe.max_sequence_length,
+            )
+        tokens = completion.tokens
+        # Cut here and not while generating: all ranks go through the model equally often, whatever they draw.
+        if tokenizer.eod in tokens:
+            tokens = tokens[: tokens.index(tokenizer.eod)]
+        return tokenizer.detokenize([*self.ids, *tokens])
 
 
 def describe_samples(run: Run, split: str, part: int, consumed: int, iterations: int) -> str:

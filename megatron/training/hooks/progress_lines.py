@@ -211,6 +211,14 @@ def format_evaluation_line(iteration: int, evaluation: Evaluation) -> str:
     return f" {evaluation.name} loss at {where} | " + " | ".join(fields) + " |"
 
 
+def format_generated(iteration: int, text: str) -> str:
+    """Generated text below a line that says what it is, indented, so that no program takes it for a line of the log."""
+    # A model may write anything, control sequences of terminals included.
+    shown = "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in
+                    text.expandtabs(4))  # fmt: skip
+    return f"text generated at iteration {iteration}:\n{textwrap.indent(shown, '    ', lambda line: True)}"
+
+
 def compute_perplexity(loss: float) -> float:
     """exp(loss), capped as upstream caps it, so that an untrained model has a finite number."""
     return math.exp(min(_LARGEST_EXPONENT, loss))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ class MetricsFileHook(Hook):
             }
             row |= {} if evaluation.set_name is None else {"set": evaluation.set_name}
             row |= {"final": True} if evaluation.final else {}
+            row |= {"generated": evaluation.generated} if evaluation.generated else {}
             self.file.write(row)
 
 
@@ -231,6 +233,10 @@ class TensorBoardHook(Hook):
         if run.tensorboard_writer is not None:
             points = build_evaluation_points(evaluation, self.config)
             self._write(run.tensorboard_writer, [(points, run.progress.iteration)])
+            if evaluation.generated:
+                # TensorBoard shows Markdown, in which indented text stays as it is.
+                text = textwrap.indent(evaluation.generated, "    ", lambda line: True)
+                run.tensorboard_writer.add_text("generated text", text, run.progress.iteration)
 
     def on_close(self, run: Run) -> None:
         """Write what is still in memory and close the writer."""
