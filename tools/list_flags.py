@@ -40,6 +40,10 @@ A setting that only a GPU can follow and that changes no number (`--attention-ba
 `--distributed-backend nccl`) gives way on a machine without one; a note, also of `--print-config`, says what takes its
 place.
 
+`python pretrain_gpt.py --help` shows the flags that most runs use, `--help WORD` those with a word in their names or
+texts (`--help rotary`), `--help SECTION` those of a group of settings (`--help optimizer`), and `--help all` every one
+that works.
+
 `python pretrain_gpt.py --print-config …` checks a command line without touching data or devices. With `WORLD_SIZE=64`
 in the environment it checks it for 64 processes. `--config FILE.yaml` reads the same flags from a file, with `-` or `_`
 in their names; the command line wins. Flags are never abbreviated, `--flag=value` and `--flag value` are the same, and

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Turn text (.jsonl, .jsonl.gz, .jsonl.zst) into a token dataset for pretraining: PREFIX_KEY_document.bin and .idx.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod --workers 8
 
-Neither torch nor a network is needed. A line is a JSON object; every key of --json-keys becomes a dataset of its own.
+Neither torch nor a network is needed. A line is a JSON object; every key of --json-keys becomes a dataset
+of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.core.datasets.preprocessing.job import (  # noqa: E402
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.tokenizers.build import tokenizer_from  # noqa: E402
 from megatron.training.config.data import TokenizerConfig  # noqa: E402
-from megatron.training.flags.parser import TokenizerFlags, path_text  # noqa: E402
+from megatron.training.flags.parser import TokenizerFlags, ToolHelpFormatter, path_text  # noqa: E402
 
 SEARCH_DOCUMENTS = 100_000
 # Accepted, so that the flags of a training run can be handed over as they are.
@@ -67,7 +68,7 @@ def make_parser() -> Parser:
     """Build the parser of the command line, without the flags of the tokenizer."""
     parser = Parser(
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ToolHelpFormatter,
         allow_abbrev=False,
         prog="preprocess_data.py",
         usage="%(prog)s --input FILE --output-prefix PREFIX --workers N [--flag value ...]",

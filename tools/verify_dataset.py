@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Check token datasets and say what is in them: structure, token ids, checksums, statistics, the text of a document.
 
-    python tools/verify_dataset.py --input data/corpus_text_document \
+    python tools/verify_dataset.py --input data/corpus_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --decode 3
 
 Every value of the index and every token is read once. With a tokenizer (the flags are those of pretrain_gpt.py) token
@@ -27,6 +27,7 @@ from megatron.training.config.data import TokenizerConfig  # noqa: E402
 from megatron.training.flags.parser import (
     FlagParser,  # noqa: E402
     TokenizerFlags,  # noqa: E402
+    ToolHelpFormatter,  # noqa: E402
     path_text,  # noqa: E402
 )
 
@@ -41,7 +42,7 @@ def make_parser() -> FlagParser:
     parser = FlagParser(
         prog="verify_dataset.py",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ToolHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

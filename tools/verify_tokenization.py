@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Check that token datasets are what the tokenizer makes of the text: the command line of preprocess_data.py again.
 
-    python tools/verify_tokenization.py --input corpus.jsonl --output-prefix data/corpus \
+    python tools/verify_tokenization.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod --documents 1000
 
 Every document (or the first --documents) is tokenized anew, without the fast encoder, and compared token by token.
@@ -10,7 +10,6 @@ The exit code is 0 when all are equal, 2 at the first difference, whose place is
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -28,7 +27,6 @@ def make_verification_parser() -> Parser:
     parser = make_parser()
     parser.prog, parser.description = "verify_tokenization.py", __doc__
     parser.usage = "%(prog)s --input FILE --output-prefix PREFIX [--documents N] [--flag value ...]"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--documents", type=int, metavar="N", help="compare only the first N documents of the input")
     parser.set_defaults(workers=1)
     for action in parser._actions:

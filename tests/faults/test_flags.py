@@ -447,7 +447,7 @@ def test_version() -> None:
 
 
 def test_help_is_grouped() -> None:
-    result = program("--help")
+    result = program("--help", "all")
     assert result.returncode == 0
     assert "--micro-batch-size N" in result.stdout and "--no-persist-layer-norm" in result.stdout
     assert "--multi-latent-attention" not in result.stdout, "planned flags are in docs/flags.md"

@@ -143,19 +143,16 @@ def path(text: str) -> Path:
     return Path(path_text(text))
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Shows the usual spelling of each flag, and how to switch it off, instead of every spelling."""
+class ToolHelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """For tools that take some of these flags beside their own: the usual spelling only, in at most 100 columns."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=min(120, shutil.get_terminal_size().columns))
+        super().__init__(prog, max_help_position=36, width=min(100, shutil.get_terminal_size().columns))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not isinstance(action, _Record):
-            return super()._format_action_invocation(action)
-        # Aliases and former spellings work, and would only make the help longer.
-        shown = [*action.flag.names[:1], *action.flag.off_names[:1]]
-        value = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
-        return " | ".join(shown) + value
+        if isinstance(action, _Record):
+            return action.flag.name + format_values(action.flag)
+        return super()._format_action_invocation(action)
 
 
 class _Record(argparse.Action):
@@ -180,26 +177,12 @@ def build_parser(
     parsed: ParsedFlags,
     extra_flags: ExtraFlags | None = None,
     flags: Iterable[Flag] | None = None,
-    *,
-    with_help: bool = False,
 ) -> FlagParser:
-    """The parser with all flags, or with these. with_help: its help shows those that work."""
-    parser = FlagParser(
-        prog="pretrain_gpt.py",
-        usage="%(prog)s [--flag value ...]",
-        description="Pretrain a GPT model.",
-        epilog="Flags of Megatron-LM that are not listed are planned or not supported: docs/flags.md.",
-        formatter_class=HelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Show this text and stop.")
-    groups: dict[str, Any] = {}
+    """The parser with all flags, or with these. What --help shows is made elsewhere (help.py)."""
+    parser = FlagParser(prog="pretrain_gpt.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS)
     for flag in known_flags() if flags is None else flags:
-        shown = with_help and flag.status == "works"
-        if shown and flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        add_flag(groups[flag.group] if shown else parser, flag, parsed, shown)
+        add_flag(parser, flag, parsed, shown=False)
     if extra_flags is not None:
         extra_flags(parser)
     return parser
@@ -207,10 +190,6 @@ def build_parser(
 
 def add_flag(container: Any, flag: Flag, parsed: ParsedFlags, shown: bool) -> None:
     """Declare one flag to argparse."""
-    value_name = flag.metavar or {int: "N", float: "X"}.get(flag.value_type, "TEXT")
-    if flag.choices is not None and not flag.metavar:
-        offered = [c for c in flag.choices if c not in flag.planned_choices + flag.unsupported_choices]
-        value_name = "{" + ",".join(map(str, offered)) + "}"
     container.add_argument(
         *flag.spellings,
         action=functools.partial(_Record, flag, parsed),
@@ -218,18 +197,48 @@ def add_flag(container: Any, flag: Flag, parsed: ParsedFlags, shown: bool) -> No
         nargs=0 if flag.is_switch else flag.nargs,
         # Absent instead of None: what was not written stays apart from what was written as the default.
         default=argparse.SUPPRESS,
-        metavar=None if flag.is_switch else value_name,
+        metavar=None if flag.is_switch else _name_value(flag),
         help=help_text(flag).replace("%", "%%") if shown else argparse.SUPPRESS,
     )
 
 
+_LONGEST_CHOICES = 40
+"""Characters of a list of choices that stands for the value; a longer one is part of the text."""
+
+
+def _list_choices(flag: Flag) -> str:
+    return "{" + ",".join(map(str, flag.offered_choices)) + "}"
+
+
+def _name_value(flag: Flag) -> str | tuple[str, ...]:
+    """What stands for a value in the help."""
+    if flag.choices is None or flag.metavar:
+        return flag.metavar or {int: "N", float: "X"}.get(flag.value_type, "TEXT")
+    choices = _list_choices(flag)
+    return choices if len(choices) <= _LONGEST_CHOICES else "NAME"
+
+
+def format_values(flag: Flag, named: bool = False) -> str:
+    """The values after a flag's name in the help: ` N`, ` N ...`, ` {auto,flash}`. named: choices are ` NAME`."""
+    if flag.is_switch:
+        return ""
+    value = "NAME" if named and flag.choices is not None and not flag.metavar else _name_value(flag)
+    if isinstance(value, tuple):
+        return " " + " ".join(value)
+    if isinstance(flag.nargs, int):
+        return f" {value}" * flag.nargs
+    return {None: f" {value}", "+": f" {value} ...", "*": f" [{value} ...]"}[flag.nargs]
+
+
 def help_text(flag: Flag) -> str:
-    """Return the help of a flag: the docstring of its field, its unit and its default."""
+    """Return the help of a flag: the docstring of its field, its choices where they are many, its unit, its default."""
     unit = f" In {flag.unit}." if flag.unit else ""
+    if flag.choices is not None and not flag.metavar and _name_value(flag) == "NAME":
+        unit += f" One of {', '.join(map(str, flag.offered_choices))}."
     if flag.is_switch:
         default = f" (on unless {flag.off_names[0]})" if flag.default else ""
     else:
-        default = "" if flag.default is None else f" (default: {flag.default})"
+        default = "" if flag.default is None else f" (default: {flag.format_value(flag.default)})"
     return f"{flag.help}{unit}{default}"
 
 
@@ -370,7 +379,7 @@ def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     longer = [name for name in candidates if name.startswith(hyphenated)] if len(hyphenated) > 4 else []
     likely = longer if len(longer) == 1 else difflib.get_close_matches(hyphenated, candidates, n=3, cutoff=0.75)
     if not likely:
-        return f"unknown flag {spelling}; --help lists the flags, docs/flags.md also the planned ones"
+        return f"unknown flag {spelling}; --help WORD finds flags by a word in their names and texts"
     return f"unknown flag {spelling}; did you mean {' or '.join(likely)}?"
 
 

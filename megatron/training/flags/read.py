@@ -30,11 +30,11 @@ from megatron.training.flags.command_line_rules import (
 )
 from megatron.training.flags.declarations import Flag, declared_flags, table_flags
 from megatron.training.flags.derive import derive, idle_notes, schedule_notes
+from megatron.training.flags.help import asked_for_help, format_help
 from megatron.training.flags.parser import (
     ExtraFlags,
     ParsedFlags,
     Problem,
-    build_parser,
     program_flags,
     read_command_line,
 )
@@ -72,10 +72,9 @@ def read_run_config(
     extra_flags: adds flags of a user's own to the argparse parser it is given; their values are in `RunConfig.extra`.
     """
     # Before parsing: help is wanted most where the rest of the command line is wrong.
-    if "--help" in argv or "-h" in argv:
-        # The table's flags would not be shown. A user's own flags are declared beside all, as when they are read.
-        shown = program_flags() + declared_flags() if extra_flags is None else None
-        build_parser(ParsedFlags(), extra_flags, shown, with_help=True).print_help()
+    words = asked_for_help(argv)
+    if words is not None:
+        print(format_help(words, extra_flags), end="")
         raise SystemExit(0)
     if "--version" in argv:
         print(__version__)

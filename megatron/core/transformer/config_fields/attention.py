@@ -60,8 +60,9 @@ class AttentionFields(ArchitectureFields):
             ),
         ),
     )
-    """auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash kernel; fused: only its
-    cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax written out."""
+    """What computes attention. auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash
+    kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax
+    written out."""
     masked_softmax_fusion: bool = flag(True, kind="kernel")
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
     apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",), kind="kernel")
