@@ -202,8 +202,11 @@ def _suggest_instead(setting: Setting) -> str:
     return f"leave it out or give {setting.spell(setting.default)}; the numbers stay the same"
 
 
+_PART_OF_THE_MODEL = "it is part of the model, and no other flag gives the same one until then"
 CHANGES_THE_RUN: dict[FieldKind | None, str] = {
-    "shape": "it is part of the model, and no other flag gives the same one until then",
+    "shape": _PART_OF_THE_MODEL,
+    "function": _PART_OF_THE_MODEL,
+    "shorthand": _PART_OF_THE_MODEL,
     "numerics": "it is part of what is computed, and no other flag gives the same run until then",
 }
 """Kinds of settings without which another run takes place, and what is said where such a setting is not available."""
