@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_L1_tracker_that_is_no_file(tmp_path: Path) -> None:
     tracker.rmdir()
     tracker.symlink_to(tracker.name)
     assert found_value(tmp_path) == 10
+    tracker.unlink()
+    os.mkfifo(tracker)
+    assert found_value(tmp_path) == 10
+
+
+def test_L3_a_pipe_in_place_of_a_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: it is no regular file"):
+        find(tmp_path)
 
 
 def test_L2_tracker_names_missing_or_incomplete_directory(tmp_path: Path) -> None:

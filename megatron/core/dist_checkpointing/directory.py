@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.durable import replace_file, storage_errors, sync_directory, write_file
+from megatron.core.dist_checkpointing.durable import read_file, replace_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_files
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_unmakeable_directory
@@ -280,9 +280,8 @@ def _verified(path: Path) -> FoundCheckpoint:
 def _read_iteration(tracker: Path) -> int | None:
     """The number in a tracker file; None when it holds anything else or cannot be read."""
     try:
-        with open(tracker, "rb") as file:
-            # 64 bytes are plenty for a number, and a file that was mixed up may have gigabytes.
-            text = file.read(64).decode("ascii").strip()
+        # 64 bytes are plenty for a number, and a file that was mixed up may have gigabytes.
+        text = read_file(tracker, 64).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
     return int(text) if re.fullmatch(r"[0-9]{1,12}", text) else None

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME
+from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.errors import StorageError, TemporaryError
 
 BEAT_SECONDS = 4.0
@@ -212,7 +213,7 @@ def _read_locks(root: Path) -> dict[str, bytes]:
         # One that is removed while we look is no lock any more.
         with contextlib.suppress(FileNotFoundError):
             if _LOCK.fullmatch(name):
-                found[name] = (root / name).read_bytes()
+                found[name] = read_file(root / name)
     return found
 
 
@@ -256,7 +257,7 @@ def _beat(path: Path, holder: Holder, stop: threading.Event) -> None:
 def _is_ours(path: Path, holder: Holder) -> bool:
     """Whether the file is there and holds our run; True where the storage does not answer."""
     try:
-        written = Holder.parse(path.read_bytes())
+        written = Holder.parse(read_file(path))
     except FileNotFoundError:
         return False
     except OSError:
@@ -278,7 +279,7 @@ def _release(path: Path, holder: Holder, stop: threading.Event) -> None:
 def _read_tracker(root: Path) -> bytes:
     """Which iteration is the newest; nothing where there is none."""
     try:
-        return (root / TRACKER_NAME).read_bytes()[:64]
+        return read_file(root / TRACKER_NAME, 64)
     except OSError:
         return b""
 

@@ -3,12 +3,15 @@
 write_file        the bytes are on the device when it returns
 replace_file      the old content or the new one, never a part of either
 sync_directory    names in a directory (creations, renames) are on the device when it returns
+read_file         the content, if it is a file: a pipe of that name would keep its reader waiting
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,3 +59,14 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_file(path: Path, most_bytes: int | None = None) -> bytes:
+    """The content of a regular file, of a longer one its first `most_bytes`. Raises OSError, for anything else as well:
+    opening a pipe waits for a writer, and a device may have no end."""
+    # Without O_NONBLOCK opening a pipe waits before anyone can look what it is.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        return file.read(-1 if most_bytes is None else most_bytes)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.durable import write_file
+from megatron.core.dist_checkpointing.durable import read_file, write_file
 from megatron.core.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -75,7 +75,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         if path.stat().st_size > _LARGEST_MANIFEST_BYTES:
             raise CheckpointError(f"{path} is {path.stat().st_size} bytes long, too long for a manifest")
-        rendered = path.read_bytes()
+        rendered = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{directory} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours") from None
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import iteration_directory, latest_iteration
+from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.errors import CheckpointError
 from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
@@ -66,7 +67,7 @@ def _checkpoint(root: Path, step: int | None) -> Path | None:
 
 def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
     try:
-        stored = json.loads((path / _DOCUMENT).read_bytes())
+        stored = json.loads(read_file(path / _DOCUMENT))
         values = {**stored["model"], **stored["gpt"], "seq_length": stored["data"]["seq_length"]}
         tokenizer = _tokenizer(stored["tokenizer"], path)
     except (OSError, ValueError, TypeError, KeyError) as error:
