@@ -37,7 +37,7 @@ from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.config.relations import compute_schedule_lengths
-from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings
+from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings, check_loader_processes
 from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.hooks.build import build_hooks
@@ -54,6 +54,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     hooks: beside those that the settings ask for. Raises MegatronError for whatever the user can mend.
     """
     recipe.check_layout(config.model)
+    check_loader_processes(config.data)
     # Groups that count must be in place before anything is built: modules keep the groups that they are handed.
     traffic = Traffic()
     if config.logger.log_comm_volume:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import signal
+import struct
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.preprocessing.worker_pool import WorkerPool
+from megatron.core.errors import ConfigError
+from megatron.training.config.data import DataConfig
+from megatron.training.data.loading import LoaderSettings, TrainingData, check_loader_processes
+from tests.faults.hanging_jobs import hang, run_hanging
 from tests.functional.pretrain_runs import TINY, free_port, metrics, run, start
 from tests.programs import Program
+from tests.unit.tiny_training import prepare
 
 DATA = Path(__file__).resolve().parents[1] / "golden" / "data" / "preprocess" / "hf_small_2keys" / "out_text_document"
 REAL_DATA = [flag for flag in TINY if flag != "--mock-data"]
@@ -81,6 +92,83 @@ def test_I15_killed_loader_process_ends_the_job_with_75(tmp_path: Path) -> None:
         line for line in errors.splitlines() if line.startswith("error:") and "data loader process was lost" in line
     ]
     assert "Traceback" not in errors
+
+
+def alive(pid: int) -> bool:
+    """Whether the process still runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Hanging(torch.utils.data.Dataset[Any]):
+    """Its loader processes say that they are there, and never come to give a sample."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        self.pipe.send_bytes(struct.pack("!i", os.getpid()))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+
+
+def read_hanging(pipe: Any) -> None:
+    """A trainer that waits for its first batch."""
+    settings = LoaderSettings(micro_batch_size=1, dp_rank=0, dp_size=1, device=torch.device("cpu"), num_workers=2)
+    next(TrainingData({"train": Hanging(pipe)}, settings).open("train", 0))
+
+
+def work_hanging(pipe: Any) -> int:
+    hang(0, pipe)
+    return 0
+
+
+def preprocess_hanging(pipe: Any) -> None:
+    """A tool whose workers are in the middle of an item."""
+    with WorkerPool(work_hanging, 2) as pool:
+        list(pool.map_ordered([pipe, pipe]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("parent", [read_hanging, preprocess_hanging, run_hanging])
+def test_no_worker_outlives_its_parent(parent: Any) -> None:
+    """Killed in the middle of work that takes a minute: all children are gone within five seconds."""
+    context = multiprocessing.get_context("fork" if parent is not run_hanging else "spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=parent, args=(theirs,))
+    process.start()
+    workers = []
+    for _ in range(2):
+        assert ours.poll(60), "no worker has begun"
+        workers.append(struct.unpack("!i", ours.recv_bytes())[0])
+    assert len(set(workers)) == 2 and all(map(alive, workers))
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 5
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = [worker for worker in workers if alive(worker)]
+    for worker in left:
+        os.kill(worker, signal.SIGKILL)
+    assert not left
+
+
+@pytest.mark.flags("--num-workers")
+@pytest.mark.parametrize(("cores", "most"), [(1, 32), (2, 32), (64, 256)])
+def test_loader_processes_are_bounded_by_the_machine(cores: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores), raising=False)
+    check_loader_processes(DataConfig(num_workers=most))
+    words = f"--num-workers 1000 is more than the {cores} cores of this machine are good for; give at most {most} "
+    with pytest.raises(ConfigError, match=words):
+        check_loader_processes(DataConfig(num_workers=1000))
+    with pytest.raises(ConfigError, match=words):
+        prepare("--num-workers", "1000")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds child processes in /proc")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import signal
 import sys
 import time
@@ -20,10 +21,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.core.device import is_cpu
-from megatron.core.errors import DataError, MegatronError, TemporaryError
+from megatron.core.errors import ConfigError, DataError, MegatronError, TemporaryError
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
+from megatron.core.parent_death import end_with_parent
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
+from megatron.training.config.data import DataConfig
 from megatron.training.data.samples import PADDING, CyclicSampler, SingleSampler, WholeSampler
 
 Batch: TypeAlias = dict[str, torch.Tensor]
@@ -33,6 +36,10 @@ dataset may hand further tensors to its script's forward_step."""
 
 # Longer than the handler of SIGCHLD takes on a busy machine, and nothing beside the restart that follows.
 _SIGNAL_SECONDS = 0.2
+
+_MOST_WORKERS = 32
+"""Loader processes that any machine can start for one rank within seconds."""
+_MOST_WORKERS_PER_CORE = 4
 
 SPLITS = ("train", "validation", "test")
 
@@ -69,6 +76,18 @@ class LoaderSettings:
         if split == "train" or self.evaluation_micro_batch_size is None:
             return self
         return dataclasses.replace(self, micro_batch_size=self.evaluation_micro_batch_size)
+
+
+def check_loader_processes(config: DataConfig) -> None:
+    """Raise ConfigError for more loader processes than this machine can sensibly start."""
+    # Not a rule of the flags: these may be checked on a machine that is not the one to train on.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(_MOST_WORKERS, _MOST_WORKERS_PER_CORE * cores)
+    if config.num_workers > most:
+        raise ConfigError(
+            f"--num-workers {config.num_workers} is more than the {cores} cores of this machine are good for; give at "
+            f"most {most} (usual are 2 to 16): each is a process of its own, for every rank"
+        )
 
 
 def build_loader_settings(
@@ -230,7 +249,7 @@ def load_samples(
         pin_memory=not is_cpu(settings.device),
         # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
         generator=torch.Generator(),
-        worker_init_fn=_Behaviour(settings.ignored_signal),
+        worker_init_fn=_Behaviour(settings.ignored_signal, os.getpid()),
     )
     for batch in _supervise(loader, settings):
         if isinstance(batch, MegatronError):
@@ -243,11 +262,15 @@ def load_samples(
 
 @dataclass(frozen=True)
 class _Behaviour:
-    """What a loader process does about signals, and about a trainer that has stopped listening."""
+    """What a loader process does about signals, and about a trainer that has stopped listening or is gone."""
 
     ignored_signal: str | None
+    trainer: int
+    """Process id."""
 
     def __call__(self, worker: int) -> None:
+        # torch looks for the trainer every five seconds, unless the process waits to hand a batch over.
+        end_with_parent(self.trainer)
         # A key that is pressed reaches all processes of a terminal. The trainer decides, and needs its batches until it
         # has finished; what it has set up to hear of signals is not the loader's.
         signal.set_wakeup_fd(-1)

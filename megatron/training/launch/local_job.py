@@ -8,7 +8,6 @@ killed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,10 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.core.errors import CrashError, MegatronError, TemporaryError
+from megatron.core.parent_death import end_with_parent, end_with_process
 
 T = TypeVar("T")
 
@@ -201,7 +200,10 @@ def _work(
 ) -> None:
     """Run the call and send one report. A process that failed leaves at once, so that its peers notice; one that is
     done stays until all are, so that a failure is seen as the failing rank's own."""
-    _die_with_parent()
+    # The server that forked this process, and the caller: the server lives as long as one of its processes does.
+    end_with_parent(os.getppid())
+    if (caller := multiprocessing.parent_process()) is not None and caller.pid is not None:
+        end_with_process(caller.pid)
     try:
         if prepare is not None:
             prepare(rank, world_size)
@@ -246,12 +248,3 @@ def _describe_error(error: BaseException) -> Report:
         place=f"{last.filename}:{last.lineno}",
         traceback="".join(traceback.format_exception(error)),
     )
-
-
-def _die_with_parent() -> None:
-    """Linux: be killed when the server that forked this process ends; it ends with the caller."""
-    if Path("/proc/self").exists():
-        # From linux/prctl.h; Python has no name for it.
-        pr_set_pdeathsig = 1
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,13 +1,14 @@
 """A pool of worker processes that is watched: a worker that dies ends the job with a sentence, never with a hang.
 
 Each worker has one pipe and at most two items, one in work and one that waits, so memory stays bounded and the
-parent always knows who has what. A worker whose parent dies reads the end of its pipe and leaves.
+parent always knows who has what. A worker ends when its parent does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import signal
 import sys
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from megatron.core.errors import StorageError
+from megatron.core.parent_death import end_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -144,7 +146,7 @@ class _Worker:
         # A forked child holds copies of the parent's ends; unless it closes them, nobody sees the end of a pipe.
         close = [*inherited, self.connection] if context.get_start_method() == "fork" else []
         self.process = context.Process(
-            target=_serve, args=(child, work, close), daemon=True, name=f"preprocess-{number}"
+            target=_serve, args=(child, work, close, os.getpid()), daemon=True, name=f"preprocess-{number}"
         )
         try:
             self.process.start()
@@ -220,8 +222,9 @@ def _signals_wait() -> Iterator[None]:
             signal.raise_signal(missed)
 
 
-def _serve(connection: Connection, work: Callable[[Any], Any], close: list[Connection]) -> None:
+def _serve(connection: Connection, work: Callable[[Any], Any], close: list[Connection], parent: int) -> None:
     """What a worker does: take an item, work, send the outcome, until its pipe ends."""
+    end_with_parent(parent)  # also in the middle of an item
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
