@@ -39,6 +39,10 @@ ALLOWED = {
     ("megatron/core/optimizer/soap.py", "update"): "the number of the update decides what is computed",
     ("megatron/core/transformer/moe/grouped_products.py", "_count_rows"): "products of single experts need their sizes",
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch"): "how many rows other ranks send",
+    (
+        "megatron/training/hooks/replicas.py",
+        "compare_weights",
+    ): "--check-weight-hash-across-dp-replicas-interval, where it is due: all ranks end after the same iteration",
 }
 """(file, function) -> why the host needs the value; docs/logging.md has the list for users."""
 
@@ -152,6 +156,7 @@ def test_nothing_waits_between_progress_lines(flags: str) -> None:
         ("--fp16", OPTIMIZER[0]), ("--no-check-for-nan-in-loss-and-grad", OPTIMIZER[0]),
         ("--optimizer lion", OPTIMIZER[0]), ("--optimizer soap", "megatron/core/optimizer/soap.py"),
         ("--num-experts 4", "megatron/core/transformer/moe/grouped_products.py"),
+        ("--check-weight-hash-across-dp-replicas-interval 2", "megatron/training/hooks/replicas.py"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("no_yardstick")

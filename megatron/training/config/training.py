@@ -76,6 +76,11 @@ class TrainingConfig(CheckedConfig):
     """Warn of a loss more than 10 times the largest of the run's first 100 iterations."""
     check_for_large_grads: bool = False
     """Warn of a gradient norm more than 10 times the largest of the run's first 100 iterations."""
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, minimum=1, unit="iterations", needs=Needs("several processes", lambda run: run.world_size > 1)
+    )
+    """Iterations between comparisons of the weights that several processes hold, bit for bit. Where a replica has
+    drifted, the run ends, before it saves, and names the rank and the tensor."""
     dump_param_to_param_group_map: PathText | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
     # Beside the training flags because upstream has it there; the model's own setting is recompute_granularity.

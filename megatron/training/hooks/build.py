@@ -23,6 +23,7 @@ from megatron.training.hooks.measures import (
 )
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
+from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.writers import MetricsFileHook, TensorBoardHook, WandbHook
 from megatron.training.run import Hook, HookContext
 
@@ -34,8 +35,8 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL
-    NonFiniteHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook, EvaluationHook,
-    NonLossDataHook, SkipIterationsHook, ExitHook,
+    NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook,
+    EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
     CheckpointHook,
 )  # fmt: skip
