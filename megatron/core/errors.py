@@ -6,6 +6,7 @@
 | TopologyError  | 2         | a layout that cannot exist on this number of processes         |
 | DataError      | 2         | a corpus, a tokenizer, a .bin/.idx dataset, an index cache     |
 | CheckpointError| 2         | a checkpoint that is missing, damaged or of another model      |
+| MemoryShortageError | 2    | more memory than the device or the machine has                 |
 | StorageError   | 74        | the disk: full, failing, read-only (EX_IOERR)                  |
 | TemporaryError | 75        | worth starting again: a lost peer, --save in use (EX_TEMPFAIL) |
 | NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -48,6 +50,10 @@ class DataError(MegatronError):
 
 class CheckpointError(MegatronError):
     """A checkpoint that is missing, damaged, or does not fit the model."""
+
+
+class MemoryShortageError(MegatronError):
+    """The settings ask for more memory than there is; starting again as it is would only repeat it."""
 
 
 class StorageError(MegatronError):
@@ -82,6 +88,36 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
 
 
+# By the text: numpy's and torch's allocators have nothing else in common, and neither is imported here.
+_REFUSED_BYTES = (
+    re.compile(r"DefaultCPUAllocator: .*you tried to allocate ([0-9]+) bytes"),
+    re.compile(r"Tried to allocate ([0-9.]+ [KMGT]i?B)"),
+    re.compile(r"Unable to allocate ([0-9.]+ [KMGTPE]iB)"),
+)
+
+
+def explain_refused_memory(error: BaseException) -> str | None:
+    """What an allocator was asked for and did not give, in words: `274.9 GB`; None for any other error."""
+    # numpy's and torch's own classes are a MemoryError and a RuntimeError.
+    if not isinstance(error, MemoryError | RuntimeError):
+        return None
+    text = str(error)
+    for pattern in _REFUSED_BYTES:
+        if match := pattern.search(text):
+            return format_bytes(int(match[1])) if match[1].isdigit() else match[1]
+    is_shortage = isinstance(error, MemoryError) or "CUDA out of memory" in text or "DefaultCPUAllocator" in text
+    return "more memory" if is_shortage else None
+
+
+def format_bytes(number: float) -> str:
+    """A number of bytes for people, in powers of 1000: `1.5 TB`."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB", "PB"):
+        if number < 1000:
+            return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} EB"
+
+
 def report_error(error: MegatronError) -> None:
     """Print `error: …`, one line for each problem, on standard error."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
@@ -91,7 +127,8 @@ def report_error(error: MegatronError) -> None:
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
-    """Wrap a program's `main`: a MegatronError becomes its `error:` line and exit code, without a traceback.
+    """Wrap a program's `main`: a MegatronError, or an allocator's refusal, becomes its `error:` line and exit code,
+    without a traceback.
 
     `MEGATRON_TRACEBACK=1` (or `--traceback`) shows the traceback as well. A closed output pipe ends the program
     quietly.
@@ -101,10 +138,15 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
     def wrapped() -> int:
         try:
             return main() or 0
-        except MegatronError as error:
+        except (MegatronError, MemoryError, RuntimeError) as error:
             # Not from parsed arguments: they may be what is wrong.
             if "--traceback" in sys.argv or os.environ.get("MEGATRON_TRACEBACK") == "1":
                 raise
+            if not isinstance(error, MegatronError):
+                refused = explain_refused_memory(error)
+                if refused is None:
+                    raise
+                error = MemoryShortageError(f"out of memory: {refused} could not be had; ask for less at once")
             report_error(error)
             return error.exit_code
         except KeyboardInterrupt:

@@ -43,6 +43,7 @@ from megatron.training.data.samples import build_batch_size_calculator, count_it
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.dispatch import Hooks
 from megatron.training.launch.initialize import Process
+from megatron.training.launch.memory_limits import refuse_oversize
 from megatron.training.metrics import Metrics
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, HookContext, Progress, Run
@@ -171,6 +172,9 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
         modules.append(module)
     # Before memory is given to the parameters: a tied weight must become one parameter, not two of equal values.
     tie_chunks(modules)
+    refuse_oversize(
+        config, modules, groups.world, recipe.padded_vocab_size, own_optimizer=recipe.build_optimizer is not None
+    )
     fill = functools.partial(
         materialise_parameters, seed=config.model.seed, device=process.device,
         draw_on_cpu=config.model.use_cpu_initialization, draw=config.model.perform_initialization,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.core.errors import ConfigError, TemporaryError, say
+from megatron.core.errors import ConfigError, MemoryShortageError, TemporaryError, say
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.container import RunConfig
@@ -20,6 +20,7 @@ from megatron.training.launch.initialize import (
     read_command_line,
     shut_down,
 )
+from megatron.training.launch.memory_limits import explain_memory_shortage
 from megatron.training.loop import train
 from megatron.training.recipes.build import wrap_providers
 from megatron.training.recipes.recipe import Recipe
@@ -95,6 +96,16 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     get_args(), get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend, and
     KeyboardInterrupt after a run that Ctrl-C has ended in order.
     """
+    try:
+        return _set_up_and_train(config, recipe, hooks)
+    except (MemoryError, RuntimeError) as error:
+        shortage = explain_memory_shortage(error, config, recipe.padded_vocab_size)
+        if shortage is None:
+            raise
+        raise MemoryShortageError(shortage) from error
+
+
+def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) -> Run:
     process = initialize(config)
     if process.launch.rank == 0:
         notes = [f"note: {note}" for note in (*config.notes, *process.notes)]

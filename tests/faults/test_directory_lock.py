@@ -106,7 +106,7 @@ def test_elsewhere_the_counter_decides_by_our_own_clock(tmp_path: Path, monkeypa
 
     def hold_elsewhere() -> None:
         directory_lock.BEAT_SECONDS = 0.1
-        directory_lock._name_machine = lambda: "another machine"
+        directory_lock.name_machine = lambda: "another machine"
         kept.append(DirectoryLock(tmp_path, ignore))
 
     kept: list[DirectoryLock] = []
@@ -138,7 +138,7 @@ def contend(root: Path, go: int, end: int, report: int) -> None:
     """One of several that want the lock of the dead `ELSEWHERE`, each as if on a machine of its own."""
     directory_lock.BEAT_SECONDS, directory_lock._LOOK_SECONDS = 0.05, 0.01
     machine = f"machine {os.getpid()}"
-    directory_lock._name_machine = lambda: machine
+    directory_lock.name_machine = lambda: machine
     Holder.is_gone = lambda self: True if self.run == ELSEWHERE.run else None  # type: ignore[method-assign]
     os.read(go, 1)
     time.sleep(random.choice([0, 0, random.uniform(0, 0.003)]))

@@ -24,6 +24,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sequence_counts import UnopenedDataset
 from megatron.core.errors import ConfigError, DataError
+from megatron.core.host_memory import require_host_memory
 
 Array = npt.NDArray[Any]
 Sample = dict[str, Any]
@@ -228,6 +229,13 @@ class GPTDataset(MegatronDataset):
         # One stream for documents and samples, drawn in this order, as upstream draws it.
         random = np.random.RandomState(self.config.random_seed)
         plan = plan_epochs(tokens_per_epoch, self.num_samples, self._length, extra)
+        # A document's number has 4 bytes, a sample's place at least 8, and its place in the shuffled order 4.
+        num_samples = self.num_samples or 0
+        require_host_memory(
+            4 * plan.num_epochs * len(documents) + 12 * num_samples,
+            f"{self.dataset_path or 'mock data'}: the indices of {num_samples} samples ({plan.num_epochs} epochs)",
+            "ask for fewer with --train-iters, --train-samples or --global-batch-size",
+        )
         document_index = build_document_index(documents, plan, random)
         sample_index = build_sample_index(
             lengths,

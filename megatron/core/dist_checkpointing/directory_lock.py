@@ -33,6 +33,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME
 from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.errors import StorageError, TemporaryError
+from megatron.core.host_memory import name_machine
 
 BEAT_SECONDS = 4.0
 # Five beats: a machine that swaps, or a file system that hesitates, is not dead.
@@ -61,7 +62,7 @@ class Holder:
         """A new run in this process."""
         pid = os.getpid()
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        return cls(uuid.uuid4().hex[:12], socket.gethostname(), pid, since, _name_machine(), _read_process(pid)[1])
+        return cls(uuid.uuid4().hex[:12], socket.gethostname(), pid, since, name_machine(), _read_process(pid)[1])
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
@@ -80,7 +81,7 @@ class Holder:
 
     def is_gone(self) -> bool | None:
         """True when the process has certainly ended, False when it certainly has not, None when that cannot be told."""
-        if self.machine is None or self.machine != _name_machine():
+        if self.machine is None or self.machine != name_machine():
             return None
         # A process is in one run at a time: an earlier one of our own was left without being closed.
         if self.pid == os.getpid():
@@ -282,14 +283,6 @@ def _read_tracker(root: Path) -> bytes:
         return read_file(root / TRACKER_NAME, 64)
     except OSError:
         return b""
-
-
-def _name_machine() -> str | None:
-    """Equal for two processes that see each other under the same numbers, different after a restart of the machine."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
 
 
 def _read_process(pid: int) -> tuple[bool, int | None]:

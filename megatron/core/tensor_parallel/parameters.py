@@ -20,7 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import is_cpu
 from megatron.core.errors import ConfigError
+from megatron.core.host_memory import require_host_memory
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Kind, Placement, Split, get_placement, place
 
@@ -120,7 +122,17 @@ def initialise_parameters(
     draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
     different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of
     drawn weights as it is, for a model whose weights are loaded.
+
+    Raises MemoryShortageError where the parameters alone are more than the host has: they have no content yet, and
+    only with it do they take memory.
     """
+    on_host = sum(param.numel() * param.element_size() for param in module.parameters() if is_cpu(param))
+    require_host_memory(
+        on_host,
+        "the parameters of this process",
+        "divide the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size), or make "
+        "it smaller",
+    )
     for name, parameter in list_global_names(module):
         placement = get_placement(parameter, name)
         # A tied copy already knows its owner's name.

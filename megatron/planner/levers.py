@@ -1,0 +1,89 @@
+"""What makes a run need less memory and trains the same model: settings, in the order of what they cost.
+
+The saving of each is the difference of two estimates of memory.py, or a count of what it no longer keeps. Whether the
+settings go together with all others of the run is for the caller to ask: here are single changes by name of the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.planner.memory import Workload, estimate_memory
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_BYTES_PER_SCORE = 2
+_INPUT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A change of settings, and what it saves."""
+
+    changes: Mapping[str, Any]
+    """Field -> new value."""
+    saved_bytes: float
+    """On the most loaded process, by the formulas of memory.py; the machine may save more or less."""
+    of_activations: bool = True
+    """Whether all of it are activations; else weights, gradients and optimizer state become fewer."""
+
+
+def list_levers(
+    model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload
+) -> Iterator[Lever]:
+    """Yield what is not in use yet, from the cheapest in time to the most expensive."""
+    now = estimate_memory(model, replicas, workload)
+    size = workload.micro_batch_size
+    smaller = next((divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0), None)
+    if smaller is not None:
+        yield Lever({"micro_batch_size": smaller}, now.activations * (1 - smaller / size))
+    num_replicas = workload.data_parallel_size * model.context_parallel_size
+    shards = replicas.use_torch_fsdp2
+    if num_replicas > 1 and not (replicas.use_distributed_optimizer or shards):
+        # The formula reads this one field of the config.
+        divided = estimate_memory(model, dataclasses.replace(replicas, use_distributed_optimizer=True), workload)
+        yield Lever({"use_distributed_optimizer": True}, now.weight_and_optimizer - divided.weight_and_optimizer, False)
+    if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
+        tokens = _count_tokens(model, workload)
+        ranks = model.tensor_model_parallel_size
+        # What tensor parallelism alone leaves whole on every rank: ten bytes of each element of hidden states.
+        per_layer = 10 * tokens * model.hidden_size * (1 - 1 / ranks)
+        yield Lever({"sequence_parallel": True}, per_layer * _count_kept_layers(model, workload))
+    if model.recompute_granularity is None and model.attention_backend in ("unfused", "local"):
+        yield Lever({"recompute_granularity": "selective"}, _count_score_bytes(model, workload))
+    if model.recompute_granularity != "full":
+        inputs = _INPUT_BYTES * _count_tokens(model, workload) * model.hidden_size
+        scores = 0 if model.attention_backend == "flash" else _count_score_bytes(model, workload)
+        saved = (now.layer_activations - inputs) * _count_kept_layers(model, workload) + scores
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        # Modules belong to the selective granularity.
+        yield Lever({**full, "recompute_modules": None}, saved)
+    if num_replicas > 1 and not shards:
+        kept = now.weight_and_optimizer / num_replicas
+        yield Lever({"use_torch_fsdp2": True}, now.weight_and_optimizer - kept, False)
+    if workload.data_parallel_size % 2 == 0:
+        for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            yield Lever({axis: 2 * getattr(model, axis)}, now.total / 2, False)
+
+
+def _count_tokens(model: TransformerConfig, workload: Workload) -> int:
+    """Tokens of a microbatch on one process."""
+    return workload.seq_length // model.context_parallel_size * workload.micro_batch_size
+
+
+def _count_kept_layers(model: TransformerConfig, workload: Workload) -> float:
+    """Layers of a stage, times the microbatches of which they keep activations at once."""
+    stages = model.pipeline_model_parallel_size
+    return model.num_layers / stages * min(stages, workload.num_microbatches)
+
+
+def _count_score_bytes(model: TransformerConfig, workload: Workload) -> float:
+    """Attention probabilities of all kept layers, where attention is written out."""
+    heads = model.num_attention_heads / model.tensor_model_parallel_size
+    pairs = _count_tokens(model, workload) * workload.seq_length
+    return _BYTES_PER_SCORE * heads * pairs * _count_kept_layers(model, workload)

@@ -1,0 +1,152 @@
+"""More memory than there is: seen before it is taken where that can be proven, and one sentence where it happens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from megatron.core import device as device_module
+from megatron.core.collectives import all_gather_object
+from megatron.core.config_base import get_settings
+from megatron.core.errors import ConfigError, MemoryShortageError, explain_refused_memory, format_bytes
+from megatron.core.host_memory import name_machine, read_host_memory
+from megatron.core.process_groups_config import Group
+from megatron.planner.levers import Lever, list_levers
+from megatron.planner.memory import MemoryEstimate, Workload, estimate_memory
+from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+
+_NUM_LEVERS = 3
+# What saves less is not worth a restart.
+_LEAST_SHARE = 0.02
+_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def refuse_oversize(
+    config: RunConfig, modules: Iterable[nn.Module], world: Group, padded_vocab_size: int, *, own_optimizer: bool
+) -> None:
+    """Raise MemoryShortageError on every rank when the parameters of `modules` cannot be
+    trained in the memory there is; of activations nothing is assumed. Every rank calls this.
+
+    own_optimizer: it is not that of the settings, so that nothing is known of its state.
+    """
+    needed = sum(
+        _count_training_bytes(config, parameter, own_optimizer) for m in modules for parameter in m.parameters()
+    )
+    device = device_module.current_device()
+    # Processes on one machine share its memory; each GPU is one process's.
+    place = name_machine() if device_module.is_cpu(device) else None
+    total, source = read_total_memory()
+    found = all_gather_object((place, needed, total, source), world)
+    for rank, (machine, own, limit, whose) in enumerate(found):
+        together = own if machine is None else sum(other[1] for other in found if other[0] == machine)
+        if together > limit:
+            processes = sum(other[0] == machine for other in found) if machine is not None else 1
+            whom = f"the {processes} processes of a machine" if processes > 1 else f"rank {rank}"
+            raise MemoryShortageError(
+                f"weights, gradients and optimizer state of {whom} take {format_bytes(together)} at least, and {whose} "
+                f"{format_bytes(limit)}; {suggest_levers(config, padded_vocab_size)}"
+            )
+
+
+def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimizer: bool) -> float:
+    """Bytes that certainly belong to a parameter on this process while it is trained."""
+    ddp, optimizer = config.ddp, config.optimizer
+    replicas = config.data_parallel_size * config.model.context_parallel_size
+    weight, gradient, state = parameter.element_size(), 0, 0
+    if parameter.requires_grad and not config.validation.skip_train:
+        gradient = 4 if ddp.grad_reduce_in_fp32 else weight
+        if optimizer.optimizer == "adam" and not own_optimizer:
+            moments = _STATE_BYTES[optimizer.exp_avg_dtype] + _STATE_BYTES[optimizer.exp_avg_sq_dtype]
+            state = moments + (_STATE_BYTES[optimizer.main_params_dtype] if weight < 4 else 0)
+    bytes_per_element: float = weight + gradient + state / (replicas if ddp.use_distributed_optimizer else 1)
+    # Fully sharded, every one of the three is divided.
+    return parameter.numel() * bytes_per_element / (replicas if ddp.use_torch_fsdp2 else 1)
+
+
+def explain_memory_shortage(error: BaseException, config: RunConfig, padded_vocab_size: int) -> str | None:
+    """The sentence for memory that could not be had while a run was set up or trained; None for other errors."""
+    refused = explain_refused_memory(error)
+    if refused is None:
+        return None
+    total, source = read_total_memory()
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        host = read_host_memory()
+        total, source = host.total_bytes, host.source
+    what = f"out of memory: {refused} could not be had at once, {source} {format_bytes(total)}"
+    # Arrays, which are numpy's, hold the data and no part of the model.
+    if isinstance(error, MemoryError):
+        return f"{what}; take fewer or shorter samples (--train-iters, --global-batch-size, --seq-length)"
+    return f"{what}; {suggest_levers(config, padded_vocab_size)}"
+
+
+def read_total_memory() -> tuple[int, str]:
+    """Bytes that this process's device has, and who says so: `this machine has`."""
+    if device_module.is_cpu(device_module.current_device()):
+        host = read_host_memory()
+        return host.total_bytes, host.source
+    return device_module.read_total_memory_bytes(), "this GPU has"
+
+
+def suggest_levers(config: RunConfig, padded_vocab_size: int) -> str:
+    """What the formulas say of the run, and the cheapest settings that make it need less and train the same model."""
+    workload = _describe_workload(config, padded_vocab_size)
+    now = estimate_memory(config.model, config.ddp, workload)
+    # Then no saving of activations is enough, however large.
+    weights_are_too_many = now.weight_and_optimizer > read_total_memory()[0]
+    found = [
+        f"{_write_changes(config, lever)} ({format_bytes(lever.saved_bytes)} less)"
+        for lever in list_levers(config.model, config.ddp, workload)
+        if lever.saved_bytes >= _LEAST_SHARE * now.total
+        and not (weights_are_too_many and lever.of_activations)
+        and _is_possible(config, lever)
+    ]
+    estimate = _describe_estimate(now)
+    if not found:
+        return f"{estimate}; no setting makes it less for the same model: use more processes, or a smaller model"
+    return f"{estimate}; cheapest first: {', '.join(found[:_NUM_LEVERS])}"
+
+
+def _describe_estimate(memory: MemoryEstimate) -> str:
+    return (
+        f"estimated for each process: {format_bytes(memory.weight_and_optimizer)} of weights, gradients and optimizer "
+        f"state, {format_bytes(memory.activations)} of activations"
+    )
+
+
+def _describe_workload(config: RunConfig, padded_vocab_size: int) -> Workload:
+    batch, replicas = config.training, config.data_parallel_size
+    micro_batch_size = batch.micro_batch_size or 1
+    return Workload(
+        padded_vocab_size=padded_vocab_size,
+        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
+        seq_length=config.data.seq_length or 1,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=max(1, (batch.global_batch_size or 1) // (micro_batch_size * replicas)),
+        data_parallel_size=replicas,
+    )
+
+
+def _is_possible(config: RunConfig, lever: Lever) -> bool:
+    """Whether the run's other settings allow the change."""
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in lever.changes.items():
+        changes.setdefault(groups_of_fields()[name], {})[name] = value
+    try:
+        groups = {group: dataclasses.replace(getattr(config, group), **values) for group, values in changes.items()}
+        dataclasses.replace(config, **groups)
+    except (ConfigError, ValueError, TypeError):
+        return False
+    return True
+
+
+def _write_changes(config: RunConfig, lever: Lever) -> str:
+    return " ".join(_spell(config, name, value) for name, value in lever.changes.items() if value is not None)
+
+
+def _spell(config: RunConfig, name: str, value: Any) -> str:
+    setting = get_settings(group_classes()[groups_of_fields()[name]])[name]
+    now = getattr(getattr(config, groups_of_fields()[name]), name)
+    return setting.spell(value) + (f" instead of {now}" if isinstance(now, int) and not setting.is_switch else "")
