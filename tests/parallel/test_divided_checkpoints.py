@@ -78,10 +78,16 @@ def test_divided_over_tensor_parallel_stages_too(tmp_path: Path) -> None:
     assert_bit_equal(original, saved(tmp_path / "two", 2))
 
 
-def test_one_process_reads_tables_that_two_had_padded_further(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks pad 61 tokens to 128 rows, one process to 64."""
-    on(2, f"--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64 --vocab-size 60 --save {tmp_path}", 2)
-    table = saved(tmp_path, 2)["embedding.word_embeddings.weight"]
+@pytest.mark.parametrize("tied", ["", "--untie-embeddings-and-output-weights"])
+def test_one_process_reads_tables_that_two_had_padded_further(tied: str, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks pad 60 tokens to 128 rows, one process to 64."""
+    padding = "--make-vocab-size-divisible-by 64 --vocab-size 60"
+    on(2, f"--tensor-model-parallel-size 2 {padding} {tied} --save {tmp_path}", 2)
+    tables = saved(tmp_path, 2)
     trained = load_trained_model(tmp_path)
-    assert (table.shape[0], trained.model.vocab_size) == (128, 64)
-    assert torch.equal(trained.model.embedding.word_embeddings.weight[:61], table[:61])
+    found = {"embedding.word_embeddings.weight": trained.model.embedding.word_embeddings.weight}
+    if tied:
+        found["output_layer.weight"] = trained.model.output_layer.weight
+    for name, table in found.items():
+        assert (tables[name].shape[0], table.shape[0], trained.vocab_size) == (128, 64, 60), name
+        assert torch.equal(table[:60], tables[name][:60]), name
