@@ -111,6 +111,11 @@ class NumMicrobatchesCalculator:
             iterations += stretch.iterations
         return iterations
 
+    def count_samples(self, iterations: int) -> int:
+        """Samples that the first `iterations` iterations of a run take."""
+        stretches = self.stretches(0, iterations)
+        return sum(self._samples_taken(stretch.consumed_samples) * (stretch.iterations or 0) for stretch in stretches)
+
     def _samples_taken(self, consumed_samples: int) -> int:
         """Samples of the next iteration. Not rounded unless asked for: a run that is past it may have had other
         ranks."""

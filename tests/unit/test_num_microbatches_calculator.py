@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import (
     BatchSizeStep,
+    NumMicrobatchesCalculator,
     build_num_microbatches_calculator,
     compute_rampup_steps,
     parse_step_schedule,
@@ -88,6 +89,14 @@ def test_a_size_that_was_passed_needs_not_be_shared() -> None:
     ]  # fmt: skip
 
 
+def met_from_start(batch_size: NumMicrobatchesCalculator, iterations: int) -> list[int]:
+    """The global batch sizes of the first iterations of a run, one after the other."""
+    sizes: list[int] = []
+    while len(sizes) < iterations:
+        sizes.append(batch_size.global_batch_size(sum(sizes)))
+    return sizes
+
+
 @given(st.lists(st.integers(0, 200), max_size=4, unique=True), st.data())
 def test_stretches_are_the_sizes_met_step_by_step(thresholds: list[int], data: st.DataObject) -> None:
     thresholds = [0, *(at + 1 for at in thresholds)]
@@ -100,6 +109,7 @@ def test_stretches_are_the_sizes_met_step_by_step(thresholds: list[int], data: s
         met.append(batch_size.global_batch_size(consumed))
         consumed += met[-1]
     assert [stretch.global_batch_size for stretch in stretches for _ in range(stretch.iterations or 0)] == met
+    assert batch_size.count_samples(7) == sum(met_from_start(batch_size, 7))
     samples, count, consumed = data.draw(st.integers(0, 400)), 0, 0
     while consumed + batch_size.global_batch_size(consumed) <= samples:
         consumed += batch_size.global_batch_size(consumed)

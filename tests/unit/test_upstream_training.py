@@ -240,6 +240,8 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path, args: Namespace) -
     assert load(*again, load_arg="load", strict=True) == (2, 0)
     with pytest.raises(CheckpointError, match="load_arg='pretrained'"):
         load(*again, load_arg="pretrained")
-    args.num_layers = 7
+    # Whatever says which function the weights are for, by what the fields say of themselves.
+    args.num_layers, args.layernorm_epsilon, args.rotary_base = 7, 1.0, 3
     shaped, saved = settings(args=args, load_arg="load")
     assert shaped.num_layers == saved.num_layers == 2
+    assert (shaped.layernorm_epsilon, shaped.rotary_base) == (1e-5, 10000)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, latest_iteration
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint import save_and_load
+from megatron.training.config.container import group_classes
+from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
 from megatron.training.hooks.dispatch import Hooks
 from megatron.training.run import Progress
@@ -47,7 +50,7 @@ def save_checkpoint(
 ) -> Path:
     """Save to args.save as the given iteration, in the format of pretrain_gpt.py; returns the directory.
 
-    args.consumed_train_samples says which samples come next; from the iteration and the global batch size where it is
+    args.consumed_train_samples says which samples come next; from the iteration and the global batch sizes where it is
     missing. num_floating_point_operations_so_far: of upstream's signature; it is not kept.
     """
     args = get_args()
@@ -55,7 +58,9 @@ def save_checkpoint(
     parts.progress.iteration = iteration
     # Upstream's scripts count it in args while they train.
     consumed = getattr(args, "consumed_train_samples", None)
-    parts.progress.consumed_train_samples = iteration * (args.global_batch_size or 1) if consumed is None else consumed
+    if consumed is None:
+        consumed = build_batch_size_calculator(args.run_config).count_samples(iteration)
+    parts.progress.consumed_train_samples = consumed
     # Held from the first save to the end of the process: a loop of one's own does not say when it is over.
     if not hasattr(args, _LOCK):
         setattr(args, _LOCK, save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world))
@@ -142,11 +147,8 @@ def load_args_from_checkpoint(
         }
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} holds no settings that can be used ({error})") from error
-    shape = (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "max_position_embeddings", "position_embedding_type", "normalization", "seq_length",
-    )  # fmt: skip
-    for name in shape:
+    model = [setting for group in ("gpt", "model") for setting in get_settings(group_classes()[group]).values()]
+    for name in ("seq_length", *(s.dest for s in model if s.kind in ("shape", "function", "shorthand"))):
         if settings.get(name) is not None:
             setattr(args, name, settings[name])
     return args, Namespace(**settings)
