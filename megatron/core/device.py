@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.errors import ConfigError
+
 
 class Peaks(NamedTuple):
     """Dense matrix peaks of one product in TFLOP/s, from the data sheet, without sparsity. None: not supported."""
@@ -157,6 +159,23 @@ def use_deterministic_algorithms() -> None:
     # The filling is a further pass over every new tensor, and nothing of ours reads before it writes.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def activate_flash_attention(version: int) -> None:
+    """From now on torch's flash attention is this version: 2, its own, or 3 or 4, of a package.
+
+    Raises ConfigError where that package is missing or does not fit.
+    """
+    if version == 2:
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl(f"FA{version}")
+    # Older releases of torch have no such function.
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"--flash-attention-version {version} cannot be used here ({error}); install the package that brings it, "
+            "or give --flash-attention-version 2, PyTorch's own"
+        ) from error
 
 
 # ---- time and profiles

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
-from megatron.training.flags.read import examine
 from tests.unit.gpt_models import build_model, losses_and_grads, token_batch
-from tests.unit.run_flags import SMALLEST_RUN
+from tests.unit.run_flags import run_config
 
 GROUP = ProcessGroupCollection.single().tp
 
@@ -71,8 +71,9 @@ def test_the_flag_halves_what_the_loss_keeps() -> None:
 
 
 @pytest.mark.flags("--cross-entropy-fusion-impl")
-def test_only_our_own_fusion() -> None:
-    base = [*SMALLEST_RUN.split(), "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"]
-    assert examine([*base, "native"], {}).config is not None
-    (problem,) = examine([*base, "te"], {}).problems
-    assert "--cross-entropy-fusion-impl te" in problem.text and "native" in problem.text
+def test_our_own_fusion_takes_the_place_of_another() -> None:
+    for impl, notes in (("native", 0), ("te", 1)):
+        config = run_config(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {impl}")
+        assert sum("--cross-entropy-fusion-impl te" in note for note in config.notes) == notes
+    with pytest.raises(ConfigError, match="--cross-entropy-fusion-impl apex is not one of its values"):
+        run_config("--cross-entropy-loss-fusion --cross-entropy-fusion-impl apex")

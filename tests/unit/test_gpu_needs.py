@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core import device
 from megatron.core.config_base import CheckedConfig, flag, get_settings
+from megatron.core.errors import ConfigError
 from megatron.core.setting import CHANGES_THE_RUN, NeedsGPU
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.config.gpu_needs import describe_gpu_needs, replace_gpu_settings
 from megatron.training.flags.read import print_settings
+from megatron.training.launch import initialize
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 
@@ -24,6 +27,7 @@ WISHES: list[tuple[str, str, dict[str, Any]]] = [
     ("--attention-backend fused", "--attention-backend", {"attention_backend": "auto"}),
     ("--attention-backend flash --attention-dropout 0.1", "--attention-backend", {"attention_backend": "auto"}),
     ("--distributed-backend nccl", "--distributed-backend", {"distributed_backend": None}),
+    ("--flash-attention-version 3", "--flash-attention-version", {"flash_attention_version": None}),
     ("--profile", "--profile", {"use_pytorch_profiler": True}),
     ("--record-memory-history", "--record-memory-history", {"record_memory_history": False}),
     ("--high-priority-stream-groups tp", "--high-priority-stream-groups", {}),
@@ -100,3 +104,21 @@ def test_a_checkpoint_from_gpus_is_used_on_the_cpu(tmp_path: Path) -> None:
     run.config.model.attention_backend = "fused"  # what the saved settings of a run on GPUs say
     finish(run)
     assert load_trained_model(tmp_path).config.model.attention_backend == "auto"
+
+
+@pytest.mark.flags("--flash-attention-version")
+def test_the_version_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is told once, before the model is built; 2 is its own, and what a package lacks is a sentence."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", told.append)
+    monkeypatch.setattr(initialize, "replace_gpu_settings", lambda config: [])
+    for version in (2, 3, 4):
+        prepare("--flash-attention-version", str(version))
+    assert told == ["FA3", "FA4"]
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'flash_attn_interface'")
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", missing)
+    with pytest.raises(ConfigError, match="--flash-attention-version 3 cannot be used here .*flash_attn_interface"):
+        prepare("--flash-attention-version", "3")

@@ -66,6 +66,8 @@ def initialize(config: RunConfig) -> Process:
     if not device_module.is_cuda(device):
         keep_freed_host_memory()
     device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
+    if config.model.flash_attention_version is not None:
+        device_module.activate_flash_attention(config.model.flash_attention_version)
     # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)

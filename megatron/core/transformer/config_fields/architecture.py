@@ -66,7 +66,8 @@ class ArchitectureFields(ModelParallelConfig):
     """Loss and its gradient straight from logits in the model's number format, a block of tokens at a time: no float32
     copy of the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
-    """Whose fused cross entropy: native is this system's; Transformer Engine's, te, is refused."""
+    """Whose fused cross entropy: this system's, native, also takes the place of Transformer Engine's, te, with
+    a note."""
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
     round; the model's when not given."""
@@ -95,8 +96,6 @@ class ArchitectureFields(ModelParallelConfig):
             yield "--fp32-residual-connection says nothing in a float32 run; add --bf16 or --fp16, or leave it out"
         if self.logit_dtype == "bf16" and not self.bf16:
             yield f"{self.say('logit_dtype')} is the format of a --bf16 model; add --bf16, or leave it out"
-        if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te":
-            yield f"{self.say('cross_entropy_fusion_impl')} is Transformer Engine's, which is not used; use native"
         # Upstream refuses this pair, and scripts that rely on the refusal keep their meaning.
         if self.cross_entropy_loss_fusion and self.deterministic_mode:
             yield (

@@ -63,6 +63,19 @@ class AttentionFields(ArchitectureFields):
     """What computes attention. auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash
     kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax
     written out."""
+    flash_attention_version: int | None = flag(
+        None,
+        choices=(2, 3, 4),
+        kind="kernel",
+        needs=Needs("--attention-backend auto or flash", lambda run: run.attention_backend in ("auto", "flash")),
+        gpu=NeedsGPU(
+            lambda run: run.flash_attention_version is not None,
+            "the CPU's own kernel takes its place",
+            {"flash_attention_version": None},
+        ),
+    )
+    """Which flash kernel --attention-backend flash, or auto where it chooses that one, means on a GPU: 2 is PyTorch's
+    own, 3 and 4 take the package that brings them; PyTorch's when not given."""
     masked_softmax_fusion: bool = flag(True, kind="kernel")
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
     apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",), kind="kernel")
