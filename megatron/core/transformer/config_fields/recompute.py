@@ -64,7 +64,7 @@ class RecomputeFields(PipelineFields):
                     "full"
                 )
             # Ranks then hold different tokens: there is no common input left to divide.
-            if self.sequence_parallel:
+            if self.sequence_parallel and self.tensor_model_parallel_size > 1:
                 yield "--distribute-saved-activations has nothing to do with --sequence-parallel; keep one"
 
     def _full_recomputation_is_complete(self) -> Iterator[str]:
