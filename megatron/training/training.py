@@ -127,7 +127,7 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
     except RuntimeError as error:
         if (operation := explain_nondeterminism(error)) is not None:
             raise ConfigError(operation) from error
-        problem = explain_lost_loader(error) or explain_lost_peer(error)
+        problem = explain_lost_loader(error) or explain_lost_peer(error, process.presence)
         if problem is None:
             raise
         raise TemporaryError(problem) from error

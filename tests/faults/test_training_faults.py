@@ -205,7 +205,7 @@ def test_R3_a_killed_rank_ends_the_others_with_75(layout: str, tmp_path: Path) -
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 75, errors
     (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
-    assert "another rank was lost" in line
+    assert "another rank was lost: rank 1 has ended" in line
     assert "Traceback" not in errors
 
 

@@ -84,7 +84,7 @@ def test_F11_another_flag_on_one_rank() -> None:
     assert [done.returncode for done in ranks] == [2, 2]
     sentence = "rank 1 was started with --seed 99, rank 0 with --seed 1234; start all ranks alike"
     assert error_lines(ranks[0]) == [f"error: {sentence}"]
-    assert error_lines(ranks[1]) == [f"error: rank 1: {sentence}"], "said late, for want of a launcher that ends it"
+    assert error_lines(ranks[1]) == [f"error: {sentence}"], "said late, for want of a launcher that ends it"
 
 
 def test_F11_another_layout_on_one_rank() -> None:

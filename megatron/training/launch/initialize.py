@@ -29,6 +29,7 @@ from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.flags.parser import ExtraFlags, flags_by_spelling
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
+from megatron.training.launch.presence import Presence
 from megatron.training.launch.rendezvous import StartupCheck, open_store
 
 
@@ -41,6 +42,8 @@ class Process:
     groups: ProcessGroupCollection
     notes: tuple[str, ...] = ()
     """What the device cannot do of the settings, and what takes its place."""
+    presence: Presence | None = None
+    """With several processes: which of them are still there."""
 
 
 def initialize(config: RunConfig) -> Process:
@@ -71,6 +74,7 @@ def initialize(config: RunConfig) -> Process:
     # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    presence = None
     if launch.world_size > 1:
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
         store = open_store(launch, timeout.total_seconds())
@@ -83,12 +87,13 @@ def initialize(config: RunConfig) -> Process:
             world_size=launch.world_size,
             timeout=timeout,
         )
+        presence = Presence(launch, store)
     groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
     # For code written against upstream, which asks parallel_state instead of being handed its groups.
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
-    return Process(launch, device, groups, tuple(notes))
+    return Process(launch, device, groups, tuple(notes), presence)
 
 
 def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
@@ -111,16 +116,22 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
-def explain_lost_peer(error: RuntimeError) -> str | None:
-    """The sentence for a collective that failed because another rank is gone; None for other errors."""
+def explain_lost_peer(error: RuntimeError, presence: Presence | None = None) -> str | None:
+    """The sentence for a collective that failed because another rank is gone; None for other errors. presence: names
+    the rank, where that can be found out, which takes up to some seconds."""
     # gloo raises plain RuntimeErrors; its file names in the text are all that marks them.
     communication = isinstance(error, dist.DistError) or "gloo" in str(error)
     if not communication:
         return None
     reason = " ".join(str(error).split())[:200]
-    return (
-        f"another rank was lost or did not answer in time ({reason}); look at the other ranks' logs, then start again"
-    )
+    lost = [] if presence is None else presence.find_lost_ranks()
+    if not lost:
+        who, where = "another rank was lost or did not answer in time", "the other ranks' logs"
+    elif len(lost) == 1:
+        who, where = f"another rank was lost: rank {lost[0]} has ended", "its log"
+    else:
+        who, where = f"other ranks were lost: ranks {', '.join(map(str, lost))} have ended", "their logs"
+    return f"{who} ({reason}); look at {where}, then start again"
 
 
 def explain_nondeterminism(error: RuntimeError) -> str | None:

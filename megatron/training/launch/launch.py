@@ -212,5 +212,10 @@ def leave(exit_code: int) -> NoReturn:
 def _sign(error: MegatronError, rank: str) -> None:
     # A ConfigError prints its list of problems, other errors their text.
     if isinstance(error, ConfigError):
-        error.problems = [f"rank {rank}: {problem}" for problem in error.problems]
-    error.args = (f"rank {rank}: {error}",)
+        error.problems = [_name_rank(problem, rank) for problem in error.problems]
+    error.args = (_name_rank(str(error), rank),)
+
+
+def _name_rank(sentence: str, rank: str) -> str:
+    # Some sentences begin with the rank, because others are told of it.
+    return sentence if re.match(rf"rank {rank}\b", sentence) else f"rank {rank}: {sentence}"

@@ -23,13 +23,17 @@ from megatron.training.launch.launch import Launch
 
 _SHOWN_RANKS = 16
 _RETRY_SECONDS = 0.2
+_ANSWER_SECONDS = 6.0
+"""How long a store that listens may take to answer: it does so within milliseconds..."""
+_ANSWER_SECONDS_PER_RANK = 1e-3
+"""...unless thousands of ranks come to it at once."""
 
 
 def open_store(launch: Launch, timeout_seconds: float) -> Store:
     """The job's key-value store at MASTER_ADDR:MASTER_PORT.
 
-    Raises TemporaryError naming host and port when nothing, or something else than a store, answers there within
-    `timeout_seconds`, or when the port is taken on rank 0.
+    Raises TemporaryError naming host and port when nothing listens there within `timeout_seconds`, when what listens
+    does not answer as a store within seconds, or when the port is taken on rank 0.
     """
     addr, port = launch.master_addr, launch.master_port
     assert addr is not None and port is not None, "one process has nobody to meet"
@@ -59,10 +63,12 @@ def open_store(launch: Launch, timeout_seconds: float) -> Store:
 
     # In a thread: a stranger at that port can keep the constructor waiting for ever.
     threading.Thread(target=connect, daemon=True).start()
+    patience = _ANSWER_SECONDS + _ANSWER_SECONDS_PER_RANK * launch.world_size
+    patience = max(0.1, min(patience, deadline - time.monotonic()))
     try:
-        store = outcome.get(timeout=max(0.1, deadline - time.monotonic()))
+        store = outcome.get(timeout=patience)
     except queue.Empty:
-        store = TimeoutError(f"no answer within {timeout_seconds:g} s")
+        store = TimeoutError(f"no answer within {patience:.1f} s")
     if isinstance(store, Exception):
         raise TemporaryError(
             f"what listens at MASTER_ADDR={addr} MASTER_PORT={port} does not answer as rank 0 of this job "
