@@ -109,6 +109,15 @@ def explain_refused_memory(error: BaseException) -> str | None:
     return "more memory" if is_shortage else None
 
 
+def count_refused_bytes(error: BaseException) -> float | None:
+    """The same as a number; None where the allocator does not say it."""
+    match = re.match(r"([0-9.]+) ([KMGTPE]?)(i?)(B|bytes)$", explain_refused_memory(error) or "")
+    if match is None:
+        return None
+    power = " KMGTPE".index(match[2] or " ")
+    return float(match[1]) * float(1024 if match[3] else 1000) ** power
+
+
 def format_bytes(number: float) -> str:
     """A number of bytes for people, in powers of 1000: `1.5 TB`."""
     for unit in ("bytes", "KB", "MB", "GB", "TB", "PB"):

@@ -31,6 +31,8 @@ class Lever:
     """On the most loaded process, by the formulas of memory.py; the machine may save more or less."""
     of_activations: bool = True
     """Whether all of it are activations; else weights, gradients and optimizer state become fewer."""
+    shrinks_tensors: bool = False
+    """Whether each activation becomes smaller by itself, and not only fewer of them are kept."""
 
 
 def list_levers(
@@ -41,7 +43,7 @@ def list_levers(
     size = workload.micro_batch_size
     smaller = next((divisor for divisor in range(size // 2, 0, -1) if size % divisor == 0), None)
     if smaller is not None:
-        yield Lever({"micro_batch_size": smaller}, now.activations * (1 - smaller / size))
+        yield Lever({"micro_batch_size": smaller}, now.activations * (1 - smaller / size), shrinks_tensors=True)
     num_replicas = workload.data_parallel_size * model.context_parallel_size
     shards = replicas.use_torch_fsdp2
     if num_replicas > 1 and not (replicas.use_distributed_optimizer or shards):
@@ -68,7 +70,9 @@ def list_levers(
         yield Lever({"use_torch_fsdp2": True}, now.weight_and_optimizer - kept, False)
     if workload.data_parallel_size % 2 == 0:
         for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            yield Lever({axis: 2 * getattr(model, axis)}, now.total / 2, False)
+            yield Lever(
+                {axis: 2 * getattr(model, axis)}, now.total / 2, False, shrinks_tensors=axis.startswith("tensor")
+            )
 
 
 def _count_tokens(model: TransformerConfig, workload: Workload) -> int:

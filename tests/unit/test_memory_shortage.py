@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from megatron.core import host_memory
-from megatron.core.errors import MemoryShortageError, command_line, explain_refused_memory, format_bytes
+from megatron.core.errors import (
+    MemoryShortageError,
+    command_line,
+    count_refused_bytes,
+    explain_refused_memory,
+    format_bytes,
+)
 from megatron.core.host_memory import HostMemory, read_host_memory
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.memory_limits import suggest_levers
@@ -55,7 +61,8 @@ def test_what_an_allocator_refuses_is_one_line(ask: Callable[[], object], capsys
 def test_errors_of_memory_are_told_from_others() -> None:
     cuda = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
     assert explain_refused_memory(RuntimeError(cuda)) == "20.00 GiB"
-    assert explain_refused_memory(MemoryError()) == "more memory"
+    assert count_refused_bytes(RuntimeError(cuda)) == 20 * 2**30
+    assert explain_refused_memory(MemoryError()) == "more memory" and count_refused_bytes(MemoryError()) is None
     for error in (RuntimeError("shapes cannot be multiplied"), ValueError("Tried to allocate 20.00 GiB"), OSError(12)):
         assert explain_refused_memory(error) is None
 
@@ -86,9 +93,9 @@ def test_shortage_in_a_step_names_what_there_is_and_what_needs_less() -> None:
     assert "cheapest first: --micro-batch-size 2 instead of 4 (" in text
 
 
-def levers(flags: str, world_size: int = 1) -> str:
+def levers(flags: str, world_size: int = 1, *, is_one_tensor: bool = False) -> str:
     config = read_run_config([*FLAGS.split(), *flags.split()], {"WORLD_SIZE": str(world_size)})
-    return suggest_levers(config, 64).partition("; ")[2]
+    return suggest_levers(config, 64, is_one_tensor=is_one_tensor).partition("; ")[2]
 
 
 def test_levers_are_those_not_in_use_and_possible() -> None:
@@ -106,6 +113,9 @@ def test_levers_are_those_not_in_use_and_possible() -> None:
     # Nothing of one process can be divided, and a single sample is the smallest microbatch.
     full = "--micro-batch-size 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     assert levers(full) == "no setting makes it less for the same model: use more processes, or a smaller model"
+    # What keeps fewer tensors does not make a single one smaller.
+    assert "--sequence-parallel" not in levers(tp, 4, is_one_tensor=True)
+    assert "--micro-batch-size 2" in levers(tp, 4, is_one_tensor=True)
     # Not with experts yet.
     experts = "--micro-batch-size 1 --num-experts 4 --seq-length 1024 --max-position-embeddings 1024"
     assert "--recompute-granularity full" not in levers(experts)

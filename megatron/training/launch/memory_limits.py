@@ -11,7 +11,13 @@ from torch import nn
 from megatron.core import device as device_module
 from megatron.core.collectives import all_gather_object
 from megatron.core.config_base import get_settings
-from megatron.core.errors import ConfigError, MemoryShortageError, explain_refused_memory, format_bytes
+from megatron.core.errors import (
+    ConfigError,
+    MemoryShortageError,
+    count_refused_bytes,
+    explain_refused_memory,
+    format_bytes,
+)
 from megatron.core.host_memory import name_machine, read_host_memory
 from megatron.core.process_groups_config import Group
 from megatron.planner.levers import Lever, list_levers
@@ -79,7 +85,8 @@ def explain_memory_shortage(error: BaseException, config: RunConfig, padded_voca
     # Arrays, which are numpy's, hold the data and no part of the model.
     if isinstance(error, MemoryError):
         return f"{what}; take fewer or shorter samples (--train-iters, --global-batch-size, --seq-length)"
-    return f"{what}; {suggest_levers(config, padded_vocab_size)}"
+    number = count_refused_bytes(error)
+    return f"{what}; {suggest_levers(config, padded_vocab_size, is_one_tensor=number is not None and number > total)}"
 
 
 def read_total_memory() -> tuple[int, str]:
@@ -90,8 +97,11 @@ def read_total_memory() -> tuple[int, str]:
     return device_module.read_total_memory_bytes(), "this GPU has"
 
 
-def suggest_levers(config: RunConfig, padded_vocab_size: int) -> str:
-    """What the formulas say of the run, and the cheapest settings that make it need less and train the same model."""
+def suggest_levers(config: RunConfig, padded_vocab_size: int, *, is_one_tensor: bool = False) -> str:
+    """What the formulas say of the run, and the cheapest settings that make it need less and train the same model.
+
+    is_one_tensor: a single tensor is too large, so that keeping fewer of them does not help.
+    """
     workload = _describe_workload(config, padded_vocab_size)
     now = estimate_memory(config.model, config.ddp, workload)
     # Then no saving of activations is enough, however large.
@@ -101,6 +111,7 @@ def suggest_levers(config: RunConfig, padded_vocab_size: int) -> str:
         for lever in list_levers(config.model, config.ddp, workload)
         if lever.saved_bytes >= _LEAST_SHARE * now.total
         and not (weights_are_too_many and lever.of_activations)
+        and (lever.shrinks_tensors or not is_one_tensor)
         and _is_possible(config, lever)
     ]
     estimate = _describe_estimate(now)
