@@ -73,11 +73,8 @@ def generated(style: str, layout: str) -> tuple[list[str], list[float]]:
 @pytest.mark.flags("--eval-sample-prompt")
 @pytest.mark.parametrize(
     ("style", "layout"),
-    [
-        ("llama", "dp2,fsdp2"), ("moe", "dp2,ep2"),
-        ("gpt2", "dp2,dist-opt,--overlap-param-gather,--overlap-grad-reduce"),
-    ],
-)  # fmt: skip
+    [("llama", "dp2,fsdp2"), ("moe", "dp2,ep2,dist-opt,--overlap-param-gather,--overlap-grad-reduce")],
+)
 def test_text_is_generated_where_parameters_or_experts_are_divided(style: str, layout: str) -> None:
     texts, losses = generated(style, "1")
     assert len(texts) == 2 and all(text.startswith("7 ") for text in texts)

@@ -278,9 +278,9 @@ def format_short_line(
 
 def _describe_what_is_unusual(row: Row, interval: Interval) -> Iterator[str]:
     if interval.skipped:
-        yield f"skipped {interval.skipped}"
+        yield f"skipped iterations {interval.skipped}"
     if interval.nan:
-        yield f"nan {interval.nan}"
+        yield f"nan iterations {interval.nan}"
     if row["loss_scale"] != 1.0:
         yield f"loss scale {row['loss_scale']:.4g}"
     if "params_norm" in row.values:
