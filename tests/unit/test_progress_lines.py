@@ -86,7 +86,8 @@ def test_what_is_unusual_or_asked_for_follows_within_the_width() -> None:
     shown = format_short(build_row(), row, texts=(text,), stop=3.1 * 3600)
     assert all(len(line) <= 120 for line in shown.splitlines())
     words = " ".join(shown.split())
-    for part in ("stop in 3h06m", "skipped iterations 1", "loss scale 6.554e+04", "params norm 123.400", "zeros 12", text):
+    for part in ("stop in 3h06m", "skipped iterations 1", "loss scale 6.554e+04", "params norm 123.400", "zeros 12",
+                 text):  # fmt: skip
         assert part in words
     plain = format_short(build_row())
     assert not any(word in plain for word in ("skipped", "nan", "loss scale", "norm 0", "zeros"))
