@@ -146,7 +146,9 @@ def test_activation_flags(flag: str, activation: str, gated: bool) -> None:
     ],
 )
 def test_values_with_which_nothing_is_learnt_are_noted(flags: str, note: str | None) -> None:
-    found = [line for line in run_config(flags).notes if line not in run_config().notes]
+    # Some of the flags are those of the smallest run again, which is noted, too.
+    usual = run_config().notes
+    found = [line for line in run_config(flags).notes if line not in usual and "the last one counts" not in line]
     assert [line[: len(note or "")] for line in found] == ([] if note is None else [note])
 
 
