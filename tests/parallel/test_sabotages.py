@@ -54,6 +54,10 @@ CASES = {
         "decoder.final_layernorm.weight",
         ("its sum over tp", "exactly those that have gradients that are summed over tp, each 0.5 times"),
     ),
+    "keys and values of two ranks are not summed": Case(
+        "llama", "tp4", sabotages.skip_shared_parts, "decoder.layers.3.self_attention.linear_qkv.weight",
+        ("the sum over tp of the keys and values", "exactly those that have parts that several ranks of tp hold"),
+    ),
     "a bucket is not reduced": Case(
         "gpt2", "dp2,--overlap-grad-reduce,--ddp-num-buckets=5", sabotages.skip_bucket(2),
         "", ("its reduction over the replicas in bucket 3 of 6",), 3,

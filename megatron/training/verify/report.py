@@ -140,6 +140,8 @@ def _locate_gradient(reference: Trace, found: Trace, first: Finding) -> tuple[st
     name = first.tensor
     placement = found.placements.get(name)
     sums = [f"its sum over {axis}" for axis in (placement.partial_grad_axes if placement else ())]
+    if axes := _find_shared_axes(found, name):
+        sums.append(f"the sum over {axes} of the keys and values that several ranks hold")
     sizes = found.coordinates[0] if found.coordinates else {}
     if "dp" in sizes or "cp" in sizes:
         where = found.buckets.get(name)
@@ -150,6 +152,14 @@ def _locate_gradient(reference: Trace, found: Trace, first: Finding) -> tuple[st
     where = f"in the backward pass of the first iteration, with a weight's own gradient: {', or '.join(causes)}"
     flows = "activations and losses; the gradient of its layer's output" if reference.points else "losses"
     return where, flows
+
+
+def _find_shared_axes(found: Trace, name: str) -> str:
+    """Axes over which a parameter is divided so that several ranks hold one part of it; empty where there are none."""
+    placement = found.placements.get(name)
+    splits = placement.splits if placement is not None else ()
+    shared = (s.axis for s in splits if placement is not None and s.replicated_parts(placement.full_shape[s.dim]))
+    return ", ".join(shared)
 
 
 def _find_neighbour(reference: Trace, point: Point, step: int, fits: Callable[[Point], bool]) -> Point | None:
@@ -198,6 +208,7 @@ def _find_common_trait(reference: Trace, found: Trace, together: Sequence[Findin
         ("move without {}", lambda name: "" if name in reference.grads else "gradients"),
         ("are of the kind {}", lambda name: str(found.placements[name].kind)),
         ("have gradients that are summed over {}", lambda name: ", ".join(found.placements[name].partial_grad_axes)),
+        ("have parts that several ranks of {} hold", lambda name: _find_shared_axes(found, name)),
         ("lie in {}", lambda name: found.buckets.get(name, "")),
         ("are divided over {}", lambda name: ", ".join(split.axis for split in found.placements[name].splits)),
     ]
