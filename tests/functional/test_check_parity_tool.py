@@ -29,7 +29,7 @@ def test_a_layout_that_does_not_agree_is_told_where() -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("dp2,--seed=99 (2 processes): ANOTHER RUN; "))
     assert lines[start + 1] == "  it begins with the data: the ranks read other samples than one process"
     assert lines[start + 2] == "      differs: tokens"
-    assert lines[start + 3].strip().startswith("element [position ")
+    assert lines[start + 3].strip().startswith("element [sample ")
     assert any(line.startswith("  what comes after it differs, too: ") for line in lines)
     assert lines[-1] == "  the smallest part of dp2,--seed=99 that shows it: --seed=99"
     assert "  trying dp2: it does not show" in lines and "  trying --seed=99: it shows, too" in lines

@@ -106,6 +106,24 @@ def reference(style: str, iterations: int) -> Trace:
     return join([share(style, "1", iterations, None)])
 
 
+@pytest.mark.parametrize(
+    ("style", "layout"),
+    [
+        ("llama", "tp4"),
+        ("llama", "tp2,sp,cp2,--recompute-granularity=selective"),
+        ("gpt2", "pp2,vpp2,dp2,dist-opt"),
+        ("picky", "dp2,ep2"),
+    ],
+)
+def test_a_sound_layout_is_the_same_run_in_every_detail(style: str, layout: str) -> None:
+    right = reference(style, 1)
+    found = join(run_distributed(share, parse_layout(layout).world_size, style, layout, 1, None))
+    assert find_differences(right, found) == [] and found.disagreements == []
+    # Everything was compared, with the gradients of all of it.
+    assert found.points.keys() == right.points.keys() and len(right.points) > 4 * 12
+    assert all(point.grads is not None for point in found.points.values() if point.module)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_report_begins_where_the_mistake_is(name: str) -> None:
     case = CASES[name]

@@ -10,9 +10,11 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
-from megatron.training.verify.comparison import compare
+from megatron.training.verify.activations import PointRecord, join_points
+from megatron.training.verify.comparison import compare, find_differences
 from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, join
 from megatron.training.verify.parity_layouts import Layout, choose_padding, find_smallest_part, parse_layout
+from megatron.training.verify.report import write_report
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)
 
@@ -95,3 +97,45 @@ def test_what_is_not_a_number_differs() -> None:
 def test_replicas_that_disagree_are_named() -> None:
     (difference,) = compare(join(shares()), join(shares(second_bias=1.0 + 1e-7)))
     assert difference == "rank 1 has another weight of bias than rank 0"
+
+
+def record(tokens: list[int], channels: list[int], value: float, grad: float, *, sums: bool = False) -> PointRecord:
+    shape = (len(tokens), len(channels))
+    index = torch.tensor(tokens), torch.tensor(channels)
+    return PointRecord("layer", "output", "Linear", *index, torch.full(shape, value), torch.full(shape, grad), sums, 2)
+
+
+def test_activations_are_joined_from_any_pieces() -> None:
+    (point,) = join_points([[record([0, 3], [0], 1.0, 5.0)], [record([1, 2], [0], 2.0, 6.0)]]).values()
+    assert point.name == "output of layer"
+    assert point.values.flatten().tolist() == [1.0, 2.0, 2.0, 1.0]
+    # The second rank holds the first channel, too, and the sum of both gradients belongs to it.
+    shared = [[record([0], [0, 1], 1.0, 5.0, sums=True)], [record([0], [0], 1.0, 6.0, sums=True)]]
+    (point,) = join_points(shared).values()
+    assert point.grads is not None and point.grads.tolist() == [[11.0, 5.0]]
+
+
+def test_the_holder_that_is_furthest_off_is_compared() -> None:
+    right = Trace([], [], points=join_points([[record([0, 1], [0], 1.0, 1.0)]]))
+    wrong = join_points([[record([0, 1], [0], 1.0, 1.0)], [record([0, 1], [0], 3.0, 1.0)]])
+    (difference,) = compare(right, Trace([], [], points=wrong, coordinates=[{}, {}]))
+    assert difference == (
+        "output of layer: element [sample 0, position 0, channel 0] is 3 instead of 1 (relative 2.0e+00), "
+        "on all ranks that hold it; its holders differ from each other"
+    )
+
+
+def test_a_report_says_how_much_it_hides() -> None:
+    names = [f"layers.{number}.weight" for number in range(20)]
+    placements = {name: Placement(name, (2,)) for name in names}
+    right, wrong = (
+        Trace([{}], [], grads={name: torch.full((2,), value) for name in names}, placements=placements)
+        for value in (1.0, 2.0)
+    )
+    findings = find_differences(right, wrong)
+    assert [item.tensor for item in findings] == names[::-1], "gradients come in backward order"
+    short, whole = (write_report(right, wrong, findings, show_all=show_all) for show_all in (False, True))
+    assert short[1:3] == ["    agrees:  losses", "    differs: gradient of the first iteration of layers.19.weight"]
+    assert short[4] == "             all 20 of them differ, each 2 times what it should be"
+    assert short[-1] == "    and 11 more; --all shows them" and len(short) == 15
+    assert not any("more" in line for line in whole) and len(whole) == 25

@@ -1,14 +1,14 @@
 """What flows through the model in one step, at points whose layout is known: activations, and the gradients of them.
 
-    module hooks on every rank  ->  PointRecord: a slice, and which rows, samples and channels it is
-    records of all ranks        ->  join_points  ->  Point: [s, samples, channels], as one process has it
+    module hooks on every rank  ->  PointRecord: a slice, and which tokens and channels it is
+    records of all ranks        ->  join_points  ->  Point: [samples * s, channels], as one process has it
 
 A point is the output of a module (or its input, where the residual stream enters). Every slice says where it lies by
 index vectors, so that joining knows nothing of tensor, sequence, context, data or pipeline parallelism:
 
-    rows       positions in the sequence: two pieces of it on each context-parallel rank, and with sequence parallelism
-               a part of these on each tensor-parallel rank
-    samples    numbers in the global batch: microbatch m of replica d has (m * replicas + d) * b ... + b - 1
+    tokens     sample * s + position. Microbatch m of replica d has samples (m * replicas + d) * b ... + b - 1 of the
+               global batch. Of each sequence a context-parallel rank has two pieces, and with sequence parallelism a
+               tensor-parallel rank has a part of these. Packed, b sequences are one of b * s.
     channels   those of the weight's rows where a layer's outputs are divided, else all
 """
 
@@ -51,16 +51,17 @@ class PointRecord(NamedTuple):
     """output, input, query, key, value, or a name of DATA."""
     what: str
     """The class of the module, and over which axes it communicates in forward and backward."""
-    rows: Tensor
-    samples: Tensor
+    tokens: Tensor
     channels: Tensor
-    """int64: which positions, samples and channels of the whole these are."""
+    """int64: which tokens and channels of the whole these are."""
     values: Tensor
-    """float32 [rows, samples, channels]."""
+    """float32 [tokens, channels]."""
     grads: Tensor | None
-    """Of the same shape, of the mean loss; None where no gradient came."""
+    """Of the same shape, of the mean loss; None where no gradient came, which is zero where others have one."""
     sums_grads: bool
     """Channels that several ranks hold have a part of the gradient on each of them."""
+    length: int
+    """Tokens of a sequence."""
 
 
 @dataclass
@@ -71,12 +72,14 @@ class Point:
     part: str
     what: str
     values: Tensor
-    """float32 [s, samples, channels]; where several ranks hold an element, the first one's."""
+    """float32 [samples * s, channels]; where several ranks hold an element, the first one's."""
     grads: Tensor | None
     contrary: dict[str, Tensor] = field(default_factory=dict)
     """`values` or `grads` with the elements of those ranks that differ most from the first holder's."""
     holders: list[tuple[int, PointRecord]] = field(default_factory=list)
     """Ranks and what they hold, without values."""
+    length: int = 1
+    """Tokens of a sequence."""
 
     @property
     def name(self) -> str:
@@ -98,8 +101,8 @@ class _Watched:
     """A slice [rows, b, channels] -> the numbers of its channels in the whole."""
     sums_grads: bool = False
     values: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    """One for each microbatch; the backwards of a chunk come in the order of its forwards."""
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    """By microbatch; those whose activation nothing depends on (experts without tokens) have none."""
 
 
 class ActivationRecorder:
@@ -110,6 +113,7 @@ class ActivationRecorder:
 
     def __init__(self, run: Run) -> None:
         self._groups, self._length = run.groups, run.seq_length
+        self._micro_batch_size = run.batch_size.micro_batch_size
         self._seen: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
         if run.plans is None and not run.config.model.compile:
@@ -129,32 +133,40 @@ class ActivationRecorder:
         """What was seen, in forward order; points whose shape does not fit the layout are left out."""
         records = []
         for watched in self._seen:
-            rows = self._find_rows(watched.values[0].shape[0])
-            if rows is None or len({value.shape for value in watched.values}) > 1:
+            shapes = {value.shape for value in watched.values}
+            length, sequences = watched.values[0].shape[:2]
+            tokens = self._find_tokens(length, sequences, len(watched.values)) if len(shapes) == 1 else None
+            # In packed rows angles run on from one sample to the next: only their differences mean something.
+            is_rotated_on = watched.part in ("query", "key") and sequences < self._micro_batch_size
+            if tokens is None or is_rotated_on:
                 continue
-            values = torch.cat(watched.values, dim=1)
-            complete = len(watched.grads) == len(watched.values)
-            grads = torch.cat(watched.grads, dim=1) * self._scale if complete else None
-            replicas, own, size = self._groups.dp.size(), self._groups.dp.rank(), watched.values[0].shape[1]
-            starts = torch.arange(len(watched.values)) * replicas + own
-            samples = (starts[:, None] * size + torch.arange(size)).flatten()
             channels = watched.find_channels(watched.values[0])
+            values = torch.cat([value.flatten(0, 1) for value in watched.values])
+            grads = None
+            if watched.grads:
+                pieces = [watched.grads.get(i, torch.zeros_like(value)) for i, value in enumerate(watched.values)]
+                grads = torch.cat([piece.flatten(0, 1) for piece in pieces]) * self._scale
             records.append(
                 PointRecord(
-                    watched.module, watched.part, watched.what, rows, samples, channels, values, grads,
-                    watched.sums_grads,
+                    watched.module, watched.part, watched.what, tokens, channels, values, grads, watched.sums_grads,
+                    self._length,
                 )
             )  # fmt: skip
         return records
 
-    def _find_rows(self, length: int) -> Tensor | None:
-        """The positions of a slice with so many of them; None where it is neither the rank's tokens nor, with sequence
-        parallelism, its part of them."""
-        own = list_positions_of_rank(self._length, self._groups.cp.rank(), self._groups.cp.size())
-        if length == len(own):
-            return own
-        tp = self._groups.tp
-        return own[tp.rank() * length :][:length] if length * tp.size() == len(own) else None
+    def _find_tokens(self, length: int, sequences: int, microbatches: int) -> Tensor | None:
+        """The tokens of slices [length, sequences], one for each microbatch; None where they are neither the rank's
+        tokens nor, with sequence parallelism, its part of them."""
+        cp, tp, dp = self._groups.cp, self._groups.tp, self._groups.dp
+        packed, rest = divmod(self._micro_batch_size, sequences)
+        positions = list_positions_of_rank(packed * self._length, cp.rank(), cp.size())
+        if rest or len(positions) not in (length, length * tp.size()):
+            return None
+        own = positions if length == len(positions) else positions[tp.rank() * length :][:length]
+        first = (torch.arange(microbatches) * dp.size() + dp.rank()) * sequences
+        # Rows of packed sequences are numbered as if each were one long sequence: what follows each other stays so.
+        rows = first[:, None] + torch.arange(sequences)
+        return (rows[:, None, :] * packed * self._length + own[None, :, None]).flatten()
 
     # ---- which modules
 
@@ -252,9 +264,21 @@ class ActivationRecorder:
             return
         if not watched.values:
             self._seen.append(watched)
+        microbatch = len(watched.values)
         watched.values.append(copy(tensor))
+
+        def keep_grad(grad: Tensor) -> None:
+            watched.grads.setdefault(microbatch, copy(grad))
+
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: watched.grads.append(copy(grad)))
+            tensor.register_hook(keep_grad)
+        # A view that is written to afterwards, as the residual is added in place, loses its place in the graph: the
+        # gradient then comes only to the memory that it is a view of.
+        base = tensor._base
+        if base is None or not base.requires_grad or base.numel() != tensor.numel():
+            return
+        if base.is_contiguous() and tensor.is_contiguous():
+            base.register_hook(keep_grad)
 
 
 @contextlib.contextmanager
@@ -326,21 +350,20 @@ def join_points(shares: Sequence[Sequence[PointRecord]]) -> dict[str, Point]:
         contrary: dict[str, Tensor] = {}
         values, contrary["values"] = _join([(r, r.values) for _, r in holders], sums=False)
         grads = None
-        if all(record.grads is not None for _, record in holders):
-            pieces = [(record, record.grads) for _, record in holders if record.grads is not None]
+        if any(record.grads is not None for _, record in holders):
+            pieces = [(r, torch.zeros_like(r.values) if r.grads is None else r.grads) for _, r in holders]
             grads, contrary["grads"] = _join(pieces, sums=holders[0][1].sums_grads)
         empty = torch.empty(0)
         kept = [(rank, record._replace(values=empty, grads=None)) for rank, record in holders]
-        point = Point(module, part, holders[0][1].what, values, grads, contrary, kept)
+        first = holders[0][1]
+        point = Point(module, part, first.what, values, grads, contrary, kept, first.length)
         points[point.name] = point
     return points
 
 
 def _join(pieces: Sequence[tuple[PointRecord, Tensor]], *, sums: bool) -> tuple[Tensor, Tensor]:
     """The whole, and the whole with the values of those holders that differ most from the first one's."""
-    shape = [
-        1 + max(int(getattr(record, index).max()) for record, _ in pieces) for index in ("rows", "samples", "channels")
-    ]
+    shape = [1 + max(int(getattr(record, index).max()) for record, _ in pieces) for index in ("tokens", "channels")]
     # Elements that nobody has stay nan, which is equal to nothing.
     whole, contrary = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     filled = torch.zeros(shape, dtype=torch.bool)
@@ -358,6 +381,6 @@ def _join(pieces: Sequence[tuple[PointRecord, Tensor]], *, sums: bool) -> tuple[
     return whole, contrary
 
 
-def find_place(record: PointRecord) -> tuple[Tensor, Tensor, Tensor]:
+def find_place(record: PointRecord) -> tuple[Tensor, Tensor]:
     """Where a record lies in the whole, as an index."""
-    return record.rows[:, None, None], record.samples[None, :, None], record.channels[None, None, :]
+    return record.tokens[:, None], record.channels[None, :]

@@ -128,7 +128,7 @@ def find_largest_differences(reference: Trace, found: Trace) -> dict[str, float]
         pairs["activation"] = [(point.values, other.values) for point, other in both]
     for what, tensors in pairs.items():
         errors = (
-            float((wanted - _cut_padding(given, wanted)).abs().max() / _find_largest(wanted))
+            float((_cut_padding(wanted, given) - _cut_padding(given, wanted)).abs().max() / _find_largest(wanted))
             for wanted, given in tensors
             if wanted.shape[1:] == given.shape[1:]
         )
@@ -182,32 +182,42 @@ def _compare_points(reference: Trace, found: Trace, limits: Tolerances) -> Itera
         wanted = [getattr(point, what) for point, _ in both if point.module]
         scale = max((float(tensor.abs().max()) for tensor in wanted if tensor is not None), default=0.0)
         for point, other in both:
-            expected, given = getattr(point, what), getattr(other, what)
-            if expected is None or given is None:
-                continue
-            moment = Moment.BACKWARD if what == "grads" else Moment.DATA if point.part in DATA else Moment.FORWARD
-            is_exact = moment is Moment.DATA
-            subject = f"gradient of the {point.name}" if what == "grads" else point.name
-            finding = None
-            if expected.shape != given.shape:
-                text = f"shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
-                finding = Finding(moment, subject, text, math.nan, point.name)
-            else:
-                # Of several holders the one that is furthest off.
-                worst = max(given, other.contrary[what], key=lambda tensor: _measure_error(tensor, expected))
-                limit, floor = (0.0, 0.0) if is_exact else (limits.activation, limits.negligible * scale)
-                difference = _find_difference(expected, worst, limit, floor)
-                if difference is not None:
-                    place = _describe_holders(other, (worst - expected).abs(), difference, found.coordinates)
-                    dims = ("position", "sample", "channel")[: 2 if is_exact else 3]
-                    text = f"{_text_of(expected, worst, difference, dims)}, {place}"
-                    if not torch.equal(given, other.contrary[what]):
-                        text += "; its holders differ from each other"
-                    finding = Finding(
-                        moment, subject, text, difference.relative, point.name, ratio=difference.ratio
-                    )  # fmt: skip
-            if finding is not None:
-                yield finding
+            if getattr(point, what) is not None and getattr(other, what) is not None:
+                finding = _compare_point(point, other, what, limits, scale, found.coordinates)
+                if finding is not None:
+                    yield finding
+
+
+def _compare_point(
+    point: Point,
+    other: Point,
+    what: str,
+    limits: Tolerances,
+    scale: float,
+    coordinates: Sequence[Mapping[str, tuple[int, int]]],
+) -> Finding | None:
+    """One point's `values` or `grads`. scale: the largest element of all points."""
+    expected, given = getattr(point, what), getattr(other, what)
+    moment = Moment.BACKWARD if what == "grads" else Moment.DATA if point.part in DATA else Moment.FORWARD
+    is_exact = moment is Moment.DATA
+    subject = f"gradient of the {point.name}" if what == "grads" else point.name
+    if expected.shape != given.shape:
+        text = f"shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
+        return Finding(moment, subject, text, math.nan, point.name)
+    # Of several holders the one that is furthest off.
+    worst = max(given, other.contrary[what], key=lambda tensor: _measure_error(tensor, expected))
+    limit, floor = (0.0, 0.0) if is_exact else (limits.activation, limits.negligible * scale)
+    difference = _find_difference(expected, worst, limit, floor)
+    if difference is None:
+        return None
+    place = _describe_holders(other, (worst - expected).abs(), difference, coordinates)
+    sample, position = divmod(difference.element[0], point.length)
+    element = f"element [sample {sample}, position {position}"
+    element += "]" if is_exact else f", channel {difference.element[1]}]"
+    text = f"{_text_of(expected, worst, difference, element)}, {place}"
+    if not torch.equal(given, other.contrary[what]):
+        text += "; its holders differ from each other"
+    return Finding(moment, subject, text, difference.relative, point.name, ratio=difference.ratio)
 
 
 def _compare_parameters(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[Finding]:
@@ -270,11 +280,10 @@ def _find_difference(expected: Tensor, found: Tensor, limit: float, floor: float
     return _Difference(worst, size / float(_find_largest(expected)), bound, ratio if is_factor else None)
 
 
-def _text_of(expected: Tensor, found: Tensor, difference: _Difference, dims: Sequence[str] = ()) -> str:
-    """The worst element and what it should be. dims: what the dimensions are called, where they have names."""
+def _text_of(expected: Tensor, found: Tensor, difference: _Difference, element: str = "") -> str:
+    """The worst element and what it should be. element: which one it is, where its indices have names."""
     at = tuple(difference.element)
-    named = [f"{name} {index}" for name, index in zip(dims, at, strict=False)] if dims else [str(index) for index in at]
-    shown = f"element [{', '.join(named)}]" if at else "the value"
+    shown = element or (f"element {difference.element}" if at else "the value")
     return (
         f"{shown} is {float(found[at]):.6g} instead of {float(expected[at]):.6g} (relative {difference.relative:.1e})"
     )
