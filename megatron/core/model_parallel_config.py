@@ -101,7 +101,7 @@ class ModelParallelConfig(CheckedConfig):
                 f"{self.say('hierarchical_context_parallel_sizes')} multiply to {prod(sizes)}, not to "
                 f"{self.say('context_parallel_size')}"
             )
-        if self.tp_comm_overlap and not self.sequence_parallel:
+        if self.tp_comm_overlap and not (self.sequence_parallel and self.tensor_model_parallel_size > 1):
             yield (
                 "--tp-comm-overlap needs --sequence-parallel and a tensor-parallel size above 1 "
                 f"(now {self.say('tensor_model_parallel_size')})"

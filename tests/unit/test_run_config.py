@@ -206,7 +206,6 @@ LEFT_OUT = {
     "optimizer": "likewise: dist_muon",
     "recompute_activations": "likewise, as all switches of GPTModelFlags",
     "window_size": "written as one text",
-    "sequence_parallel": "a command line switches it off where there is no tensor parallelism",
 }
 DRAWN = {
     name: setting

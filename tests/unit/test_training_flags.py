@@ -223,9 +223,9 @@ def test_exit_interval_saves_and_stops(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.flags("--exit-duration-in-mins")
 def test_exit_duration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("megatron.training.hooks.iterations.PROGRAM_STARTED_AT", time.monotonic())
+    monkeypatch.setattr("megatron.training.hooks.exits.PROGRAM_STARTED_AT", time.monotonic())
     assert train_tiny("--exit-duration-in-mins", "2").progress.iteration == 6
-    monkeypatch.setattr("megatron.training.hooks.iterations.PROGRAM_STARTED_AT", time.monotonic() - 10_000)
+    monkeypatch.setattr("megatron.training.hooks.exits.PROGRAM_STARTED_AT", time.monotonic() - 10_000)
     assert train_tiny("--exit-duration-in-mins", "2").progress.iteration == 1
     assert "exiting program after" in capsys.readouterr().out
 
@@ -381,4 +381,4 @@ def test_manual_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hooks_only_for_what_was_asked() -> None:
     kinds = {type(hook) for hook in prepare().hooks.hooks}
     assert EvaluationHook not in kinds
-    assert {kind.__name__ for kind in kinds} == {"StepHook", "ConsoleHook", "NonFiniteHook"}
+    assert {kind.__name__ for kind in kinds} == {"StepHook", "ConsoleHook", "NonFiniteHook", "ExitHook"}
