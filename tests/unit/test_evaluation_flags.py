@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from torch.distributed import HashStore
 
 from megatron.core.errors import ConfigError
 from megatron.training.flags.read import read_run_config
+from megatron.training.hooks import stop_agreement
+from megatron.training.hooks.stop_agreement import StopAgreement
 from megatron.training.run import Hook, Run
 from tests.unit.run_flags import run_config
-from tests.unit.tiny_training import FLAGS, differing, finish, prepare, replace_forward_step, train_tiny
+from tests.unit.tiny_training import FLAGS, finish, prepare, replace_forward_step, train_tiny
 
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
@@ -163,105 +168,26 @@ def test_signals_that_nobody_can_catch_are_refused() -> None:
 
 
 def test_all_ranks_stop_when_one_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another rank has got comes through the reduction."""
-    run = prepare("--exit-signal-handler")
+    """What another rank has got comes through the job's store, to both after the same step."""
+    store = HashStore()
+    monkeypatch.setattr(stop_agreement, "_default_store", lambda: store)
+    monkeypatch.setattr(stop_agreement, "_meetings", itertools.repeat(0))
+    groups = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
+    ranks = [StopAgreement(group) for group in groups]  # type: ignore[arg-type]
+    together, stopped = threading.Barrier(2), {}
 
-    def with_another_rank(tensor: torch.Tensor, group: Any, op: str) -> None:
-        assert op == "max" and group is run.groups.world
-        tensor.fill_(1.0)
+    def train(rank: int) -> None:
+        for step in range(1, 50):
+            together.wait()
+            if (rank, step) == (1, 3):
+                ranks[1].ask("a signal")
+            if (reason := ranks[rank].look()) is not None:
+                stopped[rank] = (step, reason)
+                return
 
-    monkeypatch.setattr("megatron.training.hooks.iterations.all_reduce", with_another_rank)
-    finish(run)
-    assert run.progress.iteration == 1
-
-
-@pytest.mark.flags("--test-mode", "--train-sync-interval")
-def test_flags_that_have_nothing_to_do_say_so() -> None:
-    notes = run_config("--test-mode --train-sync-interval 5").notes
-    assert any("--test-mode has no effect" in note for note in notes)
-    assert any("--train-sync-interval" in note and "no effect" in note for note in notes)
-
-
-SAMPLE = ("--eval-interval", "3", "--eval-iters", "1", "--eval-sample-prompt", "7 3 9", "--eval-sample-tokens", "5")
-STYLES = {
-    "gpt": (),
-    "rope": ("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--ffn-hidden-size", "32"),
-    "experts": ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.1",
-                "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid",
-                "--moe-input-jitter-eps", "0.1"),
-    "clipped": ("--log-max-attention-logit", "--use-distributed-optimizer", "--overlap-grad-reduce",
-                "--overlap-param-gather"),
-}  # fmt: skip
-
-
-@pytest.mark.flags("--eval-sample-prompt", "--eval-sample-tokens")
-@pytest.mark.parametrize("style", STYLES)
-def test_generated_text_is_written_and_changes_no_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str
-) -> None:
-    """With dropout on: every weight, every moment and every loss is bit for bit that of the run without."""
-    runs = {}
-    for name, flags in {"plain": SAMPLE[:4], "sampled": (*SAMPLE, "--tensorboard-dir", tmp_path / "curves")}.items():
-        runs[name] = train_tiny(*STYLES[style], *flags, "--metrics-dir", tmp_path / name)
-    assert differing(runs["plain"], runs["sampled"]) == []
-    found = {name: rows(tmp_path / name) for name in runs}
-    for plain, sampled in zip(found["plain"], found["sampled"], strict=True):
-        assert plain.get("lm loss") == sampled.get("lm loss") and plain.get("eval") == sampled.get("eval")
-    texts = {row["iteration"]: row["generated"] for row in found["sampled"] if "generated" in row}
-    assert list(texts) == [3, 6] and sum("generated" in row for row in found["sampled"]) == 2, "once for each iteration"
-    for text in texts.values():
-        words = [int(word) for word in text.split()]
-        assert words[:3] == [7, 3, 9] and 3 < len(words) <= 8 and max(words) < 50
-    out = capsys.readouterr().out
-    assert all(f"text generated at iteration {at}:\n    {text}\n" in out for at, text in texts.items())
-    assert runs["sampled"].model[0].training
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "curves"))
-    events.Reload()
-    points = events.Tensors("generated text/text_summary")
-    assert [(point.step, point.tensor_proto.string_val[0].decode().strip()) for point in points] == list(texts.items())
-
-
-def test_a_prompt_that_does_not_fit_is_found_before_the_first_step() -> None:
-    for prompt, problem in (("", "has no tokens"), (" ".join("1" * 16), "has 16 tokens and the model 16 positions")):
-        with pytest.raises(ConfigError, match=f"--eval-sample-prompt .*{problem}"):
-            train_tiny(*SAMPLE, "--eval-sample-prompt", prompt)
-
-
-def test_a_model_that_cannot_generate_trains_on(capsys: pytest.CaptureFixture[str]) -> None:
-    run = prepare(*SAMPLE)
-    forward = run.model[0].module.forward
-
-    def without_cache(*tensors: Any, **named: Any) -> Any:
-        if "inference_context" in named:
-            raise TypeError("forward() got an unexpected keyword argument 'inference_context'")
-        return forward(*tensors, **named)
-
-    run.model[0].module.forward = without_cache
-    assert finish(run).progress.iteration == 6
-    streams = capsys.readouterr()
-    assert streams.err.count("warning: --eval-sample-prompt: no text is generated, training goes on (TypeError") == 1
-    assert "text generated" not in streams.out
-
-
-def test_layouts_that_cannot_generate_are_noted() -> None:
-    def said(flags: str, world_size: str) -> bool:
-        argv = f"{FLAGS} --eval-interval 3 --eval-iters 1 --eval-sample-prompt 1 {flags}".split()
-        notes = read_run_config(argv, {"WORLD_SIZE": world_size}).notes
-        return any(
-            note.startswith("--eval-sample-prompt 1 has no effect without a model that is whole") for note in notes
-        )
-
-    assert not said("", "2") and said("--tensor-model-parallel-size 2", "2")
-    assert said("--pipeline-model-parallel-size 2", "2") and said("--context-parallel-size 2", "2")
-
-
-def test_an_evaluation_without_data_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for data, said in ((None, True), ("kept", False)):
-        run = prepare("--eval-interval", "6", "--eval-iters", "1", "--train-iters", "1")
-        if data is None:
-            run.data.datasets["validation"] = None
-        finish(run)
-        assert ("note: there is no validation data" in capsys.readouterr().out) == said
+    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert stopped[0] == stopped[1] and stopped[0][0] >= 3 and stopped[0][1] == "a signal"

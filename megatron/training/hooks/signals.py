@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
+_MOST_SECONDS = 0.2
+
 
 class SignalWatch:
     """Between `open` and `close`, signals are handed to a function on a thread of their own and do nothing else.
@@ -22,6 +24,7 @@ class SignalWatch:
         self._handlers: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._previous_fd = -1
+        self._received = threading.Event()
 
     def open(self, signals: Collection[signal.Signals]) -> None:
         """Begin to watch. Only the main thread may; elsewhere signals keep their meaning."""
@@ -32,8 +35,8 @@ class SignalWatch:
         self._previous_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         watched = frozenset(signals)
         threading.Thread(target=self._read, args=(reading, watched), name="signals", daemon=True).start()
-        # A handler, or the signal would still end the process; it has nothing to do.
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in watched}
+        # A handler, or the signal would still end the process.
+        self._handlers = {number: signal.signal(number, self._await) for number in watched}
 
     def close(self) -> None:
         """Give signals their former meaning back; harmless when nothing is open."""
@@ -45,6 +48,12 @@ class SignalWatch:
             os.close(self._pipe[1])  # which ends the thread
             self._pipe = None
 
+    def _await(self, *_: object) -> None:
+        # Where the main thread does listen, what it does next comes after the signal. Not for ever: the other thread
+        # may be waiting for a lock of the main thread's, to print.
+        self._received.wait(_MOST_SECONDS)
+        self._received.clear()
+
     def _read(self, reading: int, watched: frozenset[signal.Signals]) -> None:
         try:
             while content := os.read(reading, 64):
@@ -55,5 +64,6 @@ class SignalWatch:
                 for number in content:
                     if number in watched:
                         self._receive(signal.Signals(number))
+                        self._received.set()
         finally:
             os.close(reading)
