@@ -62,6 +62,16 @@ def test_save_interval_and_format(tmp_path: Path) -> None:
         prepare(*saving(root, 4), "--ckpt-format", "torch")
 
 
+@pytest.mark.flags("--save")
+def test_save_without_an_interval_saves_where_the_run_ends(tmp_path: Path) -> None:
+    flags = ("--save", tmp_path, "--load", tmp_path)
+    assert train_tiny(*flags, "--exit-interval", "2").progress.iteration == 2
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002"]
+    resumed = train_tiny(*flags)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000006"]
+    assert differing(resumed, train_tiny()) == []
+
+
 @pytest.mark.flags("--ckpt-step")
 def test_ckpt_step(trained: Path) -> None:
     assert prepare("--load", trained).progress.iteration == 6
@@ -140,6 +150,9 @@ def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "starting from the beginning, with random weights" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint"):
         prepare(*saving(root), "--load", root, "--exit-on-missing-checkpoint")
+    fresh = prepare("--exit-on-missing-checkpoint")
+    assert fresh.progress.iteration == 0, "nothing was to be loaded"
+    assert any("--exit-on-missing-checkpoint has no effect without --load" in note for note in fresh.config.notes)
     for flags in ((), saving(root)):
         with pytest.raises(CheckpointError, match="--load .*other does not exist"):
             prepare(*flags, "--load", tmp_path / "other")

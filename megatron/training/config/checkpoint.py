@@ -13,6 +13,7 @@ CHECKPOINT_FORMATS = "the remaining checkpoint options"
 
 # An interval without a directory is no error: scripts switch saving off by leaving --save out.
 _SAVING = Needs("--save", lambda run: run.save is not None)
+_LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
 
 
 @dataclass(kw_only=True)
@@ -22,11 +23,11 @@ class CheckpointConfig(CheckedConfig):
     usual_kind = "report"
 
     save: PathText | None = None
-    """Directory to save checkpoints in."""
+    """Directory to save checkpoints in: every --save-interval iterations, and when the run ends."""
     save_interval: int | None = flag(
         None, minimum=1, unit="iterations", aliases=("--persistent-save-interval",), needs=_SAVING
     )
-    """Iterations between checkpoints."""
+    """Iterations between checkpoints. Not given: only the end of the run is saved, also an early one in order."""
     save_retain_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
     given."""
@@ -58,7 +59,7 @@ class CheckpointConfig(CheckedConfig):
     """Checkpoint whose weights to start from when --load has nothing yet; also upstream's `torch` format."""
     ckpt_step: int | None = flag(None, minimum=0, unit="iterations")
     """Load this iteration instead of the latest."""
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = flag(False, needs=_LOADING)
     """Stop when --load holds no checkpoint, even where --load is --save."""
     use_checkpoint_args: bool = False
     """Take the model's flags from the checkpoint; those of the command line win."""
@@ -69,16 +70,12 @@ class CheckpointConfig(CheckedConfig):
     use_tokenizer_model_from_checkpoint_args: bool = True
     """With --use-checkpoint-args, take the tokenizer as well, from the files that the checkpoint carries."""
 
-    override_model_settings: bool = flag(
-        False, needs=Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
-    )
+    override_model_settings: bool = flag(False, needs=_LOADING)
     """Go on with this run's value of a setting that changes what the loaded weights compute, such as --rotary-base."""
 
     def problems(self) -> Iterator[str]:
         """Intervals, places, and what is loaded."""
         interval, kept = self.save_interval, self.save_retain_interval
-        if self.save is not None and interval is None:
-            yield f"{self.say('save')} needs --save-interval, the iterations between checkpoints"
         # Only iterations that are saved can stay: with another number some of those to be kept would never be written.
         if kept is not None and interval is not None and kept % interval:
             yield (
@@ -94,5 +91,3 @@ class CheckpointConfig(CheckedConfig):
             yield f"{self.say('ckpt_step')} needs --load"
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
             yield "--use-checkpoint-args needs --load or --pretrained-checkpoint"
-        if self.exit_on_missing_checkpoint and self.load is None and self.pretrained_checkpoint is None:
-            yield "--exit-on-missing-checkpoint needs --load"

@@ -30,7 +30,7 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _optimizer(run)
     yield from _learning(run)
     _recomputation(run)
-    _checkpoint(run, given)
+    yield from _checkpoint(run, given)
     yield from _data(run)
 
 
@@ -227,9 +227,11 @@ def _recomputation(run: RunConfig) -> None:
         model.recompute_granularity = "selective"
 
 
-def _checkpoint(run: RunConfig, given: Set[str]) -> None:
+def _checkpoint(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if "moe_use_upcycling" in given:
         run.checkpoint.no_load_optim = run.checkpoint.no_load_rng = True
+    if run.checkpoint.save is not None and run.checkpoint.save_interval is None:
+        yield "--save without --save-interval saves when the run ends, and only then: a crash would lose all of it"
 
 
 def _data(run: RunConfig) -> Iterator[str]:
