@@ -68,6 +68,15 @@ def latest_iteration(root: Path) -> int | None:
     return tracked if tracked in saved else next(iter(saved), None)
 
 
+def find_directory(root: Path, iteration: int | None = None) -> Path | None:
+    """The directory of an iteration, by default of latest_iteration(); None where it does not exist."""
+    wanted = latest_iteration(root) if iteration is None else iteration
+    if wanted is None:
+        return None
+    path = iteration_directory(root, wanted)
+    return path if path.is_dir() else None
+
+
 def remove_checkpoint(root: Path, iteration: int) -> None:
     """Remove an old checkpoint, first what makes it one. Raises StorageError."""
     path = iteration_directory(root, iteration)
