@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.training.run import Run
 from tests.unit.tiny_training import differing, finish, prepare, train_tiny, values
 
 
@@ -208,6 +209,43 @@ def test_L9_other_model_lists_tensors_and_flags(trained: Path) -> None:
         prepare("--load", trained, "--num-layers", "1")
     with pytest.raises(CheckpointError, match="embedding.word_embeddings.weight is .*50 rows used.*47 rows used"):
         prepare("--load", trained, "--vocab-size", "47")
+
+
+@pytest.mark.flags("--dist-ckpt-strictness")
+def test_dist_ckpt_strictness(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What only the checkpoint has (a model of one layer), and what only the model has (one of four)."""
+
+    def load(level: str, layers: int, *flags: str) -> tuple[Run | None, str, str]:
+        capsys.readouterr()
+        try:
+            run = prepare("--load", trained, "--dist-ckpt-strictness", level, "--num-layers", str(layers), *flags)
+        except CheckpointError as error:
+            return None, str(error), ""
+        return run, "", capsys.readouterr().err
+
+    for level in ("assume_ok_unexpected", "raise_all"):
+        assert "decoder.layers.1.mlp.linear_fc1.weight is in the checkpoint only" in load(level, 1)[1]
+        assert "decoder.layers.2-3.mlp.linear_fc1.weight is missing" in load(level, 4)[1]
+    assert "decoder.layers.2-3.mlp.linear_fc1.weight is missing" in load("raise_unexpected", 4)[1]
+    for level in ("raise_unexpected", "log_unexpected", "return_unexpected", "ignore_all"):
+        assert load(level, 1)[1:] == ("", "")
+    for level in ("log_all", "return_all"):
+        shorter, _, said = load(level, 1)
+        assert "warning: " in said and "these tensors in it have no place in this model and were left out:\n" in said
+        assert "\n    decoder.layers.1.mlp.linear_fc1.weight\n" in said and shorter is not None
+    whole = prepare("--load", trained)
+    fresh = prepare("--num-layers", "4")
+    old, new = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc1.weight"
+    for level in ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all"):
+        longer, _, said = load(level, 4)
+        assert "these tensors of this model are not in it and begin with their initial values:\n" in said
+        assert "\n    decoder.layers.2-3.mlp.linear_fc1.weight (64, 16)\n" in said and longer is not None
+        weights = dict(values(longer))
+        assert torch.equal(weights[old], dict(values(whole))[old])
+        assert torch.equal(weights[new], dict(values(fresh))[new])
+        assert not weights[f"exp_avg of {new}"].any() and weights[f"exp_avg of {old}"].any()
+    assert "(64, 16) in the checkpoint, (24, 16) in the model" in load("ignore_all", 2, "--ffn-hidden-size", "24")[1]
+    assert "linear_fc1.weight is missing" in load("ignore_all", 4, "--no-initialization")[1], "they have no values"
 
 
 def test_other_padding_of_the_vocabulary(trained: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, SlicedTensor, model_state
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner, choose_writers
-from megatron.core.dist_checkpointing.validation import ModelMismatchError
+from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.placement import Part, Placement, Split
 from tests.unit.small_checkpoints import ALONE, find
@@ -132,8 +132,35 @@ def test_L12_everything_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     assert torch.equal(wanted["same"].data, torch.ones(2, 3)), "nothing is loaded when something does not fit"
     with pytest.raises(ModelMismatchError, match="gone is in the checkpoint only"):
         load(tmp_path, {name: wanted.get(name, saved[name]) for name in ("same",)})
-    load(tmp_path, {"same": wanted["same"]}, strict=False)
+    load(tmp_path, {"same": wanted["same"]}, may_have_more=True)
     assert not wanted["same"].data.any()
+
+
+def test_what_is_tolerated_is_reported(tmp_path: Path) -> None:
+    ours = lambda value, *keys: {key: ShardedTensor.whole(key, torch.full((2, 3), value)) for key in keys}  # noqa: E731
+    saved = ours(1.0, "a", "b", "optimizer.state.exp_avg.a", "rng_state.0.cpu")
+    serialization.save(saved, tmp_path, 1, documents={}, group=ALONE)
+    found = find(tmp_path)
+    assert found is not None
+    new = ("new", "optimizer.state.exp_avg.new", "optimizer.state.exp_avg_sq.a")
+    wanted = ours(5.0, "a", *new)
+    report = serialization.load(wanted, found, ALONE, may_lack=True, may_have_more=True)
+    assert report == KeyReport(("new (2, 3)", "optimizer.state.exp_avg_sq.a (2, 3)"), ("b",))
+    assert bool((wanted["a"].data == 1).all()) and all(bool((wanted[key].data == 5).all()) for key in new)
+    for tensors, options, words in (
+        (wanted, {"may_lack": True}, "b is in the checkpoint only$"),
+        (wanted, {"may_have_more": True}, "new is missing .*; optimizer.state.exp_avg_sq.a is missing"),
+        (ours(5.0, "a", "b", "rng_state.1.cpu"), {"may_lack": True}, "rng_state.1.cpu is missing"),
+        (ours(5.0, "x", "y"), {"may_lack": True, "may_have_more": True}, "x is missing .*; y is missing"),
+    ):
+        with pytest.raises(ModelMismatchError, match=words):
+            load(tmp_path, tensors, **options)
+
+
+def test_layers_are_listed_together() -> None:
+    lines = [f"a.layers.{n}.b is {what}" for n in (11, 0, 1, 2, 5) for what in ("missing", "late")]
+    assert shorten_list([*lines, "c"]) == ["a.layers.0-2,5,11.b is missing", "a.layers.0-2,5,11.b is late", "c"]
+    assert shorten_list(f"t{n}" for n in range(33))[-2:] == ["t29", "and 3 more"]
 
 
 def test_boxes_that_leave_a_hole_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Mapping
 
@@ -11,18 +12,22 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, describe_chunk
-from megatron.core.dist_checkpointing.validation import check_all_used, check_fit, saved_key
+from megatron.core.dist_checkpointing.validation import KeyReport, judge_wanted, list_wanted
 
 
 class ShardLoadPlanner(LoadPlanner):
     """torch's load planner over ShardedTensors. Values are copied into them, converted to their number format.
 
-    valid_rows: see validation.check_fit. strict: refuse a checkpoint with parameters that the model does not have.
+    valid_rows: see validation.list_wanted. may_lack, may_have_more: see validation.judge_wanted. `report` says after
+    loading, on every process, what was tolerated.
     """
 
-    def __init__(self, valid_rows: Mapping[str, int], *, strict: bool = True) -> None:
+    report = KeyReport((), ())
+
+    def __init__(self, valid_rows: Mapping[str, int], *, may_lack: bool = False, may_have_more: bool = False) -> None:
         self.valid_rows = valid_rows
-        self.strict = strict
+        self.may_lack = may_lack
+        self.may_have_more = may_have_more
 
     def set_up_planner(
         self, state_dict: ShardedStateDict, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -33,23 +38,27 @@ class ShardLoadPlanner(LoadPlanner):
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """On every process: what to read. Raises CheckpointError when the checkpoint does not fit."""
-        check_fit(self.tensors.values(), self.metadata, self.valid_rows)
+        """On every process: what to read of what it asks for."""
+        wanted, sources = list_wanted(self.tensors.values(), self.metadata, self.valid_rows)
         items: list[ReadItem] = []
         for tensor in self.tensors.values():
-            key = saved_key(tensor, self.metadata)
-            assert key is not None
-            items.extend(self._reads(tensor, key))
-        return LoadPlan(items, planner_data=list(self.tensors))
+            if tensor.key in sources:
+                items.extend(self._reads(tensor, sources[tensor.key]))
+        return LoadPlan(items, planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On the first process: has all of the checkpoint's model a place?"""
-        if self.strict:
-            check_all_used((key for plan in global_plan for key in plan.planner_data), self.metadata)
-        return global_plan
+        """On the first process: do checkpoint and model fit? Raises ModelMismatchError for all where they do not."""
+        report = judge_wanted(
+            (plan.planner_data for plan in global_plan),
+            self.metadata,
+            may_lack=self.may_lack,
+            may_have_more=self.may_have_more,
+        )
+        return [dataclasses.replace(plan, planner_data=report) for plan in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """On every process: the plan as the first process leaves it."""
+        self.report = central_plan.planner_data
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.durable import storage_errors, write_file
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read_manifest, record_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.torch_dist import read_tensors, write_tensors
+from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
@@ -126,14 +127,23 @@ def find(root: Path, iteration: int | None, group: Group) -> FoundCheckpoint | N
     return found
 
 
-def load(tensors: ShardedStateDict, checkpoint: FoundCheckpoint, group: Group, *, strict: bool = True) -> None:
-    """Fill the tensors of all members of `group`.
+def load(
+    tensors: ShardedStateDict,
+    checkpoint: FoundCheckpoint,
+    group: Group,
+    *,
+    may_lack: bool = False,
+    may_have_more: bool = False,
+) -> KeyReport:
+    """Fill the tensors of all members of `group`; returns, on every member, what was tolerated.
 
-    strict: refuse parameters in the checkpoint that no member has. Raises CheckpointError on every member; the
-    tensors may then be half filled.
+    may_lack: tensors that the checkpoint lacks keep their values, may_have_more: parameters that no member has are left
+    out; see validation.judge_wanted. Raises CheckpointError on every member; the tensors may then be half filled.
     """
     valid_rows = read_document(checkpoint.path, TENSORS_DOCUMENT)["valid_rows"]
-    read_tensors(checkpoint.path, tensors, group, valid_rows=valid_rows, strict=strict)
+    return read_tensors(
+        checkpoint.path, tensors, group, valid_rows=valid_rows, may_lack=may_lack, may_have_more=may_have_more
+    )
 
 
 def read_document(checkpoint: Path, name: str) -> Any:

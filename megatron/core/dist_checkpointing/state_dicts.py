@@ -88,7 +88,7 @@ def load(
     wanted = _without_tensors(dict(sharded_state_dict), (), tensors, keep=True)
     common, whole = _common_of(found.path)
     tensors |= {tensor.key: tensor for tensor in whole if tensor.key not in tensors}
-    serialization.load(tensors, found, _everyone(), strict=str(strict).endswith("raise_all"))
+    serialization.load(tensors, found, _everyone(), may_have_more=not str(strict).endswith("raise_all"))
     return _merged(common, wanted)
 
 
@@ -99,7 +99,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
     common, whole = _common_of(found.path)
     alone = ProcessGroupCollection.single().world
-    serialization.load({tensor.key: tensor for tensor in whole}, found, alone, strict=False)
+    serialization.load({tensor.key: tensor for tensor in whole}, found, alone, may_have_more=True)
     return dict(_merged(common, {}))
 
 

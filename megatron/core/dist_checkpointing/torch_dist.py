@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import CheckpointError, MegatronError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
 
@@ -54,19 +55,26 @@ def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> d
 
 
 def read_tensors(
-    directory: Path, tensors: ShardedStateDict, group: Group, *, valid_rows: dict[str, int], strict: bool = True
-) -> None:
-    """Fill the tensors of all members of `group` from the checkpoint in `directory`.
+    directory: Path,
+    tensors: ShardedStateDict,
+    group: Group,
+    *,
+    valid_rows: dict[str, int],
+    may_lack: bool = False,
+    may_have_more: bool = False,
+) -> KeyReport:
+    """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
 
-    valid_rows, strict: see ShardLoadPlanner. Raises CheckpointError on every member; the tensors may then be half
-    filled.
+    valid_rows, may_lack, may_have_more: see ShardLoadPlanner. Raises CheckpointError on every member; the tensors may
+    then be half filled.
     """
     reader = _KnownReader(directory)
-    planner: LoadPlanner = ShardLoadPlanner(valid_rows, strict=strict)
+    planner = ShardLoadPlanner(valid_rows, may_lack=may_lack, may_have_more=may_have_more)
     with _dcp_errors("reading", directory), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=_torch_group(group),
                  no_dist=isinstance(group, SingleRankGroup))  # fmt: skip
+    return planner.report
 
 
 class _ChecksumWriter(io.BufferedWriter):

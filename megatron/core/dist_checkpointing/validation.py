@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -11,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFI
 from megatron.core.errors import CheckpointError
 
 _LISTED = 30
+_LAYER = re.compile(r"(.*?\.layers\.)(\d+)(\..*)", re.DOTALL)
 
 
 class ModelMismatchError(CheckpointError):
@@ -56,38 +59,126 @@ def fits(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | 
     return shape[0] >= tensor.valid_rows if saved_valid_rows is None else saved_valid_rows == tensor.valid_rows
 
 
-def check_fit(tensors: Iterable[ShardedTensor], metadata: Metadata, valid_rows: Mapping[str, int]) -> None:
-    """Raise ModelMismatchError that lists every tensor which the checkpoint lacks or has in another shape.
+@dataclass(frozen=True)
+class WantedTensors:
+    """What one process asks a checkpoint for, and what it cannot have. Travels to the process that judges for all."""
+
+    keys: frozenset[str]
+    """Under which its tensors are looked for, main parameters' second choice included."""
+    found: frozenset[str]
+    """Keys in the checkpoint that they are loaded from."""
+    lacking: Mapping[str, tuple[int, ...]]
+    """Tensors that the checkpoint does not have, with the shape that the model expects."""
+    mismatched: tuple[str, ...]
+    """A sentence for each tensor of another shape."""
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """How the tensors of a model, on all processes together, differ from those of a checkpoint."""
+
+    lacking: tuple[str, ...]
+    """Tensors that only the model has (upstream calls them unexpected): `key (shape)`. The optimizer state of such a
+    parameter has no entry of its own."""
+    surplus: tuple[str, ...]
+    """Parameters that only the checkpoint has (upstream calls them missing): their keys."""
+
+
+def list_wanted(
+    tensors: Iterable[ShardedTensor], metadata: Metadata, valid_rows: Mapping[str, int]
+) -> tuple[WantedTensors, dict[str, str]]:
+    """What a process asks for, and for each tensor that can be loaded the key to load it from.
 
     valid_rows: rows without padding of the saved tensors that are padded, by key.
     """
-    problems = []
+    sources: dict[str, str] = {}
+    keys: set[str] = set()
+    lacking: dict[str, tuple[int, ...]] = {}
+    mismatched = []
     for tensor in tensors:
+        keys |= {tensor.key} if tensor.fallback_key is None else {tensor.key, tensor.fallback_key}
         key = saved_key(tensor, metadata)
         if key is None:
-            problems.append(f"{tensor.key} is missing (the model's shape is {tensor.global_shape})")
+            lacking[tensor.key] = tensor.global_shape
             continue
         shape, rows = saved_shape(key, metadata), valid_rows.get(key)
-        if not fits(tensor, shape, rows):
+        if fits(tensor, shape, rows):
+            sources[tensor.key] = key
+        else:
             ours = _shape_text(tensor.global_shape, tensor.valid_rows)
-            problems.append(f"{key} is {_shape_text(shape, rows)} in the checkpoint, {ours} in the model")
-    refuse_mismatch(problems)
+            mismatched.append(f"{key} is {_shape_text(shape, rows)} in the checkpoint, {ours} in the model")
+    return WantedTensors(frozenset(keys), frozenset(sources.values()), lacking, tuple(mismatched)), sources
 
 
-def check_all_used(wanted: Iterable[str], metadata: Metadata) -> None:
-    """Raise ModelMismatchError when the checkpoint holds parameters that the model, on whatever process, does not."""
-    saved = {key for key in metadata.state_dict_metadata if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))}
-    refuse_mismatch(f"{key} is in the checkpoint only" for key in sorted(saved - set(wanted)))
+def judge_wanted(
+    wanted: Iterable[WantedTensors], metadata: Metadata, *, may_lack: bool, may_have_more: bool
+) -> KeyReport:
+    """How the model of all processes and the checkpoint differ, where that is tolerated.
+
+    may_lack: parameters and optimizer state that the checkpoint lacks keep their values, as long as it has any
+    parameter of the model. may_have_more: parameters that the model lacks are left out. Raises ModelMismatchError that
+    lists what is not tolerated: a tensor of another shape never is, nor are random-number states that are not there.
+    """
+    wanted = list(wanted)
+    lacking: dict[str, tuple[int, ...]] = {}
+    for part in wanted:
+        lacking |= part.lacking
+    # Its moments and main parameter say nothing more than that a parameter is new.
+    new = {key for key in lacking if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))}
+    lacking = {
+        key: shape
+        for key, shape in lacking.items()
+        if not (key.startswith(OPTIMIZER_PREFIX) and key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] in new)
+    }
+    asked, found = (frozenset().union(*sets) for sets in zip(*((p.keys, p.found) for p in wanted), strict=True))
+    surplus = sorted(
+        key
+        for key in metadata.state_dict_metadata
+        if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX)) and key not in asked
+    )
+    # Nothing in common is no model with additions, but the wrong directory.
+    may_lack = may_lack and any(not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX)) for key in found)
+    refused = dict.fromkeys(sentence for part in wanted for sentence in part.mismatched)
+    refused |= {
+        f"{key} is missing (the model's shape is {shape})": None
+        for key, shape in lacking.items()
+        if not may_lack or key.startswith(RNG_PREFIX)
+    }
+    if not may_have_more:
+        refused |= {f"{key} is in the checkpoint only": None for key in surplus}
+    refuse_mismatch(refused)
+    return KeyReport(tuple(f"{key} {shape}" for key, shape in lacking.items()), tuple(surplus))
 
 
 def refuse_mismatch(problems: Iterable[str]) -> None:
     """Raise ModelMismatchError that lists the problems, if there are any."""
     problems = list(problems)
     if problems:
-        # Another model differs in every tensor: a screenful shows it as well as thousands of lines.
-        shown = problems[:_LISTED]
-        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        raise ModelMismatchError(f"the checkpoint is of another model: {'; '.join([*shown, *more])}")
+        raise ModelMismatchError(f"the checkpoint is of another model: {'; '.join(shorten_list(problems))}")
+
+
+def shorten_list(lines: Iterable[str]) -> list[str]:
+    """The same with one line for tensors that differ by the number of their layer only, and a screenful at most."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for line in lines:
+        match = _LAYER.fullmatch(line)
+        before, number, behind = match.groups() if match else (line, None, "")
+        numbers.setdefault((before, behind), []).extend([] if number is None else [int(number)])
+    folded = [f"{before}{_list_ranges(sorted(found))}{behind}" for (before, behind), found in numbers.items()]
+    # Another model differs in every tensor: a screenful shows it as well as thousands of lines.
+    more = [f"and {len(folded) - _LISTED} more"] if len(folded) > _LISTED else []
+    return [*folded[:_LISTED], *more]
+
+
+def _list_ranges(numbers: list[int]) -> str:
+    """`0-2,5` for 0, 1, 2, 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _shape_text(shape: tuple[int, ...], valid_rows: int | None) -> str:

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.mapping import (
     optimizer_state,
     whole_optimizer_state,
 )
-from megatron.core.dist_checkpointing.validation import ModelMismatchError
+from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
@@ -56,7 +56,7 @@ from megatron.training.checkpoint.differences import (
     refuse_another_function,
 )
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.checkpoint import STRICTNESS, CheckpointConfig
 from megatron.training.run import Run
 
 STATE, RNG, CONFIG = "state", "rng", "config"
@@ -196,10 +196,16 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         tensors |= _build_sharded_optimizer_state(run)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
+    strictness = STRICTNESS[settings.dist_ckpt_strictness]
+    # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
+    may_lack = strictness.may_lack and run.config.model.perform_initialization
     try:
-        serialization.load(tensors, found, world)
+        report = serialization.load(
+            tensors, found, world, may_lack=may_lack, may_have_more=strictness.may_have_more
+        )  # fmt: skip
     except ModelMismatchError as error:
         raise CheckpointError(f"{found.path}: {error}{describe_shape_differences(changes)}") from None
+    _list_tolerated(report, found.path, world, lists_more=strictness.lists_more)
 
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -220,6 +226,16 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples")
     if lines := list_changes(changes):
         _say(world, "\n    ".join(["settings that changed:", *lines]))
+
+
+def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: bool) -> None:
+    """Say which weights of the model begin with their initial values, and which of the checkpoint were left out."""
+    for keys, what in (
+        (report.lacking, "of this model are not in it and begin with their initial values"),
+        (report.surplus if lists_more else (), "in it have no place in this model and were left out"),
+    ):
+        if keys:
+            _warn(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
 
 
 def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.config_base import CheckedConfig, flag, name_multiples
 from megatron.core.setting import Needs, PathText
@@ -14,6 +15,29 @@ CHECKPOINT_FORMATS = "the remaining checkpoint options"
 # An interval without a directory is no error: scripts switch saving off by leaving --save out.
 _SAVING = Needs("--save", lambda run: run.save is not None)
 _LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
+
+
+class Strictness(NamedTuple):
+    """What loading does with the tensors that differ between checkpoint and model."""
+
+    may_lack: bool
+    """Tensors that only the model has keep the values they were initialised with, and are listed."""
+    may_have_more: bool
+    """Tensors that only the checkpoint has are left out."""
+    lists_more: bool = False
+    """Those are listed."""
+
+
+STRICTNESS = {
+    "assume_ok_unexpected": Strictness(may_lack=False, may_have_more=False),
+    "raise_unexpected": Strictness(may_lack=False, may_have_more=True),
+    "raise_all": Strictness(may_lack=False, may_have_more=False),
+    "log_unexpected": Strictness(may_lack=True, may_have_more=True),
+    "log_all": Strictness(may_lack=True, may_have_more=True, lists_more=True),
+    "return_unexpected": Strictness(may_lack=True, may_have_more=True),
+    "return_all": Strictness(may_lack=True, may_have_more=True, lists_more=True),
+    "ignore_all": Strictness(may_lack=True, may_have_more=True),
+}
 
 
 @dataclass(kw_only=True)
@@ -70,6 +94,16 @@ class CheckpointConfig(CheckedConfig):
     use_tokenizer_model_from_checkpoint_args: bool = True
     """With --use-checkpoint-args, take the tokenizer as well, from the files that the checkpoint carries."""
 
+    dist_ckpt_strictness: str = flag(
+        "assume_ok_unexpected",
+        choices=("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
+                 "return_unexpected", "return_all", "ignore_all"),
+        needs=_LOADING,
+    )  # fmt: skip
+    """What to do where checkpoint and model have different tensors. assume_ok_unexpected, raise_all: refuse.
+    raise_unexpected: leave out what only the checkpoint has. log_all, return_all: in addition keep the initial values
+    of what only the model has, and list both; log_unexpected, return_unexpected, ignore_all: list only the latter.
+    Another shape is always refused."""
     override_model_settings: bool = flag(False, needs=_LOADING)
     """Go on with this run's value of a setting that changes what the loaded weights compute, such as --rotary-base."""
 
