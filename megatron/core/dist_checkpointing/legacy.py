@@ -3,9 +3,7 @@ iter_0000010/mp_rank_00/model_optim_rng.pt.
 
     {"model": {"decoder.layers.0.mlp.linear_fc1.weight": tensor, ...}, "args": argparse.Namespace, "iteration": 10, ...}
 
-Only the weights are taken. The file is read with torch's restricted unpickler (weights_only). The other classes that
-such files are known to name, most of them among the arguments, get inert stand-ins; a file that names any other is
-refused.
+The file is read with torch's restricted unpickler (safe_pickle.read_restricted).
 """
 
 from __future__ import annotations
@@ -18,27 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
 from megatron.core.errors import CheckpointError
 
 _FILE_NAME = "model_optim_rng.pt"
 _NESTINGS = ("model", "state_dict", "module")
-_HARMLESS_CLASSES = frozenset(
-    ("argparse.Namespace", "signal.Signals", "numpy.dtype", "numpy.ndarray", "numpy.core.multiarray._reconstruct",
-     "numpy._core.multiarray._reconstruct", "pathlib.PosixPath", "types.SimpleNamespace")
-)  # fmt: skip
-"""What upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state."""
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\."
     r"(local_experts\.(?P<number>\d+)\.(?P<part>linear_fc[12]\.(weight|bias))"
     r"|(?P<grouped_part>linear_fc[12]\.(weight|bias))(?P<grouped_number>\d+))"
 )
 """One expert's tensor: under a name of its own, or numbered, as upstream's grouped layers have them."""
-_UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+")
 
 
 def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
@@ -80,18 +72,7 @@ class LegacyWeights(NamedTuple):
 
 def read_legacy_weights(path: Path) -> LegacyWeights:
     """The weights in a file. Raises CheckpointError when it is damaged, or names a class we do not know."""
-    try:
-        # torch's restricted unpickler refuses a file over one unknown class, even where it is not needed. So each known
-        # one gets a stand-in for the time of this call, and only this call.
-        foreign = get_unsafe_globals_in_checkpoint(path)
-        with safe_globals([(_stand_in(name, path), name) for name in foreign]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged file may raise anything
-        raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from None
+    content = read_restricted(path, str(path), mmap=True)
     # mmap: tensors are read from the file when they are copied, so the whole model is never in memory twice.
     weights = _innermost(content)
     if weights is None:
@@ -158,23 +139,6 @@ def _fill(tensor: ShardedTensor, full: Tensor) -> None:
         target.copy_(full[tuple(slice(start, start + length) for start, length in box)])
 
 
-def _stand_in(name: str, path: Path) -> Any:
-    """What to put in the place of a class that the file names; the class itself is never looked up."""
-    if name in _HARMLESS_CLASSES or _UPSTREAM_CLASS.fullmatch(name):
-        return type(name.rpartition(".")[2], (_Inert,), {"__module__": __name__})
-    raise CheckpointError(f"{path} cannot be used: refused class {name}")
-
-
-class _Inert:
-    """Stands for an object of a class that we do not have; holds its arguments, does nothing."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 def _innermost(content: Any) -> dict[str, Any] | None:
     """The dictionary of weights, whether it stands alone or below `model`, `state_dict` or `module`."""
     while isinstance(content, dict):
@@ -182,8 +146,3 @@ def _innermost(content: Any) -> dict[str, Any] | None:
             return content
         content = next((content[key] for key in _NESTINGS if isinstance(content.get(key), dict)), None)
     return None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300]

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, describe_chunk
+from megatron.core.dist_checkpointing.upstream_dist import translate_table
 from megatron.core.dist_checkpointing.validation import KeyReport, judge_wanted, list_wanted
 
 
@@ -90,6 +91,45 @@ class ShardLoadPlanner(LoadPlanner):
                 storage_index=read.storage_index,
                 storage_offsets=read.storage_offsets,
                 lengths=read.lengths,
+            )
+            for read in reads
+        ]
+
+
+class UpstreamLoadPlanner(ShardLoadPlanner):
+    """The same over a checkpoint of upstream's, where a tensor of ours may be one layer of a stack."""
+
+    def __init__(self, where: str, *, may_lack: bool = False, may_have_more: bool = False) -> None:
+        # Upstream says nowhere which rows are padding.
+        super().__init__({}, may_lack=may_lack, may_have_more=may_have_more)
+        self.where = where
+
+    def set_up_planner(
+        self, state_dict: ShardedStateDict, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """On every process: its tensors, and upstream's table of contents."""
+        assert metadata is not None
+        self.table = translate_table(metadata, self.where)
+        super().set_up_planner(state_dict, self.table.metadata, is_coordinator)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The view that a read fills, with a leading dimension of one where it is read from a stack."""
+        stacked = len(read_item.lengths) - len(read_item.dest_offsets)
+        view = super().resolve_tensor(dataclasses.replace(read_item, lengths=read_item.lengths[stacked:]))
+        return view.unsqueeze(0) if stacked else view
+
+    def _reads(self, tensor: ShardedTensor, key: str) -> list[ReadItem]:
+        reads, (saved, layer) = super()._reads(tensor, key), self.table.slices[key]
+        if layer is None:
+            leading, unit, zero = torch.Size(), torch.Size(), torch.Size()
+        else:
+            leading, unit, zero = torch.Size([layer]), torch.Size([1]), torch.Size([0])
+        return [
+            dataclasses.replace(
+                read,
+                storage_index=MetadataIndex(saved, torch.Size(leading + (read.storage_index.offset or torch.Size()))),
+                storage_offsets=torch.Size(zero + read.storage_offsets),
+                lengths=torch.Size(unit + read.lengths),
             )
             for read in reads
         ]

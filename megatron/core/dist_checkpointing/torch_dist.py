@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner
+from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
@@ -68,8 +68,21 @@ def read_tensors(
     valid_rows, may_lack, may_have_more: see ShardLoadPlanner. Raises CheckpointError on every member; the tensors may
     then be half filled.
     """
+    return _read(
+        directory, tensors, group, ShardLoadPlanner(valid_rows, may_lack=may_lack, may_have_more=may_have_more)
+    )
+
+
+def read_upstream_tensors(
+    directory: Path, tensors: ShardedStateDict, group: Group, *, may_lack: bool = False, may_have_more: bool = False
+) -> KeyReport:
+    """The same from a checkpoint that upstream wrote."""
+    planner = UpstreamLoadPlanner(str(directory), may_lack=may_lack, may_have_more=may_have_more)
+    return _read(directory, tensors, group, planner)
+
+
+def _read(directory: Path, tensors: ShardedStateDict, group: Group, planner: ShardLoadPlanner) -> KeyReport:
     reader = _KnownReader(directory)
-    planner = ShardLoadPlanner(valid_rows, may_lack=may_lack, may_have_more=may_have_more)
     with _dcp_errors("reading", directory), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=_torch_group(group),

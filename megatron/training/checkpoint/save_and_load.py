@@ -14,8 +14,9 @@ lies and how it becomes visible is megatron.core.dist_checkpointing's business.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from megatron.core.dist_checkpointing.mapping import (
     optimizer_state,
     whole_optimizer_state,
 )
+from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
+from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, say
@@ -47,7 +50,7 @@ from megatron.core.mesh import RankGrid
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
-from megatron.training.checkpoint import rng_state
+from megatron.training.checkpoint import from_upstream, rng_state
 from megatron.training.checkpoint.differences import (
     Change,
     describe_shape_differences,
@@ -130,6 +133,10 @@ def load_checkpoint(run: Run) -> None:
     if settings.load is not None:
         root = Path(settings.load)
         on_first_rank(world, lambda: _refuse_legacy(root))
+        upstream = on_first_rank(world, lambda: find_upstream_checkpoint(root, settings.ckpt_step))
+        if upstream is not None:
+            _restore_upstream(run, upstream, weights_only=settings.finetune)
+            return
         found = serialization.find(root, settings.ckpt_step, world)
         if found is not None:
             _restore(run, found, weights_only=settings.finetune)
@@ -196,16 +203,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         tensors |= _build_sharded_optimizer_state(run)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
-    strictness = STRICTNESS[settings.dist_ckpt_strictness]
-    # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
-    may_lack = strictness.may_lack and run.config.model.perform_initialization
-    try:
-        report = serialization.load(
-            tensors, found, world, may_lack=may_lack, may_have_more=strictness.may_have_more
-        )  # fmt: skip
-    except ModelMismatchError as error:
-        raise CheckpointError(f"{found.path}: {error}{describe_shape_differences(changes)}") from None
-    _list_tolerated(report, found.path, world, lists_more=strictness.lists_more)
+    _fill(run, found.path, changes, functools.partial(serialization.load, tensors, found, world))
 
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -228,6 +226,18 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         _say(world, "\n    ".join(["settings that changed:", *lines]))
 
 
+def _fill(run: Run, path: Path, changes: list[Change], load: Callable[..., KeyReport]) -> None:
+    """Call `load` with what --dist-ckpt-strictness tolerates, and say what it has tolerated."""
+    strictness = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness]
+    # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
+    may_lack = strictness.may_lack and run.config.model.perform_initialization
+    try:
+        report = load(may_lack=may_lack, may_have_more=strictness.may_have_more)
+    except ModelMismatchError as error:
+        raise CheckpointError(f"{path}: {error}{describe_shape_differences(changes)}") from None
+    _list_tolerated(report, path, run.groups.world, lists_more=strictness.lists_more)
+
+
 def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: bool) -> None:
     """Say which weights of the model begin with their initial values, and which of the checkpoint were left out."""
     for keys, what in (
@@ -236,6 +246,22 @@ def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: 
     ):
         if keys:
             _warn(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
+
+
+def _restore_upstream(run: Run, path: Path, *, weights_only: bool) -> None:
+    """Continue from a torch_dist checkpoint that upstream wrote."""
+    settings, world = run.config.checkpoint, run.groups.world
+    with_optimizer = not (weights_only or settings.no_load_optim)
+    common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=with_optimizer))
+    changes = from_upstream.find_upstream_changes(common, run.config)
+    refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
+    if with_optimizer:
+        run.optimizer.check_state(from_upstream.build_optimizer_state(common))
+    tensors = build_sharded_model_state(run, main=not with_optimizer)
+    if with_optimizer:
+        tensors |= _build_sharded_optimizer_state(run)
+    _fill(run, path, changes, functools.partial(read_upstream_tensors, path, tensors, world))
+    from_upstream.restore(run, path, common, with_optimizer=with_optimizer, weights_only=weights_only)
 
 
 def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
@@ -271,6 +297,10 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
     legacy = on_first_rank(world, lambda: find_legacy_file(root, iteration))
     if legacy is None:
+        upstream = on_first_rank(world, lambda: find_upstream_checkpoint(root, iteration))
+        if upstream is not None:
+            _restore_upstream(run, upstream, weights_only=True)
+            return
         found = serialization.find(root, iteration, world)
         if found is None:
             what = explain_no_directory(root) or "holds no checkpoint"

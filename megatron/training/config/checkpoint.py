@@ -56,7 +56,7 @@ class CheckpointConfig(CheckedConfig):
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
     given."""
     load: PathText | None = None
-    """Directory to continue from. The same as --save and empty: a fresh start."""
+    """Directory to continue from, also upstream's `torch_dist` format. The same as --save and empty: a fresh start."""
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),

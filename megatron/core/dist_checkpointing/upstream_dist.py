@@ -1,0 +1,248 @@
+"""Upstream's `torch_dist` checkpoints: its table of contents under our names, and its common state.
+
+    upstream  decoder.layers.mlp.linear_fc1.weight [layers, rows, columns]
+    here      decoder.layers.3.mlp.linear_fc1.weight [rows, columns]: its slice 3
+
+| upstream                                       | here                                    |
+|------------------------------------------------|-----------------------------------------|
+| one tensor of all layers, or one for each      | one for each layer                      |
+| self_attention.linear_qkv.layer_norm_weight    | input_layernorm.weight                  |
+| mlp.linear_fc1.layer_norm_weight               | pre_mlp_layernorm.weight                |
+| mlp.experts.experts.linear_fc1.weight          | mlp.experts.linear_fc1.weight           |
+| optimizer.state.exp_avg.<name>, fp32_param     | the same, with the names above          |
+| common_state/shard_0_1, or the file common.pt  | settings, progress, schedule, step      |
+| other objects (_extra_state, rng_state)        | not used                                |
+
+The keys and shapes are those that upstream's sharded_state_dict gives. Its files have no checksums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
+from megatron.core.dist_checkpointing.durable import read_file
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.errors import CheckpointError
+
+METADATA_NAME = ".metadata"
+_OURS_ALONE = "tensors.json"
+_COMMON_FILE, _COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
+_LARGEST_COMMON_BYTES = 2**30
+
+_FLAT_OPTIMIZER = "optimizer.distributed."
+_LAYERS = re.compile(r"(?P<start>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+_OUR_ENDINGS = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"pre_mlp_layernorm.\1"),
+    (re.compile(r"mlp\.experts\.experts\.(.+)"), r"mlp.experts.\1"),
+)
+"""What follows the layer's number: upstream's, where a norm is part of the linear layer after it, and ours."""
+
+
+class SavedSlice(NamedTuple):
+    """Where a tensor of ours lies in upstream's checkpoint."""
+
+    key: str
+    layer: int | None
+    """Index along the leading dimension; None where the tensor is not one of a stack."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UpstreamTable:
+    """A table of contents under our names, and where each tensor really lies."""
+
+    metadata: Metadata
+    slices: Mapping[str, SavedSlice]
+
+
+@dataclasses.dataclass(frozen=True)
+class CommonState:
+    """What upstream saves beside the tensors, as far as it is used."""
+
+    args: Mapping[str, Any]
+    """The settings of the saved run, by the names of upstream's argparse: numbers, texts, lists of them."""
+    iteration: int
+    scheduler: Mapping[str, Any] | None
+    step_count: int | None
+    """Updates of the optimizer; None without its state."""
+
+    @property
+    def consumed_train_samples(self) -> int:
+        """Samples that the saved run has trained on."""
+        count = self.args.get("consumed_train_samples")
+        # The schedule counts samples as well; settings of old releases have no other count.
+        return int(count if count is not None else (self.scheduler or {}).get("num_steps", 0))
+
+
+# ---- finding one
+
+
+def find_upstream_checkpoint(root: Path, iteration: int | None = None) -> Path | None:
+    """The directory of the checkpoint that `root` (or the iteration in it) names, where it is upstream's torch_dist.
+
+    None where it is one of ours, of another format, or missing.
+    """
+    if (root / METADATA_NAME).is_file():
+        return root if _is_upstream(root) else None
+    if iteration is not None:
+        candidates = [iteration_directory(root, iteration)]
+    else:
+        tracker = root / TRACKER_NAME
+        text = read_file(tracker, 64).decode("ascii", "replace").strip() if tracker.is_file() else ""
+        candidates = [iteration_directory(root, saved) for saved in saved_iterations(root)[:1]]
+        if text == "release":
+            candidates = [root / text]
+        elif re.fullmatch("[0-9]{1,12}", text):
+            candidates = [iteration_directory(root, int(text))]
+    return next((path for path in candidates if _is_upstream(path)), None)
+
+
+def _is_upstream(path: Path) -> bool:
+    """Whether a directory is a torch_dist checkpoint without anything that only we write."""
+    # A checkpoint of ours that has lost its manifest must be refused as damaged, not be read unverified.
+    ours = any((path / name).exists() for name in (MANIFEST_NAME, _OURS_ALONE))
+    return (path / METADATA_NAME).is_file() and not ours
+
+
+# ---- names
+
+
+def translate_table(metadata: Metadata, where: str) -> UpstreamTable:
+    """Upstream's table of contents under our names; tensors only. Raises CheckpointError, with `where` in it."""
+    translated: dict[str, Any] = {}
+    slices: dict[str, SavedSlice] = {}
+    for key, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata) and not key.startswith(_FLAT_OPTIMIZER):
+            for name, layer in _our_names(key, tuple(tensor.size)):
+                translated[name] = tensor if layer is None else _take_layer(tensor, layer, f"{where}: {key}")
+                slices[name] = SavedSlice(key, layer)
+    return UpstreamTable(dataclasses.replace(metadata, state_dict_metadata=translated), slices)
+
+
+def explain_unusable_optimizer(metadata: Metadata) -> str | None:
+    """Why the optimizer state cannot be read; None when it can."""
+    if any(key.startswith(_FLAT_OPTIMIZER) for key in metadata.state_dict_metadata):
+        return (
+            "its optimizer state lies in the flat buffers of upstream's distributed optimizer, which only the same "
+            "layout of upstream can read; save it there with --dist-ckpt-optim-fully-reshardable, or go on with a "
+            "fresh optimizer state: --no-load-optim"
+        )
+    if not any(key.startswith(OPTIMIZER_PREFIX) for key in metadata.state_dict_metadata):
+        return "it holds no optimizer state; pass --no-load-optim or --finetune"
+    return None
+
+
+def _our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
+    """Our names of what lies under a key of upstream's, each with its index in the stack."""
+    prefix = ""
+    if key.startswith(OPTIMIZER_PREFIX):
+        kind = key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0]
+        prefix = f"{OPTIMIZER_PREFIX}{kind}."
+    found = _LAYERS.fullmatch(key.removeprefix(prefix))
+    if found is None:
+        return [(key, None)]
+    rest = found["rest"]
+    for theirs, ours in _OUR_ENDINGS:
+        rest = theirs.sub(ours, rest) if theirs.fullmatch(rest) else rest
+    if found["number"] is not None:
+        return [(f"{prefix}{found['start']}.{found['number']}.{rest}", None)]
+    return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]
+
+
+def _take_layer(stack: TensorStorageMetadata, layer: int, where: str) -> TensorStorageMetadata:
+    """The record of one layer's tensor in a stack."""
+    chunks = []
+    for chunk in stack.chunks:
+        if chunk.sizes[0] != 1:
+            raise CheckpointError(
+                f"{where} is saved {chunk.sizes[0]} layers at a time, one at a time is expected; save it with "
+                "upstream's current release"
+            )
+        if chunk.offsets[0] == layer:
+            chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets[1:]), torch.Size(chunk.sizes[1:])))
+    return dataclasses.replace(stack, size=torch.Size(stack.size[1:]), chunks=chunks)
+
+
+# ---- common state
+
+
+def read_common_state(path: Path, metadata: Metadata) -> CommonState:
+    """What a checkpoint says beside its tensors. Raises CheckpointError; nothing that is in it runs."""
+    content = _read_common(path, metadata)
+    # The object is one entry of a list, the file the entry itself.
+    content = content[0] if isinstance(content, list) and len(content) == 1 else content
+    args = content.get("args") if isinstance(content, dict) else None
+    settings = getattr(args, "state", args)
+    if not isinstance(content, dict) or not isinstance(settings, dict | None):
+        raise CheckpointError(f"{path}: the common state is no dictionary with settings (args); it is damaged")
+    iteration, scheduler = content.get("iteration", 0), content.get("opt_param_scheduler")
+    try:
+        return CommonState(
+            {name: value for name, value in (settings or {}).items() if _is_plain(value)},
+            int(iteration),
+            None if scheduler is None else dict(scheduler),
+            _find_step(content.get("optimizer")),
+        )
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the common state cannot be used: {error}") from None
+
+
+def _read_common(path: Path, metadata: Metadata) -> Any:
+    if (path / _COMMON_FILE).is_file():
+        return read_restricted(path / _COMMON_FILE, str(path / _COMMON_FILE))
+    entry = metadata.state_dict_metadata.get(_COMMON_OBJECT)
+    place = (metadata.storage_data or {}).get(MetadataIndex(_COMMON_OBJECT))
+    if not isinstance(entry, BytesStorageMetadata) or place is None:
+        raise CheckpointError(
+            f"{path} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours; it holds neither "
+            f"{_COMMON_OBJECT} nor {_COMMON_FILE}: it is none of upstream's"
+        )
+    name, offset, length = place.relative_path, place.offset, place.length
+    if Path(name).name != name:
+        raise CheckpointError(f"{path}: the table of contents names the file {name!r} outside of it; refused")
+    where = f"{path / name} ({_COMMON_OBJECT})"
+    try:
+        with open(path / name, "rb") as file:
+            file.seek(offset)
+            content = file.read(min(length, _LARGEST_COMMON_BYTES))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from None
+    return read_restricted(io.BytesIO(content), where)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _find_step(optimizer: Any) -> int | None:
+    """The number of updates: state.common_step, or `step` of a parameter group, wherever the optimizers are nested."""
+    if not isinstance(optimizer, dict):
+        return None
+    state = optimizer.get("state")
+    if isinstance(state, dict) and "common_step" in state:
+        return int(state["common_step"])
+    for group in optimizer.get("param_groups") or ():
+        if isinstance(group, dict) and "step" in group:
+            return int(group["step"])
+    # `optimizer` of mixed precision, and 0, 1, ... of several optimizers in one.
+    found = (_find_step(value) for value in optimizer.values() if isinstance(value, dict))
+    return next((step for step in found if step is not None), None)

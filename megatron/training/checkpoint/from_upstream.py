@@ -1,0 +1,82 @@
+"""Continuing a run from a checkpoint that upstream wrote: progress, schedule and settings beside its tensors.
+
+Weights, optimizer state, iteration, consumed samples and learning-rate schedule go on where upstream's run stopped.
+Random numbers start from --seed: upstream's generators are drawn from in another order, so that their states would
+not give upstream's dropout masks here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config_base import get_settings
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.upstream_dist import (
+    METADATA_NAME,
+    CommonState,
+    explain_unusable_optimizer,
+    read_common_state,
+)
+from megatron.core.errors import CheckpointError, ConfigError, say
+from megatron.training.checkpoint.differences import Change, find_changes
+from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.run import Run
+
+_COMPARED = (bool, int, float, str)
+
+
+def read_common(path: Path, *, with_optimizer: bool) -> CommonState:
+    """What a torch_dist checkpoint says beside its tensors. Raises CheckpointError, also where the optimizer state is
+    wanted and cannot be read."""
+    metadata = read_metadata(path / METADATA_NAME)
+    common = read_common_state(path, metadata)
+    reason = explain_unusable_optimizer(metadata) if with_optimizer else None
+    if reason is None and with_optimizer and (common.step_count is None or "num_steps" not in (common.scheduler or {})):
+        reason = "it does not say how many updates the optimizer has made; pass --no-load-optim or --finetune"
+    if reason is not None:
+        raise CheckpointError(f"{path}: {reason}")
+    return common
+
+
+def build_optimizer_state(common: CommonState) -> dict[str, Any]:
+    """What is no tensor, as `optimizer.load_state_dict` takes it."""
+    return {"step_count": common.step_count, "optimizer": common.args.get("optimizer", "adam")}
+
+
+def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, weights_only: bool) -> None:
+    """After the tensors were filled: let the run go on from there. Every rank calls this."""
+    if with_optimizer:
+        assert common.scheduler is not None
+        run.optimizer.load_state_dict(build_optimizer_state(common))
+        run.optimizer.after_load()
+        run.scheduler.load_state_dict(common.scheduler)
+    else:
+        run.optimizer.reload_model_params()
+    speaks = run.groups.world.rank() == 0
+    if weights_only:
+        if speaks:
+            say(f"checkpoint: loaded the weights of {path}; iteration, optimizer and random numbers start afresh")
+        return
+    run.progress.iteration = common.iteration
+    run.progress.consumed_train_samples = common.consumed_train_samples
+    if speaks:
+        say(
+            f"checkpoint: resuming from {path}, which upstream wrote, after {run.progress.consumed_train_samples} "
+            "samples; it has no checksums to verify, and random numbers start from --seed"
+        )
+
+
+def find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change]:
+    """How the model of this run differs from upstream's, in the flags of the same name that both give a value."""
+    saved = config.to_dict()
+    for group, config_class in group_classes().items():
+        for name, setting in get_settings(config_class).items():
+            then, now = common.args.get(name), saved[group].get(name)
+            comparable = isinstance(then, _COMPARED) and isinstance(now, _COMPARED)
+            if setting.kind in ("shape", "function") and setting.name.startswith("--") and comparable:
+                saved[group][name] = then
+    try:
+        return find_changes(saved, config)
+    except (ConfigError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"upstream's settings cannot be compared with this run's: {error}") from None
