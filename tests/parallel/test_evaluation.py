@@ -70,7 +70,7 @@ def generated(style: str, layout: str) -> tuple[list[str], list[float]]:
         return watch.texts, watch.losses
 
 
-@pytest.mark.flags("--eval-sample-prompt")
+@pytest.mark.flags("--eval-sample-prompt", "--eval-sample-tokens")
 @pytest.mark.parametrize(
     ("style", "layout"),
     [("llama", "dp2,fsdp2"), ("moe", "dp2,ep2,dist-opt,--overlap-param-gather,--overlap-grad-reduce")],
@@ -78,6 +78,7 @@ def generated(style: str, layout: str) -> tuple[list[str], list[float]]:
 def test_text_is_generated_where_parameters_or_experts_are_divided(style: str, layout: str) -> None:
     texts, losses = generated(style, "1")
     assert len(texts) == 2 and all(text.startswith("7 ") for text in texts)
+    assert all(len(text.split()) <= 1 + 6 for text in texts), "the usual number of tokens is larger"
     for found_texts, found_losses in run_distributed(generated, 2, style, layout):
         assert found_texts == texts
         assert found_losses == pytest.approx(losses, rel=1e-5)

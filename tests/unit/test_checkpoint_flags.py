@@ -90,6 +90,36 @@ def test_no_load_optim(trained: Path) -> None:
     assert prepare("--load", trained, "--ckpt-step", "3").optimizer.step_count == 3
 
 
+@pytest.mark.flags("--load-main-params-from-ckpt")
+def test_load_main_params_from_ckpt(trained: Path, tmp_path: Path) -> None:
+    """From a checkpoint in float32, and from the main parameters of one in bfloat16."""
+    name = "decoder.final_layernorm.weight"
+    train_tiny(*saving(tmp_path, 6), "--bf16", "--use-distributed-optimizer")
+    fp32, in_bf16 = dict(values(prepare("--load", trained)))[name], prepare("--load", tmp_path, "--bf16")
+    for root, main in ((trained, fp32), (tmp_path, dict(values(in_bf16))[f"main_param of {name}"])):
+        assert not torch.equal(main, main.bfloat16().float()), "rounding would show"
+        for flags in (("--no-load-optim",), ("--finetune",), ("--no-load-optim", "--use-distributed-optimizer")):
+            with_flag, without = (
+                dict(values(prepare("--load", root, "--bf16", *flags, *more)))
+                for more in (("--load-main-params-from-ckpt",), ())
+            )
+            assert torch.equal(with_flag[f"main_param of {name}"].view(-1), main.view(-1))
+            assert torch.equal(with_flag[name], main.bfloat16())
+            assert torch.equal(without[f"main_param of {name}"].view(-1), main.bfloat16().float().view(-1))
+
+
+@pytest.mark.flags("--override-ckpt-iteration")
+def test_override_ckpt_iteration(trained: Path, tmp_path: Path) -> None:
+    flags = ("--load", trained, "--ckpt-step", "3", "--override-ckpt-iteration")
+    run = train_tiny(*flags, "5", *saving(tmp_path, 1))
+    assert (run.progress.iteration, run.progress.consumed_train_samples, run.optimizer.step_count) == (6, 16, 4)
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000006"]
+    with pytest.raises(CheckpointError, match="--override-ckpt-iteration 2 is below the checkpoint's iteration, 3; to"):
+        prepare(*flags, "2")
+    with pytest.raises(ConfigError, match="--override-ckpt-iteration 5 contradicts --finetune, which starts at"):
+        prepare(*flags, "5", "--finetune")
+
+
 @pytest.mark.flags("--no-save-optim")
 def test_no_save_optim(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"

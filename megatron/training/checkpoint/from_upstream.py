@@ -51,6 +51,8 @@ def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, 
         run.optimizer.load_state_dict(build_optimizer_state(common))
         run.optimizer.after_load()
         run.scheduler.load_state_dict(common.scheduler)
+    elif run.config.checkpoint.loads_main_params(run.config.model):
+        run.optimizer.after_load()
     else:
         run.optimizer.reload_model_params()
     speaks = run.groups.world.rank() == 0

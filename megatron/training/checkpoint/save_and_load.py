@@ -136,10 +136,12 @@ def load_checkpoint(run: Run) -> None:
         upstream = on_first_rank(world, lambda: find_upstream_checkpoint(root, settings.ckpt_step))
         if upstream is not None:
             _restore_upstream(run, upstream, weights_only=settings.finetune)
+            _override_iteration(run, settings.override_ckpt_iteration)
             return
         found = serialization.find(root, settings.ckpt_step, world)
         if found is not None:
             _restore(run, found, weights_only=settings.finetune)
+            _override_iteration(run, settings.override_ckpt_iteration)
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)
     if settings.pretrained_checkpoint is not None:
@@ -198,9 +200,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     # Asked before anything is loaded: a refusal must leave the run as it was.
     random_numbers = _read_rng_document(found, run) if with_rng else None
 
-    tensors = build_sharded_model_state(run, main=not with_optimizer)
-    if with_optimizer:
-        tensors |= _build_sharded_optimizer_state(run)
+    tensors = _select_tensors(run, with_optimizer=with_optimizer)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
     _fill(run, found.path, changes, functools.partial(serialization.load, tensors, found, world))
@@ -209,6 +209,8 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         run.optimizer.load_state_dict(state["optimizer"])
         run.optimizer.after_load()
         run.scheduler.load_state_dict(state["scheduler"])
+    elif settings.loads_main_params(run.config.model):
+        run.optimizer.after_load()
     else:
         # The optimizer's main parameters are copies in float32: they must follow the weights that were loaded.
         run.optimizer.reload_model_params()
@@ -238,6 +240,21 @@ def _fill(run: Run, path: Path, changes: list[Change], load: Callable[..., KeyRe
     _list_tolerated(report, path, run.groups.world, lists_more=strictness.lists_more)
 
 
+def _override_iteration(run: Run, iteration: int | None) -> None:
+    """--override-ckpt-iteration, once the progress is that of the checkpoint."""
+    if iteration is None:
+        return
+    saved = run.progress.iteration
+    # Data are made for --train-iters from the first sample on: with more iterations to come they would not suffice.
+    if iteration < saved:
+        raise CheckpointError(
+            f"--override-ckpt-iteration {iteration} is below the checkpoint's iteration, {saved}; "
+            "to train longer raise --train-iters, to start afresh give --finetune"
+        )
+    run.progress.iteration = iteration
+    _say(run.groups.world, f"iterations are counted on from {iteration} instead of {saved}")
+
+
 def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: bool) -> None:
     """Say which weights of the model begin with their initial values, and which of the checkpoint were left out."""
     for keys, what in (
@@ -257,9 +274,7 @@ def _restore_upstream(run: Run, path: Path, *, weights_only: bool) -> None:
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
-    tensors = build_sharded_model_state(run, main=not with_optimizer)
-    if with_optimizer:
-        tensors |= _build_sharded_optimizer_state(run)
+    tensors = _select_tensors(run, with_optimizer=with_optimizer)
     _fill(run, path, changes, functools.partial(read_upstream_tensors, path, tensors, world))
     from_upstream.restore(run, path, common, with_optimizer=with_optimizer, weights_only=weights_only)
 
@@ -355,9 +370,25 @@ def _build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
     return state | whole_optimizer_state(run.optimizer.whole_state())
 
 
+def _select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:
+    """What to load, but for random-number states: with the optimizer's state, or with the main parameters of it, or the
+    parameters alone."""
+    if with_optimizer:
+        return build_sharded_model_state(run) | _build_sharded_optimizer_state(run)
+    if run.config.checkpoint.loads_main_params(run.config.model):
+        return build_sharded_model_state(run) | _select_main_params(run)
+    return build_sharded_model_state(run, main=True)
+
+
+def _select_main_params(run: Run) -> ShardedStateDict:
+    """The main parameters, where they are other memory than the parameters."""
+    state = _build_sharded_optimizer_state(run)
+    return {key: tensor for key, tensor in state.items() if tensor.fallback_key is not None}
+
+
 def _list_full_precision_weights(run: Run) -> list[ShardedTensor]:
     """The parameters, and the main parameters behind them under the same names."""
-    main = (tensor for tensor in _build_sharded_optimizer_state(run).values() if tensor.fallback_key is not None)
+    main = _select_main_params(run).values()
     return [
         *build_sharded_model_state(run).values(),
         *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.config_base import CheckedConfig, flag, name_multiples
 from megatron.core.setting import Needs, PathText
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_FORMATS = "the remaining checkpoint options"
 
@@ -77,6 +80,24 @@ class CheckpointConfig(CheckedConfig):
     """Load without optimizer state."""
     no_load_rng: bool = False
     """Load without random-number state."""
+    load_main_params_from_ckpt: bool = flag(
+        False,
+        kind="numerics",
+        needs=(
+            Needs("--bf16 or --fp16", lambda run: run.bf16 or run.fp16),
+            Needs(
+                "--no-load-optim, --finetune or --pretrained-checkpoint",
+                lambda run: run.no_load_optim or run.finetune or run.pretrained_checkpoint,
+            ),
+        ),
+    )
+    """Where no optimizer state is loaded, take the float32 main parameters from the checkpoint, not from the weights as
+    they were rounded to 16 bits: its main parameters where it has them, else its weights."""
+    override_ckpt_iteration: int | None = flag(
+        None, minimum=0, unit="iterations", kind="numerics", needs=Needs("--load", lambda run: run.load is not None)
+    )
+    """After loading, count iterations on from this number, which is not below the checkpoint's. Samples, schedule and
+    optimizer go on as saved."""
     finetune: bool = False
     """Load weights only: iteration, optimizer and random numbers start afresh."""
     pretrained_checkpoint: PathText | None = None
@@ -107,6 +128,11 @@ class CheckpointConfig(CheckedConfig):
     override_model_settings: bool = flag(False, needs=_LOADING)
     """Go on with this run's value of a setting that changes what the loaded weights compute, such as --rotary-base."""
 
+    def loads_main_params(self, model: TransformerConfig) -> bool:
+        """Whether main parameters are loaded where the optimizer's state is not. The same on all ranks: what follows
+        from it is collective."""
+        return self.load_main_params_from_ckpt and (model.bf16 or model.fp16)
+
     def problems(self) -> Iterator[str]:
         """Intervals, places, and what is loaded."""
         interval, kept = self.save_interval, self.save_retain_interval
@@ -123,5 +149,7 @@ class CheckpointConfig(CheckedConfig):
                 yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
         if self.ckpt_step is not None and self.load is None:
             yield f"{self.say('ckpt_step')} needs --load"
+        if self.override_ckpt_iteration is not None and self.finetune:
+            yield f"{self.say('override_ckpt_iteration')} contradicts --finetune, which starts at iteration 0; keep one"
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
             yield "--use-checkpoint-args needs --load or --pretrained-checkpoint"

@@ -94,8 +94,6 @@ def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
         )
     if planned["ckpt_convert_format"] is not None and (planned["ckpt_convert_save"] is None or checkpoint.load is None):
         yield (f"{planned.say('ckpt_convert_format')} needs --load, what to convert, and --ckpt-convert-save, where to")
-    if planned["override_ckpt_iteration"] is not None and checkpoint.finetune:
-        yield f"{planned.say('override_ckpt_iteration')} contradicts --finetune, which starts at iteration 0; keep one"
 
 
 def contradicting_flags(run: RunConfig, given: Set[str]) -> Iterator[str]:
