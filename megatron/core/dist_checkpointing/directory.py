@@ -113,11 +113,16 @@ def settle_leftovers(root: Path) -> list[str]:
 
     Raises OSError.
     """
-    done = []
-    for entry in sorted(root.iterdir()):
-        if _TRACKER_LEFTOVER.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name):
-            done.append(_settle(entry))
-    return done
+    return [_settle(entry) for entry in list_leftovers(root)]
+
+
+def list_leftovers(root: Path) -> list[Path]:
+    """What a save that is under way, or was interrupted, has in the directory. Raises OSError."""
+    return [
+        entry
+        for entry in sorted(root.iterdir())
+        if _TRACKER_LEFTOVER.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name)
+    ]
 
 
 def begin_save(root: Path, iteration: int) -> Path:
@@ -240,7 +245,7 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint
             raise CheckpointError(f"--ckpt-step {iteration}: {path} does not exist; saved iterations: {saved}")
         return _verified(path)
     skipped: list[str] = []
-    for path in _candidates(root, skipped):
+    for path in list_candidates(root, skipped):
         try:
             found = _verified(path)
         except CheckpointError as error:
@@ -252,8 +257,8 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint
     return None
 
 
-def _candidates(root: Path, problems: list[str]) -> list[Path]:
-    """Directories to try, in order; what is odd about the tracker is added to `problems`."""
+def list_candidates(root: Path, problems: list[str]) -> list[Path]:
+    """Directories that a run tries to load, in order; what is odd about the tracker is added to `problems`."""
     iterations = saved_iterations(root)
     if not os.path.lexists(root / TRACKER_NAME):
         if iterations:

@@ -149,6 +149,12 @@ class DirectoryLock:
         self._end()
 
 
+def list_holders(root: Path) -> dict[str, Holder | None]:
+    """Who has, or had, the directory: name of the lock file -> the run in it, None where it names none. Raises
+    OSError."""
+    return {name: Holder.parse(content) for name, content in _read_locks(root).items()}
+
+
 # ---- taking
 
 

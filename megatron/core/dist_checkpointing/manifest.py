@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -98,34 +98,43 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless every file of the manifest is there, as long as it says and with its checksum."""
+def verify_files(directory: Path, manifest: Manifest, on_block: Callable[[int], None] = lambda size: None) -> None:
+    """Raise CheckpointError unless every file of the manifest is there, as long as it says and with its checksum.
+
+    on_block: hears of the bytes of each block that was read.
+    """
     for name, record in manifest.files.items():
-        path = directory / name
-        try:
-            found_bytes = path.stat().st_size
-            if not path.is_file():
-                raise CheckpointError(f"{path} is no regular file")
-            if found_bytes != record.bytes:
-                raise CheckpointError(f"{path} is {found_bytes} bytes long; its manifest says {record.bytes}")
-            found = checksum(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; the manifest names it") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        if found != record.crc32:
-            raise CheckpointError(
-                f"{path} is damaged: its checksum is {found:08x}, the manifest says {record.crc32:08x}"
-            )
+        verify_file(directory / name, record, read=lambda path: checksum(path, on_block))
 
 
-def checksum(path: Path) -> int:
-    """crc32 of a file's content. Raises OSError."""
+def verify_file(path: Path, record: FileRecord, *, read: Callable[[Path], int] | None = None) -> None:
+    """Raise CheckpointError unless the file is there, as long as the record says and with its checksum.
+
+    read: returns the checksum; by default checksum().
+    """
+    try:
+        found_bytes = path.stat().st_size
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+        if found_bytes != record.bytes:
+            raise CheckpointError(f"{path} is {found_bytes} bytes long; its manifest says {record.bytes}")
+        found = (read or checksum)(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; the manifest names it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if found != record.crc32:
+        raise CheckpointError(f"{path} is damaged: its checksum is {found:08x}, the manifest says {record.crc32:08x}")
+
+
+def checksum(path: Path, on_block: Callable[[int], None] = lambda size: None) -> int:
+    """crc32 of a file's content; on_block hears of the bytes of each block that was read. Raises OSError."""
     value = 0
     with open(path, "rb") as file:
         # In blocks: a shard may be larger than the memory that is left.
         while block := file.read(_BLOCK_BYTES):
             value = zlib.crc32(block, value)
+            on_block(len(block))
     return value
 
 
