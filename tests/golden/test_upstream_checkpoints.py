@@ -12,7 +12,7 @@ import torch.distributed.checkpoint
 
 from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_legacy_weights
 from megatron.core.errors import CheckpointError
-from tests.unit.tiny_training import prepare, values
+from tests.unit.tiny_training import differing, prepare, values
 
 # The shape of model "b"; its vocabulary has 1000 tokens.
 SHAPE = """
@@ -61,9 +61,12 @@ def test_L9_upstream_checkpoint_of_another_shape(upstream: Path) -> None:
         prepare(*SHAPE, "--ffn-hidden-size", "32", "--pretrained-checkpoint", upstream)
 
 
-def test_load_points_to_pretrained_checkpoint(upstream: Path) -> None:
-    with pytest.raises(CheckpointError, match="upstream's torch format; start from .* --pretrained-checkpoint"):
-        prepare(*SHAPE, "--load", upstream)
+def test_load_takes_all_of_it(upstream: Path) -> None:
+    run = prepare(*SHAPE, "--load", upstream, "--override-opt_param-scheduler")
+    assert run.progress.iteration == 10 and run.progress.consumed_train_samples == 80
+    assert run.optimizer.step_count == 10 and run.scheduler.num_steps == 80
+    dist = prepare(*SHAPE, "--load", upstream.with_name("b_iter10_torch_dist"), "--override-opt_param-scheduler")
+    assert differing(run, dist) == [], "both formats hold the same"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -93,8 +96,9 @@ def test_places_and_nestings(tmp_path: Path, names: tuple[str, ...], where: str)
     torch.save({**nested(weights, *names), **({"iteration": 3} if names else {})}, path)
     found = find_legacy_file(tmp_path)
     assert found == path
-    tensors, ignored = read_legacy_weights(path)
+    tensors, ignored, common = read_legacy_weights(path)
     assert list(tensors) == ["a.weight"] and len(ignored) == 2
+    assert common.iteration == (3 if names else 0)
 
 
 def test_tracker_decides_between_checkpoints(tmp_path: Path) -> None:

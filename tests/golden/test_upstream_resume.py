@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Saved
 
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.upstream_dist import (
     explain_unusable_optimizer,
     find_upstream_checkpoint,
     translate_table,
 )
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.training.flags.read import read_run_config
 from tests.golden.test_train_curves import (
     DATA,
     GRAD_NORM_TOLERANCE,
@@ -74,6 +77,12 @@ def test_torch_dist_follows_the_curve(layout: str, golden_dir: Path, reference: 
     processes, flags = LAYOUTS[layout]
     output = continue_upstream(golden_dir / "ckpt" / "b_iter10_torch_dist", reference, tmp_path, processes, *flags)
     assert output.count("which upstream wrote, after 80 samples") == 1
+    assert_upstream_curve(tmp_path)
+
+
+def test_torch_follows_the_curve(golden_dir: Path, reference: Path, tmp_path: Path) -> None:
+    flags = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4")
+    continue_upstream(golden_dir / "ckpt" / "b_iter10_torch", reference, tmp_path, 2, *flags)
     assert_upstream_curve(tmp_path)
 
 
@@ -206,3 +215,86 @@ def test_listings_of_other_checkpoints_translate(golden_dir: Path) -> None:
     assert moments == {name for name in found if name.startswith("optimizer.state.exp_avg.")}
     assert explain_unusable_optimizer(table("c_torch_dist.json")) is None
     assert "flat buffers" in str(explain_unusable_optimizer(table("b_dp2_distopt_torch_dist.json")))
+
+
+RUN = "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 20 --mock-data"
+
+
+@pytest.mark.flags("--use-checkpoint-args")
+@pytest.mark.parametrize("name", ["b_iter10_torch_dist", "b_iter10_torch"])
+def test_settings_of_upstream(name: str, golden_dir: Path) -> None:
+    root = golden_dir / "ckpt" / name
+    given = ("--load", str(root), "--use-checkpoint-args", "--hidden-dropout", "0.1")
+    found = read_run_config([*RUN.split(), *given], {})
+    shape = (found.model.num_layers, found.model.hidden_size, found.model.num_query_groups, found.data.seq_length)
+    assert shape == (4, 64, 2, 128)
+    assert found.model.gated_linear_unit and not found.model.add_bias_linear and found.model.normalization == "RMSNorm"
+    assert found.gpt.untie_embeddings_and_output_weights and found.model.position_embedding_type == "rope"
+    assert found.model.num_moe_experts is None
+    assert found.tokenizer.tokenizer_type == "HuggingFaceTokenizer"
+    assert found.tokenizer.tokenizer_model is not None
+    assert (found.tokenizer.tokenizer_model == str(root / "iter_0000010" / "tokenizer")) == name.endswith("dist")
+    assert found.model.hidden_dropout == 0.1, "the command line wins"
+    assert "--use-checkpoint-args: --hidden-dropout 0.1 is given; the checkpoint has 0.0" in found.notes
+
+
+def test_settings_named_after_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    args = Namespace(num_experts=4, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, num_layers=2,
+                     hidden_size=16, num_attention_heads=2, seq_length=16, max_position_embeddings=16,
+                     tokenizer_type="NullTokenizer", vocab_size=50)  # fmt: skip
+    torch.save({"model": {"a": torch.ones(1)}, "args": args}, file)
+    model = read_run_config([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"], {}).model
+    assert model.num_moe_experts == 4 and model.moe_aux_loss_coeff == [0.5]
+
+
+def test_a_malicious_pickle_among_the_settings_is_refused(tmp_path: Path) -> None:
+    file, mark = tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt", tmp_path / "ran"
+    file.parent.mkdir(parents=True)
+    torch.save({"model": {"a": torch.ones(1)}, "args": Evil(mark)}, file)
+    with pytest.raises(ConfigError, match="refused class"):
+        read_run_config([*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"], {})
+    assert not mark.exists()
+
+
+def test_optimizer_state_that_is_not_there(golden_dir: Path, tmp_path: Path) -> None:
+    source = golden_dir / "ckpt" / "b_iter10_torch" / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
+    content = read_restricted(source, "the reference")
+    content["args"] = Namespace(**content["args"].state)
+    del content["args"].exit_signal
+    file = tmp_path / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    plain = {name: content[name] for name in ("model", "iteration", "opt_param_scheduler")}
+    group = content["optimizer"]["param_groups"][0]
+    fewer = {"state": content["optimizer"]["state"], "param_groups": [{**group, "params": group["params"][:-1]}]}
+    for optimizer, sentence in (
+        (None, "holds no optimizer state; pass --no-load-optim"),
+        ({"optimizer": {"param_groups": []}}, "upstream's distributed optimizer lies elsewhere"),
+        (fewer, "group 0 of the optimizer has 17 parameters, the weights that belong there are 18"),
+        ({"state": {}, "param_groups": [{}]}, "the optimizer state is not as upstream writes it"),
+    ):
+        torch.save({**plain, "optimizer": optimizer}, file)
+        with pytest.raises(CheckpointError, match=sentence):
+            prepare(*SHAPE, "--load", tmp_path)
+
+
+def test_main_parameters_of_mixed_precision(golden_dir: Path, tmp_path: Path) -> None:
+    """As upstream's bf16 optimizer nests it: the float32 parameters beside the state, group by group."""
+    source = golden_dir / "ckpt" / "b_iter10_torch" / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
+    content = read_restricted(source, "the reference")
+    inner = content["optimizer"]
+    weights = {name: tensor for name, tensor in content["model"].items() if tensor is not None}
+    matrices = [tensor for tensor in weights.values() if tensor.dim() > 1]
+    vectors = [tensor for tensor in weights.values() if tensor.dim() == 1]
+    file = tmp_path / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    saved = {name: content[name] for name in ("iteration", "opt_param_scheduler")}
+    saved |= {"model": {name: tensor.bfloat16() for name, tensor in weights.items()}}
+    torch.save({**saved, "optimizer": {"optimizer": inner, "fp32_from_fp16_params": [matrices, vectors]}}, file)
+    run = prepare(*SHAPE, "--load", tmp_path, "--bf16", "--override-opt_param-scheduler")
+    found = dict(values(run))
+    assert run.optimizer.step_count == 10
+    for name, tensor in weights.items():
+        assert torch.equal(found[f"main_param of {name}"], tensor), name
+        assert torch.equal(found[name], tensor.bfloat16()), name

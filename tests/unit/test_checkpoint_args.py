@@ -84,7 +84,7 @@ def test_checkpoints_that_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(ConfigError, match="--use-checkpoint-args needs --load or --pretrained-checkpoint"):
         read("--use-checkpoint-args")
-    with pytest.raises(ConfigError, match="holds no checkpoint of ours; write the flags out"):
+    with pytest.raises(ConfigError, match="holds no checkpoint with settings; write the flags out"):
         read("--use-checkpoint-args", "--load", tmp_path)
     for content in ("{", "[]", '{"model": 3}'):
         (tmp_path / "iter_0000001" / "config.json").write_text(content)

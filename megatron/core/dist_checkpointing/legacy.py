@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.upstream_dist import CommonState, parse_common_state
 from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
 from megatron.core.errors import CheckpointError
 
@@ -65,13 +66,18 @@ class LegacyWeights(NamedTuple):
     """The full tensors of a file."""
 
     tensors: dict[str, Tensor]
-    """Upstream's parameter name -> the full tensor, on the CPU."""
+    """Upstream's parameter name -> the full tensor, on the CPU; its optimizer state under the keys of mapping.py."""
     ignored: list[str]
     """Names beside them that have no place here: `_extra_state`."""
+    common: CommonState
+    """What is no tensor."""
 
 
-def read_legacy_weights(path: Path) -> LegacyWeights:
-    """The weights in a file. Raises CheckpointError when it is damaged, or names a class we do not know."""
+def read_legacy_weights(path: Path, *, with_optimizer: bool = False) -> LegacyWeights:
+    """The weights in a file, and the optimizer's state.
+
+    Raises CheckpointError when the file is damaged, names a class we do not know, or has no state that can be used.
+    """
     content = read_restricted(path, str(path), mmap=True)
     # mmap: tensors are read from the file when they are copied, so the whole model is never in memory twice.
     weights = _innermost(content)
@@ -79,7 +85,53 @@ def read_legacy_weights(path: Path) -> LegacyWeights:
         raise CheckpointError(f"{path} holds no weights; expected {{'model': {{name: tensor}}}}")
     ignored = [name for name, value in weights.items() if "_extra_state" in name or not isinstance(value, Tensor)]
     kept = {name.removeprefix("module."): value for name, value in weights.items() if name not in ignored}
-    return LegacyWeights(_with_stacked_experts(kept, path), ignored)
+    # Weights may stand in a file of their own, without anything beside them.
+    common = parse_common_state({} if weights is content else content, str(path))
+    try:
+        state = _name_optimizer_state(content.get("optimizer"), kept, path) if with_optimizer else {}
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the optimizer state is not as upstream writes it ({error!r})") from None
+    return LegacyWeights(_with_stacked_experts(kept | state, path), ignored, common)
+
+
+def _name_optimizer_state(optimizer: Any, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors by key; upstream numbers the parameters group by group, in the model's order.
+
+    A group holds the parameters with weight decay, or the vectors, which have none.
+    """
+    refusal = "pass --no-load-optim or --finetune"
+    if not isinstance(optimizer, dict):
+        raise CheckpointError(f"{path} holds no optimizer state; {refusal}")
+    main = optimizer.get("fp32_from_fp16_params")
+    inner = optimizer.get("optimizer", optimizer)  # mixed precision wraps it
+    if not isinstance(inner, dict) or not isinstance(inner.get("state"), dict):
+        raise CheckpointError(f"{path}: the state of upstream's distributed optimizer lies elsewhere; {refusal}")
+    found: dict[str, Tensor] = {}
+    for number, group in enumerate(inner["param_groups"]):
+        names = [name for name, tensor in weights.items() if _is_undecayed(name, tensor) == (group["wd_mult"] == 0)]
+        if len(names) != len(group["params"]):
+            raise CheckpointError(
+                f"{path}: group {number} of the optimizer has {len(group['params'])} parameters, the weights that "
+                f"belong there are {len(names)}; {refusal}"
+            )
+        kinds = [dict(inner["state"].get(index, {})) for index in group["params"]]
+        for position, (name, state) in enumerate(zip(names, kinds, strict=True)):
+            state.pop("step", None)
+            if main is not None:
+                state["fp32_param"] = main[number][position]
+            for kind, tensor in state.items():
+                if tensor.shape != weights[name].shape:
+                    raise CheckpointError(
+                        f"{path}: {kind} of {name} is {tuple(tensor.shape)}, the weight is "
+                        f"{tuple(weights[name].shape)}; {refusal}"
+                    )
+                found[f"{OPTIMIZER_PREFIX}{kind}.{name}"] = tensor
+    return found
+
+
+def _is_undecayed(name: str, tensor: Tensor) -> bool:
+    """Upstream's rule: vectors and biases are in a group without weight decay."""
+    return tensor.dim() == 1 or name.endswith(".bias")
 
 
 def _with_stacked_experts(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -112,17 +164,23 @@ def fill_from_full(
     """
     tensors = list(tensors)
     problems = []
+    sources: dict[str, Tensor] = {}
     for tensor in tensors:
-        if tensor.key not in weights:
+        keys = (key for key in (tensor.key, tensor.fallback_key) if key is not None and key in weights)
+        key = next(keys, None)
+        if key is None:
             problems.append(f"{tensor.key} is missing (the model's shape is {tensor.global_shape})")
-        elif not fits(tensor, tuple(weights[tensor.key].shape), None):
-            found = tuple(weights[tensor.key].shape)
+            continue
+        sources[tensor.key] = weights[key]
+        if not fits(tensor, tuple(weights[key].shape), None):
+            found = tuple(weights[key].shape)
             problems.append(f"{tensor.key} is {found} in the checkpoint, {tensor.global_shape} in the model")
-    unknown = sorted(set(weights) - {tensor.key for tensor in tensors} - set(elsewhere))
+    parameters = {name for name in weights if not name.startswith(OPTIMIZER_PREFIX)}
+    unknown = sorted(parameters - {tensor.key for tensor in tensors} - set(elsewhere))
     problems += [f"{name} is in the checkpoint only" for name in unknown]
     refuse_mismatch(problems)
     for tensor in tensors:
-        _fill(tensor, weights[tensor.key])
+        _fill(tensor, sources[tensor.key])
 
 
 def _fill(tensor: ShardedTensor, full: Tensor) -> None:

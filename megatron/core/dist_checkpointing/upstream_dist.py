@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing.durable import read_file
+from megatron.core.dist_checkpointing.durable import read_file, storage_errors
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
@@ -91,6 +91,13 @@ class CommonState:
         return int(count if count is not None else (self.scheduler or {}).get("num_steps", 0))
 
 
+def find_setting(args: Mapping[str, Any], name: str, flag: str) -> Any:
+    """Upstream's value of a setting, which is called as ours or after its flag (`num_experts`); None without one."""
+    spelled = flag.removeprefix("--").replace("-", "_")
+    # What is called after a switch that turns something off means the opposite of ours.
+    return args.get(name, None if spelled.startswith(("no_", "disable_")) else args.get(spelled))
+
+
 # ---- finding one
 
 
@@ -105,7 +112,8 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None) -> Path |
         candidates = [iteration_directory(root, iteration)]
     else:
         tracker = root / TRACKER_NAME
-        text = read_file(tracker, 64).decode("ascii", "replace").strip() if tracker.is_file() else ""
+        with storage_errors(f"reading {tracker}"):
+            text = read_file(tracker, 64).decode("ascii", "replace").strip() if tracker.is_file() else ""
         candidates = [iteration_directory(root, saved) for saved in saved_iterations(root)[:1]]
         if text == "release":
             candidates = [root / text]
@@ -185,13 +193,17 @@ def _take_layer(stack: TensorStorageMetadata, layer: int, where: str) -> TensorS
 
 def read_common_state(path: Path, metadata: Metadata) -> CommonState:
     """What a checkpoint says beside its tensors. Raises CheckpointError; nothing that is in it runs."""
-    content = _read_common(path, metadata)
+    return parse_common_state(_read_common(path, metadata), str(path))
+
+
+def parse_common_state(content: Any, where: str) -> CommonState:
+    """The common state in what was unpickled. Raises CheckpointError, with `where` in it, when it is none."""
     # The object is one entry of a list, the file the entry itself.
     content = content[0] if isinstance(content, list) and len(content) == 1 else content
     args = content.get("args") if isinstance(content, dict) else None
     settings = getattr(args, "state", args)
     if not isinstance(content, dict) or not isinstance(settings, dict | None):
-        raise CheckpointError(f"{path}: the common state is no dictionary with settings (args); it is damaged")
+        raise CheckpointError(f"{where}: the common state is no dictionary with settings (args); it is damaged")
     iteration, scheduler = content.get("iteration", 0), content.get("opt_param_scheduler")
     try:
         return CommonState(
@@ -201,7 +213,7 @@ def read_common_state(path: Path, metadata: Metadata) -> CommonState:
             _find_step(content.get("optimizer")),
         )
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: the common state cannot be used: {error}") from None
+        raise CheckpointError(f"{where}: the common state cannot be used: {error}") from None
 
 
 def _read_common(path: Path, metadata: Metadata) -> Any:
@@ -234,13 +246,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def _find_step(optimizer: Any) -> int | None:
-    """The number of updates: state.common_step, or `step` of a parameter group, wherever the optimizers are nested."""
+    """The number of updates: state.common_step, or `step` of a parameter group or of a parameter, wherever the
+    optimizers are nested."""
     if not isinstance(optimizer, dict):
         return None
     state = optimizer.get("state")
     if isinstance(state, dict) and "common_step" in state:
         return int(state["common_step"])
-    for group in optimizer.get("param_groups") or ():
+    parameters = list(state.values()) if isinstance(state, dict) else []
+    for group in [*(optimizer.get("param_groups") or ()), *parameters[:1]]:
         if isinstance(group, dict) and "step" in group:
             return int(group["step"])
     # `optimizer` of mixed precision, and 0, 1, ... of several optimizers in one.

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.upstream_dist import (
     METADATA_NAME,
     CommonState,
     explain_unusable_optimizer,
+    find_setting,
     read_common_state,
 )
 from megatron.core.errors import CheckpointError, ConfigError, say
@@ -32,11 +33,19 @@ def read_common(path: Path, *, with_optimizer: bool) -> CommonState:
     metadata = read_metadata(path / METADATA_NAME)
     common = read_common_state(path, metadata)
     reason = explain_unusable_optimizer(metadata) if with_optimizer else None
-    if reason is None and with_optimizer and (common.step_count is None or "num_steps" not in (common.scheduler or {})):
-        reason = "it does not say how many updates the optimizer has made; pass --no-load-optim or --finetune"
     if reason is not None:
         raise CheckpointError(f"{path}: {reason}")
+    if with_optimizer:
+        check_optimizer(common, path)
     return common
+
+
+def check_optimizer(common: CommonState, path: Path) -> None:
+    """Raise CheckpointError where the optimizer's counts are missing."""
+    if common.step_count is None or "num_steps" not in (common.scheduler or {}):
+        raise CheckpointError(
+            f"{path}: it does not say how many updates the optimizer has made; pass --no-load-optim or --finetune"
+        )
 
 
 def build_optimizer_state(common: CommonState) -> dict[str, Any]:
@@ -49,12 +58,7 @@ def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, 
     if with_optimizer:
         assert common.scheduler is not None
         run.optimizer.load_state_dict(build_optimizer_state(common))
-        run.optimizer.after_load()
         run.scheduler.load_state_dict(common.scheduler)
-    elif run.config.checkpoint.loads_main_params(run.config.model):
-        run.optimizer.after_load()
-    else:
-        run.optimizer.reload_model_params()
     speaks = run.groups.world.rank() == 0
     if weights_only:
         if speaks:
@@ -74,7 +78,7 @@ def find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change
     saved = config.to_dict()
     for group, config_class in group_classes().items():
         for name, setting in get_settings(config_class).items():
-            then, now = common.args.get(name), saved[group].get(name)
+            then, now = find_setting(common.args, name, setting.name), saved[group].get(name)
             comparable = isinstance(then, _COMPARED) and isinstance(now, _COMPARED)
             if setting.kind in ("shape", "function") and setting.name.startswith("--") and comparable:
                 saved[group][name] = then

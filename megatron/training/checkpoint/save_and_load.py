@@ -42,7 +42,7 @@ from megatron.core.dist_checkpointing.mapping import (
     whole_optimizer_state,
 )
 from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
-from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
+from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, say
@@ -132,10 +132,7 @@ def load_checkpoint(run: Run) -> None:
     settings, world = run.config.checkpoint, run.groups.world
     if settings.load is not None:
         root = Path(settings.load)
-        on_first_rank(world, lambda: _refuse_legacy(root))
-        upstream = on_first_rank(world, lambda: find_upstream_checkpoint(root, settings.ckpt_step))
-        if upstream is not None:
-            _restore_upstream(run, upstream, weights_only=settings.finetune)
+        if _restore_upstream(run, root, settings.ckpt_step, weights_only=settings.finetune):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
         found = serialization.find(root, settings.ckpt_step, world)
@@ -170,15 +167,6 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
             f"--load {root} {what}; give a directory that holds one, or give the same directory as --save to start anew"
         )
     _say(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
-
-
-def _refuse_legacy(root: Path) -> None:
-    """Upstream's `torch` format in --load: refused with the remedy, since its optimizer state cannot be continued."""
-    if find_legacy_file(root) is not None and not any(root.glob(f"iter_*/{MANIFEST_NAME}")):
-        raise CheckpointError(
-            f"--load {root} holds a checkpoint in upstream's torch format; "
-            f"start from its weights with --pretrained-checkpoint {root}"
-        )
 
 
 def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
@@ -265,10 +253,28 @@ def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: 
             _warn(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
 
 
-def _restore_upstream(run: Run, path: Path, *, weights_only: bool) -> None:
-    """Continue from a torch_dist checkpoint that upstream wrote."""
+def _restore_upstream(run: Run, root: Path, iteration: int | None, *, weights_only: bool) -> bool:
+    """Continue from a checkpoint that upstream wrote, where `root` holds one; whether it does."""
+    world = run.groups.world
+
+    def find() -> tuple[Path | None, Path | None]:
+        found = find_upstream_checkpoint(root, iteration)
+        # Beside checkpoints of ours an older one of upstream's counts only where it is asked for.
+        has_ours = iteration is None and any(root.glob(f"iter_*/{MANIFEST_NAME}"))
+        return found, None if found is not None or has_ours else find_legacy_file(root, iteration)
+
+    # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
+    path, file = on_first_rank(world, find)
+    with_optimizer = not (weights_only or run.config.checkpoint.no_load_optim)
+    if path is not None:
+        _restore_torch_dist(run, path, with_optimizer=with_optimizer, weights_only=weights_only)
+    elif file is not None:
+        _restore_legacy(run, file, with_optimizer=with_optimizer, weights_only=weights_only)
+    return path is not None or file is not None
+
+
+def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_only: bool) -> None:
     settings, world = run.config.checkpoint, run.groups.world
-    with_optimizer = not (weights_only or settings.no_load_optim)
     common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=with_optimizer))
     changes = from_upstream.find_upstream_changes(common, run.config)
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
@@ -276,7 +282,41 @@ def _restore_upstream(run: Run, path: Path, *, weights_only: bool) -> None:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
     tensors = _select_tensors(run, with_optimizer=with_optimizer)
     _fill(run, path, changes, functools.partial(read_upstream_tensors, path, tensors, world))
+    if with_optimizer or settings.loads_main_params(run.config.model):
+        run.optimizer.after_load()
+    else:
+        run.optimizer.reload_model_params()
     from_upstream.restore(run, path, common, with_optimizer=with_optimizer, weights_only=weights_only)
+
+
+def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only: bool) -> None:
+    settings, world = run.config.checkpoint, run.groups.world
+    model = build_sharded_model_state(run)
+    # Stages hold different layers: what one does not know, another may.
+    elsewhere = set().union(*all_gather_object(set(model), run.groups.pp))
+    tensors = _list_full_precision_weights(run)
+    if with_optimizer:
+        tensors = [*model.values(), *_build_sharded_optimizer_state(run).values()]
+
+    def fill() -> tuple[CommonState, int]:
+        content = read_legacy_weights(file, with_optimizer=with_optimizer)
+        changes = from_upstream.find_upstream_changes(content.common, run.config)
+        refuse_another_function(changes, str(file), is_overridden=settings.override_model_settings)
+        if with_optimizer:
+            from_upstream.check_optimizer(content.common, file)
+            run.optimizer.check_state(from_upstream.build_optimizer_state(content.common))
+        try:
+            with torch.no_grad():
+                fill_from_full(tensors, content.tensors, elsewhere)
+        except ModelMismatchError as error:
+            raise CheckpointError(f"{file}: {error}{describe_shape_differences(changes)}") from None
+        return content.common, len(content.ignored)
+
+    common, ignored = on_every_rank(world, fill)[0]
+    run.optimizer.after_load()
+    from_upstream.restore(run, file, common, with_optimizer=with_optimizer, weights_only=weights_only)
+    if ignored:
+        _say(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
 
 
 def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
@@ -307,39 +347,15 @@ def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | Non
 
 
 def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
-    """Weights only, from a checkpoint of ours or in upstream's `torch` format."""
+    """Weights only, from a checkpoint of ours or of upstream's."""
     world = run.groups.world
-    # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
-    legacy = on_first_rank(world, lambda: find_legacy_file(root, iteration))
-    if legacy is None:
-        upstream = on_first_rank(world, lambda: find_upstream_checkpoint(root, iteration))
-        if upstream is not None:
-            _restore_upstream(run, upstream, weights_only=True)
-            return
-        found = serialization.find(root, iteration, world)
-        if found is None:
-            what = explain_no_directory(root) or "holds no checkpoint"
-            raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
-        _restore(run, found, weights_only=True)
+    if _restore_upstream(run, root, iteration, weights_only=True):
         return
-
-    # Stages hold different layers: what one does not know, another may.
-    elsewhere = set().union(*all_gather_object(set(build_sharded_model_state(run)), run.groups.pp))
-
-    def fill() -> int:
-        weights = read_legacy_weights(legacy)
-        try:
-            with torch.no_grad():
-                fill_from_full(_list_full_precision_weights(run), weights.tensors, elsewhere)
-        except ModelMismatchError as error:
-            raise CheckpointError(f"{legacy}: {error}") from None
-        return len(weights.ignored)
-
-    ignored = on_every_rank(world, fill)[0]
-    run.optimizer.after_load()
-    _say(world, f"loaded the weights of {legacy}")
-    if ignored:
-        _say(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
+    found = serialization.find(root, iteration, world)
+    if found is None:
+        what = explain_no_directory(root) or "holds no checkpoint"
+        raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
+    _restore(run, found, weights_only=True)
 
 
 # ---- the run as a checkpoint sees it

@@ -59,7 +59,7 @@ class CheckpointConfig(CheckedConfig):
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
     given."""
     load: PathText | None = None
-    """Directory to continue from, also upstream's `torch_dist` format. The same as --save and empty: a fresh start."""
+    """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start."""
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
@@ -101,7 +101,7 @@ class CheckpointConfig(CheckedConfig):
     finetune: bool = False
     """Load weights only: iteration, optimizer and random numbers start afresh."""
     pretrained_checkpoint: PathText | None = None
-    """Checkpoint whose weights to start from when --load has nothing yet; also upstream's `torch` format."""
+    """Checkpoint whose weights to start from when --load has nothing yet; also one of upstream's."""
     ckpt_step: int | None = flag(None, minimum=0, unit="iterations")
     """Load this iteration instead of the latest."""
     exit_on_missing_checkpoint: bool = flag(False, needs=_LOADING)

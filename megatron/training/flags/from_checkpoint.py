@@ -1,6 +1,7 @@
 """--use-checkpoint-args: the model flags that a checkpoint was trained with, so that they need not be written again.
 
-They stand before the flags of the YAML file and of the command line, which win. Read without torch.
+They stand before the flags of the YAML file and of the command line, which win. Those of our own checkpoints are read
+without torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import iteration_directory, latest_iteration
 from megatron.core.dist_checkpointing.durable import read_file
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
@@ -44,6 +45,8 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
         return  # CheckpointConfig says so
     try:
         path = _checkpoint(Path(root), given.get("ckpt_step"))
+        if path is None and _enter_upstream(parsed, Path(root), given):
+            return
         # The first start of a script that also serves to continue.
         if path is None and given.get("save") == root:
             parsed.notes.append(
@@ -51,7 +54,9 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
             )
             return
         if path is None:
-            raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint of ours; write the flags out")
+            raise CheckpointError(
+                f"--use-checkpoint-args: {root} holds no checkpoint with settings; write the flags out"
+            )
         _enter(parsed, path, given)
     except CheckpointError as error:
         parsed.problems.append(Problem("rule", str(error)))
@@ -72,16 +77,52 @@ def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
         tokenizer = _tokenizer(stored["tokenizer"], path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / _DOCUMENT} holds no settings that can be used ({error})") from error
+    _enter_values(parsed, values, tokenizer, given)
+
+
+def _enter_upstream(parsed: ParsedFlags, root: Path, given: dict[str, Any]) -> bool:
+    """Enter the settings of a checkpoint that upstream wrote; False where there is none."""
+    # Loads torch, in whose format upstream keeps its settings.
+    from megatron.core.dist_checkpointing.upstream_dist import find_setting
+    from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
+
+    found = read_upstream_settings(root, given.get("ckpt_step"))
+    if found is None:
+        return False
+    path, args = found
+    named = {flag.dest: find_setting(args, flag.dest, flag.name) for flag in declared_flags()}
+    # The padded size follows from the vocabulary's and the layout; upstream writes down what it was.
+    values = {name: value for name, value in named.items() if value is not None and name != "padded_vocab_size"}
+    try:
+        tokenizer = _tokenizer(values, path)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no settings that can be used ({error})") from error
+    _enter_values(parsed, values, tokenizer, given)
+    return True
+
+
+def _enter_values(
+    parsed: ParsedFlags, values: dict[str, Any], tokenizer: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """Enter the values that are wanted and that nobody has given; note those where the command line wins."""
     wanted = set(_fields_of(("shape", "function", "shorthand", "numerics"), *_MODEL)) - {_NEVER} | {"seq_length"}
     if given.get("use_mp_args_from_checkpoint_args"):
         wanted |= {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
         wanted |= set(_fields_of(("layout",), PipelineFields))
     if given.get("use_tokenizer_model_from_checkpoint_args", True) and "tokenizer_type" not in given:
         wanted |= set(tokenizer)
-        values |= tokenizer
+        values = values | tokenizer
     for flag in declared_flags():
         value = values.get(flag.dest)
-        if flag.dest in wanted and flag.dest not in parsed.given and value is not None and value != flag.default:
+        if flag.dest not in wanted or value is None:
+            continue
+        # Upstream writes a single value where several are possible.
+        value = [value] if isinstance(flag.default, list) and not isinstance(value, list) else value
+        if flag.dest in parsed.given:
+            ours = parsed.given[flag.dest].value
+            if ours != value:
+                parsed.notes.append(f"--use-checkpoint-args: {flag.name} {ours} is given; the checkpoint has {value}")
+        elif value != flag.default:
             parsed.given[flag.dest] = _given(flag, value)
 
 
