@@ -18,27 +18,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import command_line  # noqa: E402
-from megatron.planner.memory import MemoryEstimate, Workload, describe_memory, estimate_memory  # noqa: E402
+from megatron.planner.memory import MemoryEstimate, describe_memory, estimate_memory  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
 from megatron.training.launch.launch import add_world_size  # noqa: E402
+from megatron.training.recipes.gpt import describe_gpt_workload  # noqa: E402
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size  # noqa: E402
 
 
 def estimate(config: RunConfig) -> MemoryEstimate:
     """What the formulas say of a run. Raises ConfigError or DataError for an unusable tokenizer."""
-    batch, replicas = config.training, config.data_parallel_size
-    assert batch.global_batch_size is not None and batch.micro_batch_size is not None, "derived by read_run_config"
-    assert config.data.seq_length is not None, "checked by read_run_config"
-    # The global batch size of the end of the run: with a growing batch the pipeline then holds most microbatches.
-    workload = Workload(
-        padded_vocab_size=compute_padded_vocab_size(config, build_tokenizer(config)),
-        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
-        seq_length=config.data.seq_length,
-        micro_batch_size=batch.micro_batch_size,
-        num_microbatches=batch.global_batch_size // (batch.micro_batch_size * replicas),
-        data_parallel_size=replicas,
-    )
+    workload = describe_gpt_workload(config, compute_padded_vocab_size(config, build_tokenizer(config)))
     return estimate_memory(config.model, config.ddp, workload)
 
 

@@ -99,7 +99,7 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     try:
         return _set_up_and_train(config, recipe, hooks)
     except (MemoryError, RuntimeError) as error:
-        shortage = explain_memory_shortage(error, config, recipe.padded_vocab_size)
+        shortage = explain_memory_shortage(error, config, recipe.workload)
         if shortage is None:
             raise
         raise MemoryShortageError(shortage) from error

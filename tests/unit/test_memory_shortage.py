@@ -21,7 +21,7 @@ from megatron.core.errors import (
 from megatron.core.host_memory import HostMemory, read_host_memory
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.memory_limits import suggest_levers
-from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.recipes.gpt import build_gpt_recipe, describe_gpt_workload
 from megatron.training.run import Run
 from megatron.training.training import run_recipe
 from tests.unit.tiny_training import FLAGS, prepare
@@ -95,7 +95,7 @@ def test_shortage_in_a_step_names_what_there_is_and_what_needs_less() -> None:
 
 def levers(flags: str, world_size: int = 1, *, is_one_tensor: bool = False) -> str:
     config = read_run_config([*FLAGS.split(), *flags.split()], {"WORLD_SIZE": str(world_size)})
-    return suggest_levers(config, 64, is_one_tensor=is_one_tensor).partition("; ")[2]
+    return suggest_levers(config, describe_gpt_workload(config, 64), is_one_tensor=is_one_tensor).partition("; ")[2]
 
 
 def test_levers_are_those_not_in_use_and_possible() -> None:

@@ -54,8 +54,6 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
             "--moe-token-dispatcher-type flex becomes alltoall, by the collectives of torch.distributed instead of "
             "DeepEP, HybridEP or NCCL EP; the numbers stay the same"
         )
-    if model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te":
-        yield "--cross-entropy-fusion-impl te: Transformer Engine is not used; native computes the same loss"
     if run.gpt.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch"
 

@@ -55,7 +55,8 @@ class ExitHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Ask for a stop where the time is over; stop where all ranks know of a request."""
-        assert self._agreement is not None, "a step ends before training has started"
+        # A loop of one's own may have its steps alone followed by hooks.
+        self._agreement = self._agreement or StopAgreement(run.groups.world)
         elapsed = time.monotonic() - self._clock_started_at
         if self.longest_seconds is not None and elapsed > self.longest_seconds:
             # Clocks differ between ranks: the first one whose time is over asks for all.

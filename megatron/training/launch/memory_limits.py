@@ -31,7 +31,7 @@ _STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def refuse_oversize(
-    config: RunConfig, modules: Iterable[nn.Module], world: Group, padded_vocab_size: int, *, own_optimizer: bool
+    config: RunConfig, modules: Iterable[nn.Module], world: Group, workload: Workload | None, *, own_optimizer: bool
 ) -> None:
     """Raise MemoryShortageError on every rank when the parameters of `modules` cannot be
     trained in the memory there is; of activations nothing is assumed. Every rank calls this.
@@ -53,7 +53,7 @@ def refuse_oversize(
             whom = f"the {processes} processes of a machine" if processes > 1 else f"rank {rank}"
             raise MemoryShortageError(
                 f"weights, gradients and optimizer state of {whom} take {format_bytes(together)} at least, and {whose} "
-                f"{format_bytes(limit)}; {suggest_levers(config, padded_vocab_size)}"
+                f"{format_bytes(limit)}; {suggest_levers(config, workload)}"
             )
 
 
@@ -72,7 +72,7 @@ def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimi
     return parameter.numel() * bytes_per_element / (replicas if ddp.use_torch_fsdp2 else 1)
 
 
-def explain_memory_shortage(error: BaseException, config: RunConfig, padded_vocab_size: int) -> str | None:
+def explain_memory_shortage(error: BaseException, config: RunConfig, workload: Workload | None) -> str | None:
     """The sentence for memory that could not be had while a run was set up or trained; None for other errors."""
     refused = explain_refused_memory(error)
     if refused is None:
@@ -86,7 +86,7 @@ def explain_memory_shortage(error: BaseException, config: RunConfig, padded_voca
     if isinstance(error, MemoryError):
         return f"{what}; take fewer or shorter samples (--train-iters, --global-batch-size, --seq-length)"
     number = count_refused_bytes(error)
-    return f"{what}; {suggest_levers(config, padded_vocab_size, is_one_tensor=number is not None and number > total)}"
+    return f"{what}; {suggest_levers(config, workload, is_one_tensor=number is not None and number > total)}"
 
 
 def read_total_memory() -> tuple[int, str]:
@@ -97,12 +97,14 @@ def read_total_memory() -> tuple[int, str]:
     return device_module.read_total_memory_bytes(), "this GPU has"
 
 
-def suggest_levers(config: RunConfig, padded_vocab_size: int, *, is_one_tensor: bool = False) -> str:
+def suggest_levers(config: RunConfig, workload: Workload | None, *, is_one_tensor: bool = False) -> str:
     """What the formulas say of the run, and the cheapest settings that make it need less and train the same model.
 
-    is_one_tensor: a single tensor is too large, so that keeping fewer of them does not help.
+    workload: None for a model that the formulas are not about. is_one_tensor: a single tensor is too large, so that
+    keeping fewer of them does not help.
     """
-    workload = _describe_workload(config, padded_vocab_size)
+    if workload is None:
+        return "use more processes, or a smaller model"
     now = estimate_memory(config.model, config.ddp, workload)
     # Then no saving of activations is enough, however large.
     weights_are_too_many = now.weight_and_optimizer > read_total_memory()[0]
@@ -124,19 +126,6 @@ def _describe_estimate(memory: MemoryEstimate) -> str:
     return (
         f"estimated for each process: {format_bytes(memory.weight_and_optimizer)} of weights, gradients and optimizer "
         f"state, {format_bytes(memory.activations)} of activations"
-    )
-
-
-def _describe_workload(config: RunConfig, padded_vocab_size: int) -> Workload:
-    batch, replicas = config.training, config.data_parallel_size
-    micro_batch_size = batch.micro_batch_size or 1
-    return Workload(
-        padded_vocab_size=padded_vocab_size,
-        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
-        seq_length=config.data.seq_length or 1,
-        micro_batch_size=micro_batch_size,
-        num_microbatches=max(1, (batch.global_batch_size or 1) // (micro_batch_size * replicas)),
-        data_parallel_size=replicas,
     )
 
 

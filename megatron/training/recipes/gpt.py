@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.errors import ConfigError
+from megatron.planner.memory import Workload
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.gpt_data import build_gpt_datasets
 from megatron.training.recipes.recipe import Recipe
@@ -49,6 +50,7 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
         forward_step=forward_step,
         max_sequence_length=config.gpt.max_position_embeddings if learns_positions else None,
         count_flops_per_token=functools.partial(count_gpt_flops_per_token, config, padded_vocab_size),
+        workload=describe_gpt_workload(config, padded_vocab_size),
         describe_operations=functools.partial(describe_gpt_operations, config),
     )
 
@@ -146,6 +148,25 @@ def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks:
     assert config.data.seq_length is not None, "checked by read_run_config"
     return count_training_flops_per_token(
         config.model, seq_length=config.data.seq_length, padded_vocab_size=padded_vocab_size
+    )
+
+
+def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microbatches: int | None = None) -> Workload:
+    """What a process works on, for the planner's formulas.
+
+    num_microbatches: of a step; those of the end of the run when None, where a growing batch fills the pipeline most.
+    """
+    batch, replicas = config.training, config.data_parallel_size
+    micro_batch_size = batch.micro_batch_size or 1
+    if num_microbatches is None:
+        num_microbatches = max(1, (batch.global_batch_size or 1) // (micro_batch_size * replicas))
+    return Workload(
+        padded_vocab_size=padded_vocab_size,
+        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
+        seq_length=config.data.seq_length or 1,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=num_microbatches,
+        data_parallel_size=replicas,
     )
 
 

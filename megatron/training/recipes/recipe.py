@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tokenizers.base import Tokenizer
+    from megatron.planner.memory import Workload
     from megatron.training.config.container import RunConfig
 
 SampleCounts = tuple[int | None, int | None, int | None]
@@ -72,6 +73,9 @@ class Recipe:
     count_flops_per_token: Callable[[Sequence[nn.Module]], float | None] = count_no_flops
     """(this rank's chunks) -> floating-point operations of the whole model for one token, forward and backward; None
     where nobody has counted them: then throughput and MFU are not reported."""
+    workload: Workload | None = None
+    """What the planner's formulas for memory need to know beside the configs; None for a model that they are not
+    about: where memory runs out, nothing is estimated then."""
     describe_operations: Callable[[Sequence[nn.Module], ProcessGroupCollection, torch.device], Mapping[str, str]] = (
         describe_nothing
     )

@@ -13,13 +13,14 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.upstream import batches
-from megatron.planner.memory import Workload, describe_memory, estimate_memory
+from megatron.planner.memory import describe_memory, estimate_memory
 from megatron.training.arguments import as_namespace, core_transformer_config_from_args
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.global_vars import get_args
 from megatron.training.launch.initialize import initialize, read_command_line
+from megatron.training.recipes.gpt import describe_gpt_workload
 from megatron.training.recipes.gpt_data import read_blends
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
 
@@ -173,14 +174,7 @@ def update_train_iters(args: Namespace) -> None:
 def report_theoretical_memory(args: Namespace, num_microbatches: int | None = None, verbose: bool = False) -> None:
     """Print what a process of this layout holds, by formula. verbose: all lines are printed anyway."""
     config: RunConfig = args.run_config
-    workload = Workload(
-        padded_vocab_size=args.padded_vocab_size or args.vocab_size,
-        has_output_layer=config.gpt.untie_embeddings_and_output_weights,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        num_microbatches=num_microbatches or 1,
-        data_parallel_size=config.data_parallel_size,
-    )
+    workload = describe_gpt_workload(config, args.padded_vocab_size or args.vocab_size, num_microbatches or 1)
     print(describe_memory(estimate_memory(config.model, config.ddp, workload), config.model))
 
 

@@ -66,8 +66,7 @@ class ArchitectureFields(ModelParallelConfig):
     """Loss and its gradient straight from logits in the model's number format, a block of tokens at a time: no float32
     copy of the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
-    """Whose fused cross entropy: this system's, native, also takes the place of Transformer Engine's, te, with
-    a note."""
+    """Whose fused cross entropy: native is this system's; te, Transformer Engine's, is refused by upstream as well."""
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
     round; the model's when not given."""
@@ -97,6 +96,11 @@ class ArchitectureFields(ModelParallelConfig):
         if self.logit_dtype == "bf16" and not self.bf16:
             yield f"{self.say('logit_dtype')} is the format of a --bf16 model; add --bf16, or leave it out"
         # Upstream refuses this pair, and scripts that rely on the refusal keep their meaning.
+        if self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te":
+            yield (
+                "--cross-entropy-fusion-impl te cannot be combined with --cross-entropy-loss-fusion, in Megatron-LM "
+                "neither; use --cross-entropy-fusion-impl native, which computes the same loss"
+            )
         if self.cross_entropy_loss_fusion and self.deterministic_mode:
             yield (
                 f"{self.say('cross_entropy_loss_fusion')} is not deterministic; leave it out with --deterministic-mode"
