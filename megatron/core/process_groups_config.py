@@ -316,6 +316,13 @@ def group_ranks(group: Group) -> list[int]:
     return list(dist.get_process_group_ranks(torch_group(group)))
 
 
+def rendezvous_store() -> dist.Store:
+    """The key-value store at which the processes of the job have met: messages that are no collectives."""
+    # torch has no public name for it.
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def torch_group(group: dist.ProcessGroup | MeteredGroup | PretendGroup) -> dist.ProcessGroup:
     """The group as torch.distributed knows it. Raises RuntimeError for a group without processes."""
     if isinstance(group, PretendGroup):

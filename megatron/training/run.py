@@ -167,6 +167,8 @@ class Run:
     """What counts as 100 % for MFU; on the first rank, once training starts."""
     save_lock: DirectoryLock | None = None
     """The right to write into --save; on the first rank, until Hook.on_close."""
+    saved_progress: Progress | None = None
+    """How far the run was when its newest complete checkpoint was taken; that may be some steps ago."""
     tensorboard_writer: Any = None
     """TensorBoard's SummaryWriter on the first rank, from Hook.on_train_start to on_close, with --tensorboard-dir."""
     stop_reason: str | None = field(default=None, init=False)
@@ -307,7 +309,10 @@ class Hook:
         """Called after an evaluation."""
 
     def on_save(self, run: Run) -> None:
-        """Called after a checkpoint has become visible."""
+        """Called after a checkpoint has become visible: that of `run.saved_progress`.
+
+        With --async-save ranks learn of it after different steps, so that no rank may wait for others here.
+        """
 
     def on_train_end(self, run: Run) -> None:
         """Called after the last step, also after a requested stop."""

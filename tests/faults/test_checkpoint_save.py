@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from megatron.core.dist_checkpointing import directory, torch_dist
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.directory import settle_leftovers
 from megatron.core.errors import StorageError
-from tests.unit.small_checkpoints import content, find, save
+from tests.unit.small_checkpoints import ALONE, content, find, save, tensors
 
 DURABLE_CALLS = (
     (os, "mkdir"),
@@ -51,26 +52,38 @@ def before_call(number: int, action: Callable[[], None], patch: Callable[[Any, s
     return calls
 
 
-def killed_while_saving(root: Path, iteration: int, value: float, number: int) -> bool:
+def save_beside(root: Path, iteration: int, value: float) -> None:
+    """Save on a thread, as --async-save does."""
+    saver = AsyncSaver(None)
+    documents = {"state": {"iteration": iteration, "value": value}}
+    saver.start(tensors(value), root, iteration, documents=documents, group=ALONE)
+    saver.wait()
+
+
+def killed_while_saving(root: Path, iteration: int, value: float, number: int, how: Callable[..., Any] = save) -> bool:
     """Save in a forked process that kills itself before its N-th durable call; False when it had no so many."""
     process = os.fork()
     if process == 0:
         try:
             before_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL), setattr)
-            save(root, iteration, value)
+            how(root, iteration, value)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(process, 0)[1])
 
 
-@pytest.mark.parametrize("iteration", [20, 10], ids=["new iteration", "S33 iteration saved before"])
-def test_S1_to_S25_killed_at_every_point(tmp_path: Path, iteration: int) -> None:
+@pytest.mark.parametrize(
+    ("iteration", "how"),
+    [(20, save), (10, save), (10, save_beside)],
+    ids=["new iteration", "S33 iteration saved before", "the same beside training"],
+)
+def test_S1_to_S25_killed_at_every_point(tmp_path: Path, iteration: int, how: Callable[..., Any]) -> None:
     number, outcomes = 0, []
     save(tmp_path / "before", 10, value=1)
     while True:
         number += 1
         root = shutil.copytree(tmp_path / "before", tmp_path / str(number))
-        if not killed_while_saving(root, iteration, 2, number):
+        if not killed_while_saving(root, iteration, 2, number, how):
             break
         done = settle_leftovers(root)
         found = find(root)

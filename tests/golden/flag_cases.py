@@ -25,8 +25,8 @@ NOT_COMPARED = {
     "overlap_p2p_comm": "upstream switches it off without an interleaved schedule; here it stays as asked",
     "align_param_gather": "likewise",
     "check_for_nan_in_loss_and_grad": "upstream stops looking for NaN with fp16; here loss scaling is known to it",
-    "async_save": "upstream drops it without a persistent worker; here it is planned",
-    "async_strategy": "likewise",
+    "async_save": "upstream drops it without a persistent worker; here a thread saves",
+    "async_strategy": "here both values are the same",
     "te_rng_tracker": "Transformer Engine is not used",
     "use_layer_wise_distributed_optimizer": "no flag of that name",
 }

@@ -170,7 +170,7 @@ def test_signals_that_nobody_can_catch_are_refused() -> None:
 def test_all_ranks_stop_when_one_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another rank has got comes through the job's store, to both after the same step."""
     store = HashStore()
-    monkeypatch.setattr(stop_agreement, "_default_store", lambda: store)
+    monkeypatch.setattr(stop_agreement, "rendezvous_store", lambda: store)
     monkeypatch.setattr(stop_agreement, "_meetings", itertools.repeat(0))
     groups = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
     ranks = [StopAgreement(group) for group in groups]  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
     "--ckpt-load-validate-sharding-integrity", "--no-ckpt-load-validate-sharding-integrity",
     "--disable-ckpt-load-validate-sharding-integrity", "--dist-ckpt-save-pre-mcore-014", "--dist-ckpt-workers",
     "--ckpt-drop-redundant-extra-state", "--ckpt-pg-tensors-cache-path", "--ckpt-pg-tensors-cache-create",
+    "--async-strategy", "--async-ckpt-use-cpu-shm",
     "--lazy-mpu-init", "--use-sharp", "--sharp-enabled-group", "--keep-fp8-transpose-cache",
     "--tokenizer-hf-no-use-fast", "--cache-mla-latents", "--otel-enabled", "--otel-service-name", "--otel-span-groups",
     "--run-workload-inspector-server", "--inference-batch-times-seqlen-threshold", "--max-tokens-to-oom",

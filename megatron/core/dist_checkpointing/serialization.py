@@ -57,6 +57,15 @@ def save(
     StorageError on every member when it failed; checkpoints that were there stay as they are.
     """
 
+    begin, commit = guard(root, iteration, lock)
+    return _save(tensors, begin, commit, iteration, documents, attachments or {}, group)
+
+
+def guard(
+    root: Path, iteration: int, lock: DirectoryLock | None
+) -> tuple[Callable[[], Path], Callable[[Path, Manifest], Path]]:
+    """How a save into `root` begins and how it becomes visible, both refused where `lock` has been lost."""
+
     def begin() -> Path:
         if lock is not None:
             lock.check()
@@ -71,7 +80,7 @@ def save(
         lock.note_save()
         return path
 
-    return _save(tensors, begin, commit, iteration, documents, attachments or {}, group)
+    return begin, commit
 
 
 def save_alone(
@@ -96,16 +105,11 @@ def _save(
         records: dict[str, FileRecord] = {}
         for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
             records |= written
-        # No single rank has every padded tensor: the embedding is on the first stage, the output layer on the last.
-        valid_rows: dict[str, int] = {}
-        for rows in on_every_rank(group, lambda: _valid_rows(tensors)):
-            valid_rows |= rows
-        own = {TENSORS_DOCUMENT: {"valid_rows": valid_rows}, **_UPSTREAM_DOCUMENT}
+        accompany = gather_documents(tensors, documents, attachments, group)
 
         def finish() -> Path:
             with storage_errors(f"writing {temporary}"):
-                records.update(_write_documents(temporary, {**documents, **own}))
-                records.update(_copy_attachments(temporary, attachments))
+                records.update(accompany(temporary))
                 return commit(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
 
         # Every rank has written and flushed its files by now (on_every_rank waits for all), so the manifest can promise
@@ -116,6 +120,33 @@ def _save(
         if group.rank() == 0:
             abandon_save(temporary)
         raise
+
+
+def gather_documents(
+    tensors: ShardedStateDict, documents: Mapping[str, Any], attachments: Mapping[str, Path], group: Group
+) -> Callable[[Path], dict[str, FileRecord]]:
+    """What lies beside the tensors, as it is now; every member of `group` calls this.
+
+    Returns what the first member calls with the directory of the save: it writes them and returns their records. It
+    raises OSError.
+    """
+    # No single rank has every padded tensor: the embedding is on the first stage, the output layer on the last.
+    valid_rows: dict[str, int] = {}
+    for rows in on_every_rank(group, lambda: _valid_rows(tensors)):
+        valid_rows |= rows
+    own = {TENSORS_DOCUMENT: {"valid_rows": valid_rows}, **_UPSTREAM_DOCUMENT}
+    # As text already: training may change a document before it is written.
+    texts: dict[str, str] = {}
+
+    def render() -> None:
+        texts.update({name: json.dumps(content, indent=1) + "\n" for name, content in {**documents, **own}.items()})
+
+    on_first_rank(group, render)
+
+    def write(directory: Path) -> dict[str, FileRecord]:
+        return _write_documents(directory, texts) | _copy_attachments(directory, attachments)
+
+    return write
 
 
 def find(root: Path, iteration: int | None, group: Group) -> FoundCheckpoint | None:
@@ -161,11 +192,11 @@ def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:
     return {key: tensor.valid_rows for key, tensor in tensors.items() if tensor.valid_rows is not None}
 
 
-def _write_documents(directory: Path, documents: Mapping[str, Any]) -> dict[str, FileRecord]:
+def _write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     records = {}
-    for name, content in documents.items():
+    for name, text in texts.items():
         path = directory / f"{name}.json"
-        write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+        write_file(path, text.encode())
         records[path.name] = record_file(path)
     return records
 

@@ -10,21 +10,26 @@ What is added to torch's own reader and writer:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
+import sys
 import warnings
 import zlib
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import FileRecord
@@ -38,20 +43,100 @@ from megatron.core.process_groups_config import Group, SingleRankGroup, torch_gr
 METADATA_NAME = ".metadata"
 
 
+@dataclass(frozen=True)
+class WritePlan:
+    """Who writes what in one save, as this process sees it."""
+
+    share: SavePlan
+    """The boxes that this process writes."""
+    contents: Metadata | None
+    """The table of contents without places in files; on the first process only."""
+
+
+class BoxSource(Protocol):
+    """Where the values of boxes are found: all that torch's writer asks of a planner."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor of a box, contiguous."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one process has written."""
+
+    results: list[WriteResult]
+    """Where in its files each box lies."""
+    records: dict[str, FileRecord]
+    """Size and checksum of its files."""
+
+
 def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> dict[str, FileRecord]:
     """Write the tensors of all members of `group` into an empty directory; flushed to the device on return.
 
     Returns the records of the files that this process wrote. Raises, on every member, StorageError when any of them
     could not write.
     """
+    planner = ShardSavePlanner()
+    plan = plan_write(directory, planner, tensors, group)
+    records: dict[str, FileRecord] = {}
+
+    def write() -> list[WriteResult]:
+        written = write_share(directory, plan.share, planner)
+        records.update(written.records)
+        return written.results
+
+    def finish(results: list[list[WriteResult]]) -> None:
+        records.update(write_contents(directory, plan, results))
+
+    with _dcp_errors("writing", directory):
+        _ranks(group).all_reduce("write", write, finish)
+    return records
+
+
+def plan_write(directory: Path, planner: ShardSavePlanner, tensors: ShardedStateDict, group: Group) -> WritePlan:
+    """Divide the writing among the members of `group`, which all call this. Raises CheckpointError on every member
+    where the boxes do not make up the tensors."""
     writer = _RecordingWriter(directory)
-    planner: SavePlanner = ShardSavePlanner()
-    with _dcp_errors("writing", directory), warnings.catch_warnings():
-        # A run of one process has no process group, on purpose.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=_torch_group(group),
-                 no_dist=isinstance(group, SingleRankGroup))  # fmt: skip
+    contents: list[Metadata] = []
+
+    def plan_own() -> SavePlan:
+        planner.set_up_planner(tensors)
+        return planner.create_local_plan()
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        contents.append(metadata)
+        return writer.prepare_global_plan(plans)
+
+    with _dcp_errors("writing", directory):
+        share = planner.finish_plan(_ranks(group).reduce_scatter("plan", plan_own, plan_all))
+    return WritePlan(share, contents[0] if contents else None)
+
+
+def write_share(directory: Path, share: SavePlan, source: BoxSource) -> Written:
+    """Write and flush the boxes of one process. Raises OSError, and whatever torch raises."""
+    # A snapshot is in the host's memory already: copying ahead from a device would only wait for training.
+    writer = _RecordingWriter(directory, copies_ahead=isinstance(source, ShardSavePlanner))
+    results: list[WriteResult] = writer.write_data(share, cast(SavePlanner, source)).value()
+    return Written(results, writer.files.records)
+
+
+def write_contents(directory: Path, plan: WritePlan, results: list[list[WriteResult]]) -> dict[str, FileRecord]:
+    """On the first process: write the table of contents, given what all processes have written. Raises OSError."""
+    assert plan.contents is not None, "only the first process of a group has the table of contents"
+    writer = _RecordingWriter(directory)
+    names = {name: name for name in plan.contents.state_dict_metadata}
+    writer.finish(plan.contents, [[_renew(result, names) for result in share] for share in results])
     return writer.files.records
+
+
+def _renew(result: WriteResult, names: dict[str, str]) -> WriteResult:
+    """The same of fresh objects. A pickle tells which of its objects are one and the same, and the bytes of the table
+    of contents shall not depend on how results came here."""
+    index, place = result.index, result.storage_data
+    offset = None if index.offset is None else torch.Size(list(index.offset))
+    storage = dataclasses.replace(place, relative_path=sys.intern(place.relative_path))
+    return WriteResult(MetadataIndex(names[index.fqn], offset, index.index), result.size_in_bytes, storage)
 
 
 def read_tensors(
@@ -149,8 +234,10 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordingWriter(FileSystemWriter):
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, copies_ahead: bool = True) -> None:
         super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
+        if not copies_ahead:
+            self.per_thread_copy_ahead = 0
         self.fs = self.files = _RecordingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -191,6 +278,11 @@ class _KnownReader(FileSystemReader):
                     f"{self.path}: the table of contents names the file {name!r} outside of it; refused"
                 )
         return super().read_data(plan, planner)
+
+
+def _ranks(group: Group) -> _DistWrapper:
+    """torch's collectives of objects in which an error of one process is raised on all, as dcp.save() uses them."""
+    return _DistWrapper(_torch_group(group), not isinstance(group, SingleRankGroup), coordinator_rank=0)
 
 
 def _torch_group(group: Group) -> dist.ProcessGroup | None:

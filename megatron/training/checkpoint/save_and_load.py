@@ -25,6 +25,7 @@ import torch
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
     make_save_directory,
@@ -68,11 +69,11 @@ STATE, RNG, CONFIG = "state", "rng", "config"
 # ---- saving
 
 
-def save_checkpoint(run: Run) -> Path:
+def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
     """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
 
-    Raises StorageError on every rank when the disk is full or fails, or another run has taken the directory over;
-    earlier checkpoints stay as they are.
+    saver: only begin it, return None, and let this one go on while training does. Raises StorageError on every rank
+    when the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
     """
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
@@ -91,7 +92,8 @@ def save_checkpoint(run: Run) -> Path:
         documents[RNG] = rng_state.build_rng_document(world, describe_layout(run.groups.grid))
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
-    return serialization.save(
+    save = serialization.save if saver is None else saver.start
+    return save(
         tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world,
         lock=run.save_lock,
     )  # fmt: skip

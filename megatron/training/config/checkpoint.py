@@ -18,6 +18,8 @@ CHECKPOINT_FORMATS = "the remaining checkpoint options"
 # An interval without a directory is no error: scripts switch saving off by leaving --save out.
 _SAVING = Needs("--save", lambda run: run.save is not None)
 _LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
+_ASYNC = Needs("--async-save", lambda run: run.async_save)
+_WORKER = Needs("--async-save and --use-persistent-ckpt-worker", lambda run: run.use_persistent_ckpt_worker)
 
 
 class Strictness(NamedTuple):
@@ -58,6 +60,15 @@ class CheckpointConfig(CheckedConfig):
     save_retain_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
     given."""
+    async_save: bool = flag(False, needs=_SAVING)
+    """Save while training goes on: it stands still only while tensors are copied into host memory."""
+    use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)
+    """With --async-save, each rank has a process of its own that writes; without, a thread does."""
+    async_ckpt_cpu_priority: int = flag(10, minimum=0, maximum=19, needs=(_ASYNC, _WORKER))
+    """Niceness of the process that writes: 19 takes only processor time that nobody else wants."""
+    async_ckpt_io_priority: int = flag(3, minimum=0, maximum=3, needs=(_ASYNC, _WORKER))
+    """Class of its disk access on Linux, as of ionice: 0 follows from the niceness, 1 real time (for root only), 2 best
+    effort, 3 idle."""
     load: PathText | None = None
     """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start."""
     ckpt_format: str = flag(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.agreement import on_every_rank
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
 from megatron.core.dist_checkpointing.directory import remove_checkpoint
+from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
-from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
+from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
+
+_PATIENCE_SECONDS = 60.0
+"""How long a run that ends with an error waits for ranks that may be gone, so that its last save comes to an end."""
 
 
 class CheckpointHook(Hook):
@@ -25,6 +33,10 @@ class CheckpointHook(Hook):
         self._saved_iteration = 0
         self._is_removable = False
         """Whether the last checkpoint lies in --save: saved by this run, or continued from there."""
+        self._saver: AsyncSaver | None = None
+        """With --async-save, from on_train_start to on_close."""
+        self._snapshot_of = Progress(0)
+        """How far the run was when the save under way began."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CheckpointHook | None:
@@ -34,38 +46,86 @@ class CheckpointHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Note what --load has restored: it need not be saved again."""
         self._saved_iteration = run.progress.iteration
-        save, load = self.settings.save, self.settings.load
+        settings = self.settings
+        save, load = settings.save, settings.load
         self._is_removable = save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
+        if not settings.async_save:
+            return
+        process = None
+        if settings.use_persistent_ckpt_worker:
+            process = WriterProcess(settings.async_ckpt_cpu_priority, settings.async_ckpt_io_priority)
+        self._saver = AsyncSaver(process)
+        if self.interval is not None and not run.progress.finished:
+            # What hinders it is reported with the first checkpoint.
+            with contextlib.suppress(StorageError):
+                self._saver.prepare()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Save every --save-interval iterations; where the disk refuses, print the error and go on."""
+        if self._saver is not None:
+            self._settle(run, self._saver.poll())
         if self.interval is not None and run.progress.iteration % self.interval == 0:
             try:
                 self._save(run)
             except StorageError as error:
-                if run.is_first_rank:
-                    report_error(
-                        StorageError(f"iteration {run.progress.iteration} was not saved: {error}; training goes on")
-                    )
+                _report_unsaved(run, run.progress.iteration, error)
 
     def on_train_end(self, run: Run) -> None:
         """Save the last iteration, unless it has been. Raises StorageError when that fails."""
-        if self._saved_iteration != run.progress.iteration:
-            self._save(run)
+        self._settle(run, self._await_together(run))
+        if self._saved_iteration == run.progress.iteration:
+            return
+        self._save(run)
+        if (outcome := self._await_together(run)) is not None:
+            self._note_saved(run, outcome.check(), outcome)
 
     def on_close(self, run: Run) -> None:
-        """Let another run have --save."""
-        if run.save_lock is not None:
-            run.save_lock.release()
+        """Finish the save under way, and let another run have --save."""
+        try:
+            if self._saver is not None:
+                self._settle(run, self._saver.wait(_PATIENCE_SECONDS))
+                self._saver.close()
+        finally:
+            if run.save_lock is not None:
+                run.save_lock.release()
 
     def _save(self, run: Run) -> None:
+        """Save, or begin to where training need not wait. Raises StorageError."""
         run.read_metrics()  # a step that has failed is found out before its weights are saved
+        if self._saver is not None:
+            self._settle(run, self._saver.wait())
+        self._snapshot_of = dataclasses.replace(run.progress)
         started_at = time.monotonic()
-        path = save_checkpoint(run)
+        path = save_checkpoint(run, self._saver)
+        if path is not None:
+            elapsed = time.monotonic() - started_at
+            self._note_saved(run, path, Outcome(run.progress.iteration, path, None, elapsed, elapsed))
+
+    def _await_together(self, run: Run) -> Outcome | None:
+        """Wait for the save under way on all ranks at the same moment."""
+        if self._saver is None:
+            return None
+        outcome = self._saver.wait()
+        # The store that tells the outcome may go with the first rank, which leaves only when all have heard it.
+        on_every_rank(run.groups.world, lambda: None)
+        return outcome
+
+    def _settle(self, run: Run, outcome: Outcome | None) -> None:
+        """Take note of how a save ended that training did not wait for."""
+        if outcome is None:
+            return
+        try:
+            self._note_saved(run, outcome.check(), outcome)
+        except StorageError as error:
+            _report_unsaved(run, outcome.iteration, error)
+
+    def _note_saved(self, run: Run, path: Path, outcome: Outcome) -> None:
         # The previous checkpoint goes only when this one is complete.
-        before, self._saved_iteration = self._saved_iteration, run.progress.iteration
+        before, self._saved_iteration = self._saved_iteration, outcome.iteration
+        run.saved_progress = self._snapshot_of
         if run.is_first_rank:
-            say(f"checkpoint: saved {path} in {time.monotonic() - started_at:.2f} s")
+            stall = f", training waited {outcome.stalled_seconds:.2f} s" if self._saver is not None else ""
+            say(f"checkpoint: saved {path} in {outcome.elapsed_seconds:.2f} s{stall}")
         run.hooks.on_save(run)
         self._remove(run, before)
         self._is_removable = True
@@ -81,3 +141,8 @@ class CheckpointHook(Hook):
             remove_checkpoint(Path(self.settings.save), iteration)
         except StorageError as error:
             report_error(StorageError(f"iteration {iteration} was not removed: {error}; training goes on"))
+
+
+def _report_unsaved(run: Run, iteration: int, error: StorageError) -> None:
+    if run.is_first_rank:
+        report_error(StorageError(f"iteration {iteration} was not saved: {error}; training goes on"))

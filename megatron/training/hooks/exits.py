@@ -34,6 +34,7 @@ class ExitHook(Hook):
         self.longest_seconds = None if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
         self.exit_signal = signal.Signals[training.exit_signal] if training.exit_signal_handler else None
         self.save = config.checkpoint.save
+        self.saves_beside = config.checkpoint.async_save
         self._clock_started_at = clock_started_at
         self._agreement: StopAgreement | None = None
         self._watch = SignalWatch(self._receive)
@@ -67,7 +68,8 @@ class ExitHook(Hook):
 
     def on_save(self, run: Run) -> None:
         """What was asked for during a save ends the run right after it: another iteration would be saved once more."""
-        if self._agreement is not None:
+        # A save that training does not wait for is over at a moment of its own on each rank, where none can agree.
+        if self._agreement is not None and not self.saves_beside:
             self._stop(run, self._agreement.look())
 
     def on_train_end(self, run: Run) -> None:

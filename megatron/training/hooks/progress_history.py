@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.training.config.container import RunConfig
 from megatron.training.hooks.line_files import append_lines
-from megatron.training.run import Hook, HookContext, Phase, Run
+from megatron.training.run import Hook, HookContext, Phase, Progress, Run
 
 FILE_NAME = "progress.txt"
 # Local time without a zone, as upstream writes it: files of both can be continued by either.
@@ -46,7 +46,7 @@ class ProgressHistoryHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Append the line of a job that starts."""
-        self._started = Start(time.time(), self._flops(run))
+        self._started = Start(time.time(), self._flops(run, run.progress))
         self._append(run, f"Starting job\tIteration: {run.progress.iteration}\tFloating-point operations: "
                           f"{self._started.flops:.6e}")  # fmt: skip
 
@@ -54,20 +54,21 @@ class ProgressHistoryHook(Hook):
         """Append the line of a checkpoint, with the throughput until then."""
         if not run.is_first_rank:
             return
-        now = Start(time.time(), self._flops(run))
+        saved = run.saved_progress or run.progress
+        now = Start(time.time(), self._flops(run, saved))
         gpus = run.groups.world.size()
         job = _compute_teraflops(self._started, now, gpus)
         all_jobs = _compute_teraflops(
             find_first_start(self.path.read_text(encoding="utf-8"), gpus) or self._started, now, gpus
         )
-        tokens = run.progress.consumed_train_samples * run.seq_length
-        self._append(run, f"Saved checkpoint\tIteration: {run.progress.iteration}\t"
+        tokens = saved.consumed_train_samples * run.seq_length
+        self._append(run, f"Saved checkpoint\tIteration: {saved.iteration}\t"
                           f"Job throughput: {job:.3g} TFLOP/s/GPU\tCumulative throughput: {all_jobs:.3g} TFLOP/s/GPU\t"
                           f"Floating-point operations: {now.flops:.6e}\t"
                           f"Tokens (in billions): {tokens / 1e9:.6g}")  # fmt: skip
 
-    def _flops(self, run: Run) -> float:
-        return (run.flops_per_token or 0.0) * run.seq_length * run.progress.consumed_train_samples
+    def _flops(self, run: Run, progress: Progress) -> float:
+        return (run.flops_per_token or 0.0) * run.seq_length * progress.consumed_train_samples
 
     def _append(self, run: Run, text: str) -> None:
         if not run.is_first_rank:

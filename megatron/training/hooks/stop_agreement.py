@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 import time
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from megatron.core import device
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import Group, rendezvous_store
 
 # A look takes a message to the store and back, some 0.1 ms.
 _LOOKS_SHARE = 50
@@ -38,7 +37,7 @@ class StopAgreement:
         """Someone has been asked, and this rank knows it."""
         self._step = 0
         self._next_look_at = 0.0
-        self._store = PrefixStore(f"megatron/stop{next(_meetings)}", _default_store()) if self.size > 1 else None
+        self._store = PrefixStore(f"megatron/stop{next(_meetings)}", rendezvous_store()) if self.size > 1 else None
 
     def ask(self, reason: str) -> None:
         """Note that this rank wants the run to end; the first reason counts. Harmless from another thread."""
@@ -89,8 +88,3 @@ class StopAgreement:
         if store.compare_set(verdict, "", "stop" if is_complete else "go on") == b"stop":
             return str(store.get("reason").decode())
         return None
-
-
-def _default_store() -> Store:
-    # torch has no public name for the store that its processes have met at.
-    return dist.distributed_c10d._get_default_store()

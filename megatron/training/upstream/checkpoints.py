@@ -65,7 +65,9 @@ def save_checkpoint(
     if not hasattr(args, _LOCK):
         setattr(args, _LOCK, save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world))
     parts.save_lock = getattr(args, _LOCK)
-    return save_and_load.save_checkpoint(parts)  # type: ignore[arg-type]
+    path = save_and_load.save_checkpoint(parts)  # type: ignore[arg-type]
+    assert path is not None, "without a saver it is complete when the function returns"
+    return path
 
 
 def load_checkpoint(

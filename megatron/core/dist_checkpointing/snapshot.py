@@ -1,0 +1,118 @@
+"""What a process is to save, copied into host memory, so that training can go on while it is written.
+
+HostMemory    one block that is kept from save to save, and that another process can map
+Snapshot      the boxes of one save in it; a source of values for torch's writer
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from megatron.core import device
+from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+
+_ALIGNMENT = 64
+"""Each box begins at a multiple of it: a view in another number format needs one of that format's size."""
+
+
+class HostMemory:
+    """A block of host memory that grows and is used again. Pinned where this process computes on a GPU."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        """A file without a name; a process that gets this descriptor maps the same memory."""
+        self.generation = 0
+        """Which block it is: descriptors are numbers that are given out again."""
+        self.num_bytes = 0
+        self.data = torch.empty(0, dtype=torch.uint8)
+        """[num_bytes] as uint8."""
+        self._unpin = lambda: None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make it at least as large; a larger one is a new block, and the old content is gone. Raises OSError."""
+        if num_bytes <= self.num_bytes:
+            return
+        self.release()
+        descriptor = _create_nameless_file()
+        try:
+            # Writing into pages that the system cannot provide would end the process; here it is an error.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            self.data = map_memory(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor, self.num_bytes = descriptor, num_bytes
+        self.generation += 1
+        self._unpin = device.pin_memory(self.data)
+
+    def release(self) -> None:
+        """Give the memory back, once no snapshot refers to it."""
+        if self.descriptor < 0:
+            return
+        self._unpin()
+        os.close(self.descriptor)
+        self.descriptor, self.num_bytes, self.data = -1, 0, torch.empty(0, dtype=torch.uint8)
+        self._unpin = lambda: None
+
+
+class BoxPlace(NamedTuple):
+    """Where a box lies in the memory."""
+
+    start: int
+    """First byte."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Snapshot:
+    """Boxes in host memory; has of torch's SavePlanner what a writer asks for."""
+
+    def __init__(self, memory: torch.Tensor, places: Mapping[MetadataIndex, BoxPlace]) -> None:
+        self.memory, self.places = memory, places
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The tensor of a box: a view of the memory."""
+        start, dtype, shape = self.places[write_item.index]
+        return self.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def take_snapshot(memory: HostMemory, planner: ShardSavePlanner, share: SavePlan) -> Snapshot:
+    """Copy the boxes of `share` out of the tensors that `planner` knows. They may change as soon as this returns.
+
+    Raises OSError where there is not so much memory.
+    """
+    blocks = [(item, planner.find_block(item)) for item in share.items]
+    places: dict[MetadataIndex, BoxPlace] = {}
+    end = 0
+    for item, block in blocks:
+        places[item.index] = BoxPlace(end, block.dtype, tuple(block.shape))
+        end += math.ceil(block.numel() * block.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
+    memory.reserve(end)
+    snapshot = Snapshot(memory.data, places)
+    for item, block in blocks:
+        snapshot.resolve_data(item).copy_(block, non_blocking=True)
+    # The copies of a GPU into pinned memory are only under way.
+    device.synchronize()
+    return snapshot
+
+
+def map_memory(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """The first bytes of a file as memory [num_bytes], uint8. It stays mapped as long as the tensor lives."""
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def _create_nameless_file() -> int:
+    # /dev/shm is as small as 64 MiB in many containers; this memory has no such limit, and goes with its last user.
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
