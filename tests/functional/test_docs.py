@@ -20,6 +20,7 @@ RUN_ELSEWHERE = {
     "python tools/checkpoint/average.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/test_checkpoint_tools.py",
+    "python -m megatron.bridge.convert": "tests/unit/test_bridge.py",
 }
 
 
@@ -54,7 +55,7 @@ def test_documented_command_runs(page: str, command: str) -> None:
 
 def test_the_two_commands_of_the_first_screen_exist() -> None:
     commands = [command for page, command in shell_commands() if page == "README.md"]
-    assert commands[:2] == list(RUN_ELSEWHERE)
+    assert commands[:2] == list(RUN_ELSEWHERE)[:2]
 
 
 def test_readme_tree_matches_the_disk() -> None:

@@ -1,6 +1,7 @@
 """The building's plan, enforced: imports go down only, in no circle, and each outside thing has one door.
 
     entry points    pretrain_gpt.py  tools/  examples/  benchmarks/
+    bridge          megatron/bridge: models from and to Hugging Face directories
     training        megatron/training, room above room (TRAINING_ROOMS)
     planner         megatron/planner
     inference       megatron/core/inference: the roof that both towers carry
@@ -66,6 +67,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 for _index, _room in enumerate(TRAINING_ROOMS):
     MAY_IMPORT[_room] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS[:_index])
+MAY_IMPORT["bridge"] = (
+    *GROUND, *MODEL_TOWER, "training.config", "training.recipes", "training.run", "training.checkpoint",
+    "training.flags",
+)  # fmt: skip
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")
 FACADES = ("core.parallel_state", "core.upstream", "training.arguments", "training.global_vars", "training.upstream")
 """Modules that give users' programs upstream's names: they may import what they hand on, and nobody imports them."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.bridge.rows import join, list_names, split
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.family import Family, Row, build_flags, find_row
 from megatron.training.recipes.gpt import build_gpt_model
@@ -68,49 +68,6 @@ def without(flags: Sequence[str], *names: str) -> list[str]:
     return [flag for flag in flags if flag.split()[0] not in names]
 
 
-# ---- one row in both directions
-
-
-def to_ours(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tensor:
-    """Our tensor of a layer, or of one expert, from theirs, in the order of the row's names."""
-    tensors = [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in theirs]
-    if row.form == "stacked":
-        return torch.cat(tensors)
-    if row.form in ("qkv", "gated_qkv"):
-        groups, width = _heads(config)
-        if len(tensors) == 1:
-            keys = groups * width
-            tensors = list(tensors[0].split([tensors[0].shape[0] - 2 * keys, keys, keys]))
-        if row.form == "gated_qkv":
-            both = tensors[0].unflatten(0, (groups, -1, 2, width)).transpose(1, 2)  # [g, 2, n / g, d, h]
-            tensors[0] = both.flatten(0, 3)
-        parts = [tensor.reshape(groups, -1, width, *tensor.shape[1:]) for tensor in tensors]
-        return torch.cat(parts, dim=1).flatten(0, 2)
-    return tensors[0]
-
-
-def to_theirs(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
-    """The inverse of `to_ours`."""
-    tensors = [ours]
-    if row.form == "stacked":
-        tensors = list(ours.chunk(len(row.theirs)))
-    if row.form in ("qkv", "gated_qkv"):
-        groups, width = _heads(config)
-        by_group = ours.unflatten(0, (groups, -1, width))
-        query, key, value = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
-        if row.form == "gated_qkv":
-            query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        tensors = [part.flatten(0, 2) for part in (query, key, value)]
-        if len(row.theirs) == 1:
-            tensors = [torch.cat(tensors)]
-    return [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in tensors]
-
-
-def _heads(config: TransformerConfig) -> tuple[int, int]:
-    assert config.num_query_groups is not None and config.kv_channels is not None
-    return config.num_query_groups, config.kv_channels
-
-
 # ---- a whole file
 
 
@@ -124,27 +81,19 @@ def saved_tensors(hf_model: nn.Module) -> dict[str, Tensor]:
         return load_file(Path(directory) / "model.safetensors")
 
 
-def name_theirs(row: Row, ours: str, experts: int) -> list[list[str]]:
-    """The names in their files of a parameter of ours: a list for each expert, or one list."""
-    layer = ours.split(".")[2] if ours.startswith("decoder.layers.") else ""
-    names = [name.replace("{layer}", layer) for name in row.theirs]
-    count = experts if any("{expert}" in name for name in names) else 1
-    return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
-
-
 def convert(model: GPTModel, family: Family, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our state dict from their file. Fails when a tensor of theirs is not used, or would be written back otherwise."""
     state, used, config = {}, set(), model.config
     for ours, value in model.state_dict().items():
         row = find_row(family, ours)
         assert row is not None, f"no row of the family {family.name} gives {ours}"
-        names = name_theirs(row, ours, config.num_moe_experts or 1)
+        names = list_names(row, ours, config.num_moe_experts or 1)
         used |= {name for of_one in names for name in of_one}
-        parts = [to_ours(row, config, [theirs[name] for name in of_one]) for of_one in names]
+        parts = [join(row, config, [theirs[name] for name in of_one]) for of_one in names]
         state[ours] = torch.stack(parts) if "{expert}" in row.theirs[0] else parts[0]
         assert state[ours].shape == value.shape, f"{ours}: {tuple(state[ours].shape)} instead of {tuple(value.shape)}"
         for of_one, part in zip(names, parts, strict=True):
-            for name, tensor in zip(of_one, to_theirs(row, config, part), strict=True):
+            for name, tensor in zip(of_one, split(row, config, part), strict=True):
                 assert torch.equal(tensor, theirs[name]), f"{name} would be written back otherwise"
     tied = {"lm_head.weight"} if model.share_embeddings_and_output_weights else set()
     unused = sorted(set(theirs) - used - tied)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.bridge.rows import join, list_names
 from megatron.core.transformer.attention import SelfAttention
-from megatron.training.recipes.families import OURS, find_family
+from megatron.training.recipes.families import OURS, ROTARY_SHARE, find_family
 from megatron.training.recipes.family import Row, build_flags, find_row
 from tests.unit.gpt_models import build_model
 from tests.unit.huggingface_models import (
@@ -16,10 +18,8 @@ from tests.unit.huggingface_models import (
     assert_each_flag_counts,
     assert_same_logits,
     list_flags,
-    name_theirs,
     randomised,
     replace_rows,
-    to_ours,
     without,
 )
 from tests.unit.test_model_families import make
@@ -93,6 +93,9 @@ def test_qwen3_next_attention() -> None:
     )  # fmt: skip
     hf = randomised(transformers.Qwen3NextForCausalLM(config))
     qwen3 = find_family("qwen3")
+    # Its share of a head that is turned is a setting, which no model of Qwen 3 has.
+    expects = {name: value for name, value in qwen3.expects.items() if name != ROTARY_SHARE.theirs}
+    qwen3 = dataclasses.replace(qwen3, settings=(*qwen3.settings, ROTARY_SHARE), expects=expects)
     row = find_row(qwen3, "decoder.layers.0.self_attention.linear_qkv.weight")
     assert row is not None
     gated = replace_rows(qwen3, Row(f"{OURS}self_attention.linear_qkv.weight", row.theirs, "gated_qkv"))
@@ -117,8 +120,8 @@ def test_gpt_oss_attention(layer: int) -> None:
     for name in ours.state_dict():
         row = find_row(family, f"decoder.layers.{layer}.self_attention.{name}")
         assert row is not None
-        (names,) = name_theirs(row, f"decoder.layers.{layer}.self_attention.{name}", 1)
-        weights[name] = to_ours(row, ours.config, [tensors[each] for each in names])
+        (names,) = list_names(row, f"decoder.layers.{layer}.self_attention.{name}", 1)
+        weights[name] = join(row, ours.config, [tensors[each] for each in names])
     ours.load_state_dict(weights)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(4))
     positions = torch.arange(24)[None]

@@ -36,13 +36,21 @@ GPT2_SIZES = _build_sizes(
 # Models whose heads together are not as wide as the hidden size say so here.
 HEAD_WIDTH = Setting("head_dim", "--kv-channels")
 UNTIED = Setting("tie_word_embeddings", "--untie-embeddings-and-output-weights", "inverted switch", default=True)
-# The same setting has four names over the families; the first that a file has counts.
-NORM_EPSILON = Setting("rms_norm_eps|norm_eps|layer_norm_eps|layer_norm_epsilon", "--norm-epsilon", default=1e-5)
-ROTATION = (
-    Setting("rope_parameters.rope_theta|rope_theta|rotary_emb_base", "--rotary-base", default=10000),
-    Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor|rotary_pct", "--rotary-percent", default=1.0),
+NORM_EPSILON = Setting("rms_norm_eps", "--norm-epsilon", default=1e-5)
+ROTARY_BASE = Setting("rope_parameters.rope_theta|rope_theta", "--rotary-base", default=10000)
+ROTARY_SHARE = Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor", "--rotary-percent", default=1.0)
+# transformers' classes of these families turn every head as a whole, whatever their files say.
+ALL_ROTATED = {ROTARY_SHARE.theirs: 1.0}
+USUAL = (UNTIED, NORM_EPSILON, ROTARY_BASE)
+# The same two settings, as these families call them.
+GPT2_EPSILON = Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5)
+NEMOTRON_EPSILON = Setting("norm_eps", "--norm-epsilon", default=1e-5)
+GPT_NEOX_USUAL = (
+    UNTIED,
+    Setting("layer_norm_eps", "--norm-epsilon", default=1e-5),
+    Setting("rope_parameters.rope_theta|rotary_emb_base|rope_theta", "--rotary-base", default=10000),
+    Setting("rope_parameters.partial_rotary_factor|rotary_pct|partial_rotary_factor", "--rotary-percent", default=1.0),
 )
-USUAL = (UNTIED, NORM_EPSILON, *ROTATION)
 # A window counts the token itself in their files; Setting's form "window" says how ours does.
 WINDOW = Setting("sliding_window", "--window-size", "window")
 WINDOW_LAYERS = Setting("layer_types", "--window-attn-skip-freq", "window layers")
@@ -209,15 +217,17 @@ def _gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family
 
 def _llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
     """What differs from Llama; Mistral, Qwen and many others start from it."""
+    settings = (*USUAL, *parts.pop("settings", ()))
+    expects = {**SILU, **({} if ROTARY_SHARE in settings else ALL_ROTATED), **parts.pop("expects", {})}
     return Family(
         name=name,
         model_type=model_type,
         model_class=model_class,
         flags=f"{LLAMA_FLAGS}{parts.pop('flags', '')}",
         sizes=SIZES,
-        settings=(*USUAL, *parts.pop("settings", ())),
+        settings=settings,
         rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        expects={**SILU, **parts.pop("expects", {})},
+        expects=expects,
         absent={"tie_word_embeddings": False},
         **parts,
     )
@@ -230,7 +240,7 @@ FAMILIES: tuple[Family, ...] = (
         model_class="GPT2LMHeadModel",
         flags="--openai-gelu",
         sizes=GPT2_SIZES,
-        settings=(NORM_EPSILON,),
+        settings=(GPT2_EPSILON,),
         rows=tuple(GPT2_ROWS.values()),
         is_rotary=False,
         expects={
@@ -264,7 +274,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _llama(
         "Phi-3", "phi3", "Phi3ForCausalLM",
-        settings=(WINDOW,), rows=PHI3_ROWS,
+        settings=(ROTARY_SHARE, WINDOW), rows=PHI3_ROWS,
         examples={"Phi-3": {"partial_rotary_factor": 0.75}},
     ),
     Family(
@@ -277,7 +287,7 @@ FAMILIES: tuple[Family, ...] = (
         rows=tuple({
             **_without(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
         }.values()),
-        expects={**SILU, "attention_bias": False},
+        expects={**SILU, **ALL_ROTATED, "attention_bias": False},
         absent={"tie_word_embeddings": False},
         examples={"OLMo 2": {"rope_theta": 500000}},
     ),
@@ -292,16 +302,20 @@ FAMILIES: tuple[Family, ...] = (
             "no_rope_layers": [1, 1, 1, 0] * 9,
         }},
     ),
-    _gemma("Gemma 1", "gemma", "GemmaForCausalLM", settings=ROTATION, examples={"Gemma 1": {}}),
+    _gemma(
+        "Gemma 1", "gemma", "GemmaForCausalLM",
+        settings=(ROTARY_BASE,), expects=ALL_ROTATED, examples={"Gemma 1": {}},
+    ),
     _gemma(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM",
         flags=" --norm-placement both",
         settings=(
             Setting("attn_logit_softcapping", "--attn-logit-softcapping"),
             Setting("final_logit_softcapping", "--final-logit-softcapping"),
-            SCORE_SCALE, WINDOW, WINDOW_LAYERS, *ROTATION,
+            SCORE_SCALE, WINDOW, WINDOW_LAYERS, ROTARY_BASE,
         ),
         rows=SANDWICH_NORMS,
+        expects=ALL_ROTATED,
         examples={"Gemma 2": {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
             "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 13,
@@ -329,7 +343,7 @@ FAMILIES: tuple[Family, ...] = (
         model_class="NemotronForCausalLM",
         flags="--squared-relu --apply-layernorm-1p --disable-bias-linear",
         sizes=SIZES,
-        settings=(*USUAL, HEAD_WIDTH),
+        settings=(UNTIED, NEMOTRON_EPSILON, ROTARY_BASE, ROTARY_SHARE, HEAD_WIDTH),
         rows=tuple(NEMOTRON_ROWS.values()),
         expects={"hidden_act": "relu2", **WITHOUT_BIAS},
         absent={"tie_word_embeddings": False},
@@ -341,7 +355,7 @@ FAMILIES: tuple[Family, ...] = (
         model_class="GPTNeoXForCausalLM",
         flags="",
         sizes=_build_sizes(),
-        settings=(*USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
+        settings=(*GPT_NEOX_USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
         rows=tuple(GPT_NEOX_ROWS.values()),
         expects={"hidden_act": "gelu", "attention_bias": True},
         absent={"tie_word_embeddings": False, "use_parallel_residual": True, "rotary_pct": 0.25},
@@ -355,7 +369,7 @@ FAMILIES: tuple[Family, ...] = (
         flags="--normalization RMSNorm --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 "
         "--softmax-type learnable",
         sizes=SIZES,
-        settings=(*USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
+        settings=(*USUAL, ROTARY_SHARE, HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
         rows=tuple({
             **_without(LLAMA_ROWS, ".mlp."), **QKV_BIAS,
             **_rename(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
@@ -412,7 +426,7 @@ FAMILIES: tuple[Family, ...] = (
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
         flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
-            HEAD_WIDTH, Setting("n_routed_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
+            ROTARY_SHARE, HEAD_WIDTH, Setting("n_routed_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
             Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
             Setting("first_k_dense_replace", "--moe-layer-freq", "dense layers first", default=0),
             Setting("n_group", "--moe-router-num-groups", default=1),

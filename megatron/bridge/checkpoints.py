@@ -1,0 +1,177 @@
+"""Our checkpoints as a converter reads and writes them: whole tensors by their names, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
+from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
+from megatron.core.dist_checkpointing.manifest import verify_files
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
+from megatron.core.dist_checkpointing.state_dicts import load_tensors_metadata
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
+from megatron.core.placement import Placement
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.checkpoint.save_and_load import CONFIG, STATE
+from megatron.training.config.container import RunConfig
+from megatron.training.run import Progress
+
+
+@dataclass(frozen=True)
+class DeferredTensor(ShardedTensor):
+    """A whole tensor that is made only when it is written; `data` has its shape and number format (device `meta`)."""
+
+    make: Callable[[], Tensor] = lambda: torch.empty(0)
+
+    @classmethod
+    def of(cls, placement: Placement, dtype: torch.dtype, make: Callable[[], Tensor]) -> DeferredTensor:
+        """The parameter with this placement, which `make` makes in this number format."""
+        data = torch.empty(placement.local_shape, dtype=dtype, device="meta")
+        described = ShardedTensor.from_placement(data, placement)
+        return cls(**vars(described), make=make)
+
+    def block(self, index: int) -> Tensor:
+        """The tensor itself: it is one block."""
+        return self.make()
+
+
+def write_checkpoint(
+    root: Path, tensors: Mapping[str, ShardedTensor], config: RunConfig, attachments: Mapping[str, Path]
+) -> Path:
+    """Save a model as iteration 0 of the directory `root`: weights and settings, without an optimizer.
+
+    attachments: name in the checkpoint -> file to copy. Returns the checkpoint's directory. Raises StorageError.
+    """
+    state = {"progress": Progress(0).state_dict(), "optimizer": None, "scheduler": None}
+    return serialization.save(
+        dict(tensors), root, 0, documents={STATE: state, CONFIG: config.to_dict()}, attachments=attachments,
+        group=ProcessGroupCollection.single().world,
+    )  # fmt: skip
+
+
+class OpenCheckpoint:
+    """A checkpoint of ours: its settings, the names of its weights, and each weight on demand."""
+
+    def __init__(self, root: Path, iteration: int | None = None) -> None:
+        """root: a directory of checkpoints, of which the latest is taken, or one of them. Every file is verified.
+
+        Raises CheckpointError.
+        """
+        self._group = ProcessGroupCollection.single().world
+        found = serialization.find(root, iteration, self._group)
+        if found is None:
+            raise CheckpointError(f"{root} {explain_no_directory(root) or 'holds no checkpoint'}")
+        self.found: FoundCheckpoint = found
+        self.path: Path = found.path
+        self.valid_rows: Mapping[str, int] = serialization.read_document(found.path, "tensors")["valid_rows"]
+        self.contents: Mapping[str, ShardedTensor] = {
+            key: tensor
+            for key, tensor in load_tensors_metadata(found.path).items()
+            if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))
+        }
+
+    def read_config(self) -> RunConfig:
+        """The settings, for one process. Raises CheckpointError where this release cannot use them."""
+        try:
+            config = RunConfig.from_dict(serialization.read_document(self.path, CONFIG))
+            return config.with_groups(model=config.model.on_one_process())
+        except (ConfigError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path / CONFIG}.json holds settings that cannot be used: {error}") from error
+
+    def read_saved_layout(self) -> tuple[int, int]:
+        """Tensor-parallel and pipeline-parallel size of the run that saved it."""
+        model = serialization.read_document(self.path, CONFIG).get("model", {})
+        return model.get("tensor_model_parallel_size", 1), model.get("pipeline_model_parallel_size", 1)
+
+    def read(self, key: str) -> Tensor:
+        """A weight without its padding rows, in the number format it was saved in. Raises CheckpointError."""
+        stored = self.contents[key]
+        tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
+        whole = ShardedTensor.whole(key, tensor)
+        serialization.load({key: whole}, self.found, self._group, strict=False)
+        return tensor[: self.valid_rows.get(key, len(tensor))] if tensor.dim() else tensor
+
+    def read_shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a weight without its padding rows."""
+        shape = self.contents[key].global_shape
+        return (self.valid_rows.get(key, shape[0]), *shape[1:]) if shape else shape
+
+    def list_attachments(self, directory: str) -> dict[str, Path]:
+        """Files that the checkpoint carries in one of its directories, by their names there."""
+        prefix = f"{directory}/"
+        return {
+            name.removeprefix(prefix): self.path / name
+            for name in self.found.manifest.files
+            if name.startswith(prefix) and "/" not in name.removeprefix(prefix)
+        }
+
+
+@contextlib.contextmanager
+def fresh_directory(path: Path) -> Iterator[Path]:
+    """A directory to write into, which gets the name `path` when the block ends, and is removed when it fails.
+
+    Raises ConfigError where `path` is anything but missing or an empty directory.
+    """
+    problem = explain_unmakeable_directory(path)
+    if problem is None and path.is_dir() and next(path.iterdir(), None) is not None:
+        problem = "is not empty; give a directory that does not exist yet"
+    if problem is not None:
+        raise ConfigError(f"--output-path {path} {problem}")
+    path = path.absolute()
+    temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    with storage_errors(f"making {temporary}"):
+        temporary.mkdir()
+    try:
+        yield temporary
+        with storage_errors(f"writing {path}"):
+            sync_directory(temporary)
+            os.rename(temporary, path)  # POSIX replaces an empty directory, and refuses any other
+            sync_directory(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read_carried(checkpoint: OpenCheckpoint, directory: str, name: str) -> dict[str, Any] | None:
+    """The fields of a JSON file that the checkpoint carries; None where it has no such file."""
+    from megatron.bridge.tensor_files import read_json
+
+    path = checkpoint.list_attachments(directory).get(name)
+    return None if path is None else read_json(path)
+
+
+def refuse_layout(checkpoint: OpenCheckpoint, tensor_ranks: int, stages: int) -> None:
+    """Raise ConfigError where the checkpoint's model cannot be divided like this."""
+    config = checkpoint.read_config()
+    # Sequence parallelism and the like were of the saving run, and are gone with its layout.
+    model = config.model.on_one_process(
+        tensor_model_parallel_size=tensor_ranks, pipeline_model_parallel_size=stages,
+        pipeline_dtype=config.model.params_dtype,
+    )  # fmt: skip
+    if problems := list(model.problems()):
+        raise ConfigError(problems)
+
+
+def copy_checkpoint(checkpoint: OpenCheckpoint, output: Path) -> None:
+    """Copy a checkpoint, optimizer and all, into the new directory of checkpoints `output`, and verify the copy."""
+    with fresh_directory(output) as temporary, storage_errors(f"writing {output}"):
+        iteration = checkpoint.found.manifest.iteration
+        copy = iteration_directory(temporary, iteration)
+        shutil.copytree(checkpoint.path, copy)
+        for file in (file for file in copy.rglob("*") if file.is_file()):
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+        write_file(temporary / TRACKER_NAME, str(iteration).encode())
+        verify_files(copy, checkpoint.found.manifest)

@@ -1,0 +1,363 @@
+"""A whole model from a Hugging Face directory to a checkpoint of ours, and back; each result is compared with its
+source.
+
+    table of families -> entries: for every parameter of ours, its tensors in their files
+    import:  their tensors, as they are written, are joined to ours;   export: ours are split
+    verify:  the result is read again and taken apart in the other direction, and must be the source, bit for bit
+
+Nothing larger than one parameter of ours is in memory: the largest are the embedding, or a layer's stacked experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.checkpoints import DeferredTensor, OpenCheckpoint, fresh_directory, read_carried, write_checkpoint
+from megatron.bridge.progress import Progress
+from megatron.bridge.rows import is_per_expert, join, list_names, split
+from megatron.bridge.settings import build_config_json, build_empty_model, read_settings
+from megatron.bridge.tensor_files import TensorDirectory, is_buffer, open_tensors, read_json, write_tensors
+from megatron.core.dist_checkpointing.durable import storage_errors, write_file
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.paths import explain_no_directory
+from megatron.core.placement import Placement, get_placement
+from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.checkpoint.tokenizer_assets import DIRECTORY as TOKENIZER
+from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
+from megatron.training.config.container import RunConfig
+from megatron.training.recipes.families import find_family
+from megatron.training.recipes.family import Family, Row, find_row
+
+CARRIED = "huggingface"
+"""Directory of a checkpoint for the files of the source that only Hugging Face's programs read."""
+CONFIG_JSON = "config.json"
+_CARRIED_FILES = (CONFIG_JSON, "generation_config.json")
+_EMBEDDING = "embedding.word_embeddings.weight"
+_GPT2_PREFIX = "transformer."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours, and the tensors in their files that hold its values."""
+
+    placement: Placement
+    row: Row
+    names: list[list[str]]
+    """A list for each expert, or a single one."""
+    config: TransformerConfig
+
+    @property
+    def key(self) -> str:
+        """Our name."""
+        return self.placement.name
+
+    def join(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Our tensor from theirs."""
+        if not is_per_expert(self.row):
+            return join(self.row, self.config, [read(name) for name in self.names[0]]).contiguous()
+        ours: Tensor | None = None
+        # Filled expert by expert: all of them beside their stack would be twice the memory.
+        for expert, names in enumerate(self.names):
+            part = join(self.row, self.config, [read(name) for name in names])
+            if ours is None:
+                ours = torch.empty((len(self.names), *part.shape), dtype=part.dtype, device=part.device)
+            ours[expert] = part
+        assert ours is not None
+        return ours
+
+    def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield their names and tensors."""
+        parts: Iterable[Tensor] = ours if is_per_expert(self.row) else [ours]
+        for names, part in zip(self.names, parts, strict=True):
+            yield from zip(names, split(self.row, self.config, part), strict=True)
+
+
+def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Entry]:
+    """The parameters of the model with these settings. Raises ConfigError for one that the family has no row for."""
+    model = build_empty_model(config, vocab_size)
+    # All rows are tokens here; how many rows a run adds to them as padding is its own business.
+    declare_vocabulary(model, vocab_size)
+    entries, experts = [], config.model.num_moe_experts or 1
+    for name, parameter in model.named_parameters():
+        placement = get_placement(parameter, name)
+        row = find_row(family, placement.name)
+        if row is None:
+            raise ConfigError(f"{family.name}: no row of the table of families says where {placement.name} is stored")
+        entries.append(Entry(placement, row, list_names(row, placement.name, experts), config.model))
+    return entries
+
+
+def count_values(entries: Iterable[Entry]) -> int:
+    """Numbers in the model."""
+    return sum(math.prod(entry.placement.logical_shape) for entry in entries)
+
+
+def list_their_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in their files."""
+    return {
+        name: tuple(tensor.shape)
+        for entry in entries
+        for name, tensor in entry.split(torch.empty(entry.placement.logical_shape, device="meta"))
+    }
+
+
+# ---- import
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face directory that has been checked: each of its tensors has a place in the model."""
+
+    path: Path
+    config: RunConfig
+    entries: list[Entry]
+    tensors: TensorDirectory
+    aliases: Mapping[str, str]
+    """Name in the table -> name in the file, where they differ."""
+    notes: list[str]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name in the table."""
+        return self.tensors.read(self.aliases.get(name, name))
+
+    def find_dtype(self, entry: Entry) -> torch.dtype:
+        """The number format of a parameter of ours. Raises CheckpointError where their tensors have several."""
+        stored = {n: self.tensors.contents[self.aliases.get(n, n)] for names in entry.names for n in names}
+        first_name, first = next(iter(stored.items()))
+        for name, tensor in stored.items():
+            if tensor.dtype != first.dtype:
+                raise CheckpointError(
+                    f"{tensor.file}: {name} is {tensor.dtype}, and {first_name} is {first.dtype}; tensors that become "
+                    f"{entry.key} must have one number format"
+                )
+        return first.dtype
+
+
+def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1) -> Source:
+    """Look at a Hugging Face directory, without reading weights, and check all that can be checked.
+
+    tensor_ranks, stages: a layout that the model must be able to have. Raises CheckpointError or ConfigError for
+    missing files and tensors, other shapes, unknown models.
+    """
+    if problem := explain_no_directory(path):
+        raise CheckpointError(f"--input-path {path} {problem}")
+    where = path / CONFIG_JSON
+    fields = read_json(where)
+    if "quantization_config" in fields:
+        raise CheckpointError(
+            f"{where} has a quantization_config; give a directory with weights that are not quantised"
+        )
+    tensors = open_tensors(path)
+    sizes: dict[torch.dtype, int] = {}
+    for stored in tensors.contents.values():
+        sizes[stored.dtype] = sizes.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
+    # Some models keep a few small tensors in float32; what most values have is the model's number format.
+    dtype = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+    config = read_settings(fields, where, dtype, tensor_ranks=tensor_ranks, stages=stages)
+    family = find_family(str(fields["model_type"]))
+    entries = list_entries(family, config, fields["vocab_size"])
+    aliases = _find_aliases(list_their_shapes(entries), tensors)
+    notes = _check_tensors(path, family, entries, tensors, aliases)
+    source = Source(path, config, entries, tensors, aliases, notes)
+    for entry in entries:
+        source.find_dtype(entry)
+    return source
+
+
+def _find_aliases(names: Iterable[str], tensors: TensorDirectory) -> dict[str, str]:
+    """The published files of GPT-2 leave out a prefix."""
+    short = {name: name.removeprefix(_GPT2_PREFIX) for name in names}
+    return {name: bare for name, bare in short.items() if name not in tensors.contents and bare in tensors.contents}
+
+
+def _check_tensors(
+    path: Path, family: Family, entries: list[Entry], tensors: TensorDirectory, aliases: Mapping[str, str]
+) -> list[str]:
+    """Raise CheckpointError for tensors that are missing, have another shape or no place; returns notes."""
+    expected = {aliases.get(name, name): shape for name, shape in list_their_shapes(entries).items()}
+    problems = []
+    for name, shape in expected.items():
+        stored = tensors.contents.get(name)
+        if stored is None:
+            problems.append(f"{name} is missing")
+        elif stored.shape != shape:
+            problems.append(f"{name} is {stored.shape} in {stored.file.name}, and config.json makes it {shape}")
+    layers = entries[0].config.num_layers or 0
+    notes, unused = [], []
+    for name in sorted(set(tensors.contents) - set(expected)):
+        beyond = [int(part) for part in name.split(".") if part.isdigit()][:1]
+        if is_buffer(name):
+            continue
+        if _is_tied_head(family, name, expected):
+            notes.append(f"{name} is left out: config.json ties it to the embedding")
+        elif beyond and beyond[0] >= layers:
+            notes.append(f"{name} is left out: config.json says {layers} layers")
+        else:
+            unused.append(f"{name} in {tensors.contents[name].file.name} belongs to no {family.name} model")
+    problems += unused
+    if problems:
+        shown = "; ".join(problems[:5])
+        more = f"; and {len(problems) - 5} more" if problems[5:] else ""
+        raise CheckpointError(f"{path} does not hold the model that its config.json describes: {shown}{more}")
+    return notes
+
+
+def _is_tied_head(family: Family, name: str, expected: Mapping[str, object]) -> bool:
+    """Whether a tensor is the output layer of a model whose output layer is the embedding."""
+    row = find_row(family, "output_layer.weight")
+    names = ("lm_head.weight",) if row is None else row.theirs
+    return name in names and name not in expected
+
+
+def import_model(
+    source: Source, output: Path, *, verify: bool = True, check: Callable[[Path], object] | None = None
+) -> Path:
+    """Write the model of a Hugging Face directory as a checkpoint directory `output`. Returns `output`.
+
+    verify: read it again and compare. check: called with the directory while it still has another name. Raises
+    CheckpointError, ConfigError or StorageError; `output` then does not exist.
+    """
+    with fresh_directory(output) as temporary:
+        progress = Progress("converting", count_values(source.entries))
+
+        def make(entry: Entry) -> Tensor:
+            ours = entry.join(source.read)
+            progress.advance(ours)
+            return ours
+
+        tensors = {
+            entry.key: DeferredTensor.of(entry.placement, source.find_dtype(entry), functools.partial(make, entry))
+            for entry in source.entries
+        }
+        carried = {f"{CARRIED}/{name}": source.path / name for name in _CARRIED_FILES}
+        files = {name: file for name, file in carried.items() if file.is_file()}
+        write_checkpoint(temporary, tensors, source.config, list_tokenizer_files(source.config.tokenizer) | files)
+        progress.end()
+        if verify:
+            verify_weights(source.entries, OpenCheckpoint(temporary).read, source.read)
+        if check is not None:
+            check(temporary)
+    return output
+
+
+# ---- export
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint of ours that can be written as a Hugging Face directory."""
+
+    checkpoint: OpenCheckpoint
+    config: RunConfig
+    entries: list[Entry]
+    config_json: Mapping[str, object]
+
+
+def open_model(root: Path, iteration: int | None = None) -> Model:
+    """Look at a checkpoint of ours: which family's model it is.
+
+    root: a directory of checkpoints, or one of them. Raises CheckpointError or ConfigError.
+    """
+    checkpoint = OpenCheckpoint(root, iteration)
+    config = checkpoint.read_config()
+    if _EMBEDDING not in checkpoint.contents:
+        raise CheckpointError(f"{checkpoint.path} has no {_EMBEDDING}; it is no checkpoint of a GPT model")
+    vocab_size = checkpoint.read_shape(_EMBEDDING)[0]
+    dtype = checkpoint.contents[_EMBEDDING].dtype
+    carried = read_carried(checkpoint, CARRIED, CONFIG_JSON)
+    family, config_json = build_config_json(config, vocab_size, dtype, carried)
+    entries = list_entries(family, config, vocab_size)
+    for entry in entries:
+        if entry.key not in checkpoint.contents:
+            raise CheckpointError(f"{checkpoint.path} has no {entry.key}, and its settings say that the model has it")
+        if checkpoint.read_shape(entry.key) != entry.placement.logical_shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {entry.key} is {checkpoint.read_shape(entry.key)}, and the settings make it "
+                f"{entry.placement.logical_shape}"
+            )
+    return Model(checkpoint, config, entries, config_json)
+
+
+def export_model(
+    model: Model, output: Path, *, verify: bool = True, check: Callable[[Path], object] | None = None
+) -> Path:
+    """Write a checkpoint of ours as a Hugging Face directory `output`. Returns `output`.
+
+    verify: read it again and compare. check: called with the directory while it still has another name. Raises
+    CheckpointError, ConfigError or StorageError; `output` then does not exist.
+    """
+    checkpoint = model.checkpoint
+    shapes = {
+        name: (checkpoint.contents[entry.key].dtype, shape)
+        for entry in model.entries
+        for name, shape in list_their_shapes([entry]).items()
+    }
+    with fresh_directory(output) as temporary:
+        progress = Progress("converting", count_values(model.entries))
+        with storage_errors(f"writing {temporary}"):
+            write_file(temporary / CONFIG_JSON, render_json(model.config_json))
+            generation = {n: f for n, f in checkpoint.list_attachments(CARRIED).items() if n != CONFIG_JSON}
+            for name, file in {**generation, **checkpoint.list_attachments(TOKENIZER)}.items():
+                shutil.copyfile(file, temporary / name)
+
+        def generate() -> Iterator[tuple[str, Tensor]]:
+            for entry in model.entries:
+                ours = checkpoint.read(entry.key)
+                yield from entry.split(ours)
+                progress.advance(ours)
+
+        write_tensors(temporary, shapes, generate())
+        progress.end()
+        if verify:
+            tensors = open_tensors(temporary)
+            verify_weights(model.entries, checkpoint.read, tensors.read)
+        if check is not None:
+            check(temporary)
+    return output
+
+
+def render_json(content: Mapping[str, object]) -> bytes:
+    """A document as transformers writes it."""
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+# ---- the proof
+
+
+def verify_weights(
+    entries: list[Entry], read_ours: Callable[[str], Tensor], read_theirs: Callable[[str], Tensor]
+) -> None:
+    """Compare a checkpoint of ours with their files, bit for bit. Raises CheckpointError that lists what differs."""
+    progress, differing = Progress("comparing", count_values(entries)), []
+    for entry in entries:
+        ours = read_ours(entry.key)
+        for name, tensor in entry.split(ours):
+            if describe := _compare(tensor, read_theirs(name)):
+                differing.append(f"{name} {describe}")
+        progress.advance(ours)
+    progress.end()
+    if differing:
+        raise CheckpointError(
+            f"the result is not the source, {len(differing)} tensors differ: {'; '.join(differing[:5])}; "
+            "this is a fault of the disk or of the program"
+        )
+
+
+def _compare(found: Tensor, expected: Tensor) -> str | None:
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return f"is {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    # Bytes, not numbers: NaN differs from itself, and 0 equals -0.
+    same = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, expected)]
+    if torch.equal(*same):
+        return None
+    return f"differs by up to {(found.double() - expected.double()).abs().max().item():.2e}"

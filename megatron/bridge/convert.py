@@ -1,0 +1,137 @@
+"""Convert models between Hugging Face directories and checkpoints of ours.
+
+    python -m megatron.bridge.convert --source hf --target megatron --input-path DIR --output-path DIR
+    python -m megatron.bridge.convert --source megatron --target hf --input-path DIR --output-path DIR
+
+A checkpoint has no layout, so sizes such as --tensor-model-parallel-size are only checked against the model. The result
+is compared with the source, and appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.core.errors import ConfigError, command_line, say
+from megatron.training.flags.parser import path
+
+_SIZES = {
+    "--tensor-model-parallel-size": "ranks that share each layer",
+    "--pipeline-model-parallel-size": "stages of the pipeline",
+    "--source-tp": "tensor-parallel size of the run that saved the source",
+    "--source-pp": "pipeline-parallel size of the run that saved the source",
+    "--target-tp": "tensor-parallel size of the run that is to load the result",
+    "--target-pp": "pipeline-parallel size of the run that is to load the result",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see python -m megatron.bridge.convert --help")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. A mistake in it raises ConfigError."""
+    parser = _Parser(prog="python -m megatron.bridge.convert", description=__doc__, allow_abbrev=False,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--source", choices=("hf", "megatron"), required=True, help="what --input-path is")
+    add("--target", choices=("hf", "megatron"), required=True, help="what --output-path becomes")
+    add("--input-path", metavar="DIR", type=path, required=True,
+        help="Hugging Face directory, directory of checkpoints, or one iter_ directory")  # fmt: skip
+    add("--output-path", metavar="DIR", type=path, required=True, help="directory to make; it must not hold anything")
+    add("--ckpt-step", metavar="N", type=int, help="iteration of the source to convert (the latest)")
+    add("--no-verify", action="store_true", help="do not compare the result with the source")
+    for name, text in _SIZES.items():
+        add(name, metavar="N", type=int, help=f"{text}; checked, as a checkpoint has no layout")
+    add("--traceback", action="store_true", help="show where in the program an error was found")
+    arguments = parser.parse_args(argv)
+    if arguments.source == arguments.target == "hf":
+        raise ConfigError("--source hf --target hf converts nothing; one of the two must be megatron")
+    for name in _SIZES:
+        value = getattr(arguments, name[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
+    if arguments.source == "hf" and arguments.ckpt_step is not None:
+        raise ConfigError(f"--ckpt-step {arguments.ckpt_step} chooses a checkpoint, and --source hf has none")
+    return arguments
+
+
+def _get_target_layout(arguments: argparse.Namespace) -> tuple[int, int]:
+    tensor_ranks = arguments.target_tp or arguments.tensor_model_parallel_size or 1
+    stages = arguments.target_pp or arguments.pipeline_model_parallel_size or 1
+    return tensor_ranks, stages
+
+
+def _from_hf(arguments: argparse.Namespace) -> None:
+    from megatron.bridge.conversion import import_model, open_source
+    from megatron.bridge.logits import compare_logits
+
+    tensor_ranks, stages = _get_target_layout(arguments)
+    source = open_source(arguments.input_path, tensor_ranks=tensor_ranks, stages=stages)
+    for note in source.notes:
+        say(f"note: {note}")
+
+    def check(result: Path) -> None:
+        say(f"verified: every weight bit for bit; {compare_logits(arguments.input_path, result)}")
+
+    verify = not arguments.no_verify
+    import_model(source, arguments.output_path, verify=verify, check=check if verify else None)
+    _note_layout(tensor_ranks, stages)
+
+
+def _to_hf(arguments: argparse.Namespace) -> None:
+    from megatron.bridge.conversion import export_model, open_model
+    from megatron.bridge.logits import compare_logits
+
+    model = open_model(arguments.input_path, arguments.ckpt_step)
+
+    def check(result: Path) -> None:
+        say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path)}")
+
+    verify = not arguments.no_verify
+    export_model(model, arguments.output_path, verify=verify, check=check if verify else None)
+
+
+def _copy(arguments: argparse.Namespace) -> None:
+    from megatron.bridge.checkpoints import OpenCheckpoint, copy_checkpoint, refuse_layout
+
+    checkpoint = OpenCheckpoint(arguments.input_path, arguments.ckpt_step)
+    tensor_ranks, stages = _get_target_layout(arguments)
+    refuse_layout(checkpoint, tensor_ranks, stages)
+    saved = checkpoint.read_saved_layout()
+    for name, given, found in zip(("--source-tp", "--source-pp"), (arguments.source_tp, arguments.source_pp), saved,
+                                  strict=True):  # fmt: skip
+        if given is not None and given != found:
+            say(f"note: {name} is {given}, and the checkpoint was saved with {found}; that makes no difference")
+    copy_checkpoint(checkpoint, arguments.output_path)
+    _note_layout(tensor_ranks, stages)
+
+
+def _note_layout(tensor_ranks: int, stages: int) -> None:
+    if tensor_ranks * stages > 1:
+        say(
+            f"note: the checkpoint has no layout: it loads with tensor-parallel size {tensor_ranks} and "
+            f"pipeline-parallel size {stages}, and with any other that the model can have"
+        )
+
+
+@command_line
+def main() -> int:
+    """Read the command line, convert, print."""
+    arguments = parse_arguments(sys.argv[1:])
+    if arguments.source == "hf":
+        _from_hf(arguments)
+    elif arguments.target == "hf":
+        _to_hf(arguments)
+    else:
+        _copy(arguments)
+    say(f"wrote {arguments.output_path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

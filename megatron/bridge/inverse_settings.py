@@ -1,0 +1,121 @@
+"""From our settings to the fields of a config.json: each `Setting` of the table of families read backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.layer_patterns import choose_rotary_kind, find_window_of_layer, has_experts
+from megatron.training.config.container import RunConfig
+from megatron.training.flags.declarations import declared_flags
+from megatron.training.recipes.family import ROPE_TYPES, Family, Setting
+
+
+def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
+    """The fields of the config.json of a family's model with these settings; None where they fit no such model.
+
+    What a family's flags say of all its models is not looked at: whether the fields mean these settings is for the
+    caller to find out, by reading them again.
+    """
+    fields: dict[str, Any] = {}
+    for name, expected in family.expects.items():
+        if expected is not None:
+            _put(fields, name, expected)
+    for setting in (*family.sizes, *family.settings):
+        if not _invert(setting, config, fields):
+            return None
+    if family.is_rotary:
+        _add_rope(fields, config)
+    return fields
+
+
+def _put(fields: dict[str, Any], names: str, value: Any) -> None:
+    """Store a value under the first of the names `a|b`; under the second one, too, where the first lies deeper: earlier
+    releases of transformers look there."""
+    first, *others = names.split("|")
+    if others and "." in first:
+        fields[others[0]] = value
+    *path, last = first.split(".")
+    for part in path:
+        fields = fields.setdefault(part, {})
+    fields[last] = value
+
+
+def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool:
+    """Add the field of one setting; False where the family has no model with its value."""
+    if setting.form == "root":
+        return True  # of a field that another setting writes
+    value = _read(setting.flag, config)
+    model = config.model
+    layers = range(1, (model.num_layers or 0) + 1)
+    match setting.form:
+        case "switch" | "inverted switch":
+            value = _is_given(setting.flag, config) == (setting.form == "switch")
+        case "query groups":
+            value = model.num_query_groups
+        case "window":
+            value = None if value is None or value[0] < 0 else value[0] + 1
+        case "window layers":
+            kinds = ("sliding_attention", "full_attention")
+            value = [kinds[find_window_of_layer(model, layer) is None] for layer in layers]
+        case "layers without positions":
+            value = [int(choose_rotary_kind(model, layer) != "none") for layer in layers]
+        case "dense layers first":
+            value = next((layer - 1 for layer in layers if has_experts(model, layer)), len(layers))
+        case "inverse root":
+            value = _invert_root(value)
+    if setting.only_if is not None:
+        fields[setting.only_if] = model.window_size is not None
+        if not fields[setting.only_if]:
+            value = None
+    if "*" in setting.theirs:
+        first, second = setting.theirs.split("*")
+        # Their product is ours; the second factor has a setting of its own.
+        width = fields.get(second)
+        if value is not None and (not width or value % width):
+            return False
+        fields[first] = 0 if value is None else value // width
+        return True
+    if value is None and ("." in setting.theirs.split("|")[0] or setting.flag == "--num-experts"):
+        return False
+    _put(fields, setting.theirs, value)
+    return True
+
+
+def _find_flag(flag: str) -> Any:
+    return next(declared for declared in declared_flags() if flag in declared.spellings)
+
+
+def _read(flag: str, config: RunConfig) -> Any:
+    declared = _find_flag(flag)
+    return getattr(getattr(config, declared.config), declared.dest)
+
+
+def _is_given(flag: str, config: RunConfig) -> bool:
+    """Whether a switch, in this spelling, would have to stand on the command line."""
+    return bool(_read(flag, config)) == (flag in _find_flag(flag).names)
+
+
+def _invert_root(scale: float | None) -> float | int | None:
+    if scale is None:
+        return None
+    # 144 ** -0.5 is rounded; so its inverse is not exactly 144.
+    nearest = round(scale**-2)
+    return nearest if nearest and nearest**-0.5 == scale else scale**-2
+
+
+def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
+    """Add the kind of rotary positions: as `rope_parameters`, and as `rope_scaling` for earlier transformers."""
+    if config.model.position_embedding_type == "yarn":
+        kind = "yarn"
+    elif config.gpt.use_rope_scaling:
+        kind = "llama3"
+    else:
+        kind = "default" if config.gpt.rotary_seq_len_interpolation_factor is None else "linear"
+    _, settings, expects = ROPE_TYPES[kind]
+    rope: dict[str, Any] = {"rope_type": kind, **{name: value for name, value in expects.items() if value is not None}}
+    for setting in settings:
+        _invert(setting, config, rope)
+    parameters = fields.setdefault("rope_parameters", {})
+    for target in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
+        target |= rope
+    fields["rope_scaling"] = None if kind == "default" else rope

@@ -1,0 +1,85 @@
+"""The same tokens through our model and through that of Hugging Face transformers: do they compute the same?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.checkpoints import OpenCheckpoint
+from megatron.bridge.conversion import count_values, list_entries
+from megatron.bridge.tensor_files import read_json
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.mapping import model_state
+from megatron.core.errors import CheckpointError
+from megatron.core.optional_deps import available, require
+from megatron.core.placement import get_placement
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.training.recipes.families import find_family
+from megatron.training.recipes.gpt import build_gpt_model
+
+TOLERANCE = 1e-4
+"""Largest difference, as a share of the largest logit: float32 in many layers, added in another order."""
+_LARGEST_MODEL = 1_000_000_000
+_TOKENS = 24
+
+
+def compare_logits(theirs: Path, ours: Path) -> str:
+    """Logits of random tokens, both models in float32 on the CPU; returns the sentence to print.
+
+    theirs: a Hugging Face directory; ours: a directory of checkpoints. Where transformers is not installed or does not
+    know the model, or the model is too large to be in memory twice, the sentence says that nothing was compared.
+    Raises CheckpointError where the logits differ.
+    """
+    if not available("transformers"):
+        return "logits not compared: the Python package transformers is not installed; weights are equal bit for bit"
+    checkpoint = OpenCheckpoint(ours)
+    fields = read_json(theirs / "config.json")
+    vocab_size = int(fields["vocab_size"])
+    config = checkpoint.read_config()
+    values = count_values(list_entries(find_family(fields["model_type"]), config, vocab_size))
+    if values > _LARGEST_MODEL:
+        size = f"{values / 1e9:.1f} billion parameters twice in float32"
+        return f"logits not compared: {size}; weights are equal bit for bit"
+    ids = torch.randint(vocab_size, (2, _TOKENS), generator=torch.Generator().manual_seed(1))
+    try:
+        expected = _compute_theirs(theirs, ids)
+    except Exception as error:  # of transformers: a release that does not know the model raises almost anything
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"logits not compared: transformers cannot load {theirs} ({first_line}); weights are equal bit for bit"
+    with torch.no_grad():
+        found = _load(checkpoint, vocab_size)(ids, torch.arange(_TOKENS).expand_as(ids))
+    largest, difference = expected.abs().max().item(), (found - expected).abs().max().item()
+    # A comparison with NaN is false, so NaN counts as different here.
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise CheckpointError(
+            f"the weights are equal, and the logits of random tokens, up to {largest:.3g}, differ by {difference:.2e}: "
+            "this program and transformers compute this model differently"
+        )
+    return f"logits of {ids.numel()} random tokens, up to {largest:.3g}, differ by at most {difference:.1e}"
+
+
+def _compute_theirs(directory: Path, ids: Tensor) -> Tensor:
+    transformers = require("transformers", needed_by="comparing logits")
+    # Its bar would stand between our lines.
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return cast(Tensor, model.eval()(input_ids=ids, use_cache=False).logits)
+
+
+def _load(checkpoint: OpenCheckpoint, vocab_size: int) -> nn.Module:
+    """The model in float32 with its weights, without its tokenizer."""
+    config = checkpoint.read_config()
+    config = config.with_groups(model=config.model.on_one_process(bf16=False, fp16=False, params_dtype=None))
+    groups = ProcessGroupCollection.single()
+    model = build_gpt_model(config, vocab_size, pg_collection=groups)
+    declare_vocabulary(model, vocab_size)
+    parameters = ((parameter, get_placement(parameter, name)) for name, parameter in model.named_parameters())
+    serialization.load(model_state(parameters), checkpoint.found, groups.world)
+    return model.eval()

@@ -1,0 +1,71 @@
+"""One parameter of ours from the tensors in their files, and back: what the forms of a `Row` mean.
+
+All of it only moves elements, so a round trip is exact in every number format, and it works on tensors without values
+(device `meta`), which is how the shapes in a file are known before anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.recipes.family import Row
+
+
+def list_names(row: Row, parameter: str, num_experts: int) -> list[list[str]]:
+    """The names in their files that a parameter of ours is made of: a list for each expert, or a single one.
+
+    parameter: our name in the whole model, with the number of its layer.
+    """
+    layer = parameter.split(".")[2] if parameter.startswith("decoder.layers.") else ""
+    names = [name.replace("{layer}", layer) for name in row.theirs]
+    count = num_experts if is_per_expert(row) else 1
+    return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
+
+
+def is_per_expert(row: Row) -> bool:
+    """Whether each expert has tensors of its own in their files; ours are [experts, ...]."""
+    return any("{expert}" in name for name in row.theirs)
+
+
+def join(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tensor:
+    """Our tensor of a layer, or of one expert, from theirs, in the order of the row's names."""
+    tensors = [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in theirs]
+    if row.form == "stacked":
+        return torch.cat(tensors)
+    if row.form in ("qkv", "gated_qkv"):
+        groups, width = _get_heads(config)
+        if len(tensors) == 1:
+            keys = groups * width
+            tensors = list(tensors[0].split([tensors[0].shape[0] - 2 * keys, keys, keys]))
+        if row.form == "gated_qkv":
+            both = tensors[0].unflatten(0, (groups, -1, 2, width)).transpose(1, 2)  # [g, 2, n / g, d, h]
+            tensors[0] = both.flatten(0, 3)
+        parts = [tensor.reshape(groups, -1, width, *tensor.shape[1:]) for tensor in tensors]
+        return torch.cat(parts, dim=1).flatten(0, 2)
+    return tensors[0]
+
+
+def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
+    """The inverse of `join`: their tensors, in the order of the row's names; they may be views of ours."""
+    tensors = [ours]
+    if row.form == "stacked":
+        tensors = list(ours.chunk(len(row.theirs)))
+    if row.form in ("qkv", "gated_qkv"):
+        groups, width = _get_heads(config)
+        by_group = ours.unflatten(0, (groups, -1, width))
+        query, key, value = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
+        if row.form == "gated_qkv":
+            query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        tensors = [part.flatten(0, 2) for part in (query, key, value)]
+        if len(row.theirs) == 1:
+            tensors = [torch.cat(tensors)]
+    return [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in tensors]
+
+
+def _get_heads(config: TransformerConfig) -> tuple[int, int]:
+    assert config.num_query_groups is not None and config.kv_channels is not None
+    return config.num_query_groups, config.kv_channels

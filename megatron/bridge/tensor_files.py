@@ -1,0 +1,271 @@
+"""Their weights on disk, tensor by tensor: `model.safetensors`, its numbered shards, or `pytorch_model*.bin`.
+
+A safetensors file is 8 bytes (length of the header, little endian), a header in JSON (name -> dtype, shape,
+[begin, end) in the data), and the data. It is read and written here directly: no value is touched but those asked for,
+and a file is checked against its length before anything is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.durable import storage_errors
+from megatron.core.errors import CheckpointError
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Number formats by their names in a header."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST_HEADER_BYTES = 100_000_000
+_SHARD_BYTES = 5_000_000_000
+_INDEX_NAME = "model.safetensors.index.json"
+
+
+class StoredTensor(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Where its bytes begin in a safetensors file; -1 in others."""
+
+
+class TensorDirectory(Protocol):
+    """The weights of a directory: a table of contents, and single tensors on demand."""
+
+    @property
+    def contents(self) -> Mapping[str, StoredTensor]:
+        """What is known of every tensor, by its name."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU. Raises CheckpointError."""
+
+
+def open_tensors(directory: Path) -> TensorDirectory:
+    """The weights in a directory; only headers are read. Raises CheckpointError for missing and damaged files."""
+    if shards := _find_shards(directory, "model", "safetensors"):
+        return _SafetensorsFiles(shards)
+    if shards := _find_shards(directory, "pytorch_model", "bin"):
+        return _TorchFiles(shards)
+    raise CheckpointError(
+        f"{directory} holds neither model.safetensors nor pytorch_model.bin (nor {_INDEX_NAME}); "
+        "give the directory that save_pretrained() wrote"
+    )
+
+
+def _find_shards(directory: Path, stem: str, suffix: str) -> dict[Path, set[str] | None]:
+    """File -> names of the tensors that the index promises in it, None without an index."""
+    single, index = directory / f"{stem}.{suffix}", directory / f"{stem}.{suffix}.index.json"
+    if not index.is_file():
+        return {single: None} if single.is_file() else {}
+    shards: dict[Path, set[str] | None] = {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map with the file of each tensor; download it again")
+    for name, file in weight_map.items():
+        # The index comes with the model, from whoever made that: it must not make us read files elsewhere.
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} names the file {file!r} outside of {directory} for {name}; refused")
+        names = shards.setdefault(directory / file, set())
+        assert names is not None
+        names.add(name)
+    for file in shards:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; {index.name} names it for {len(shards[file] or ())} tensors")
+    return shards
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The fields of a JSON document. Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise CheckpointError(f"{path} {reason}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold an object with fields")
+    return content
+
+
+class _SafetensorsFiles:
+    def __init__(self, shards: Mapping[Path, set[str] | None]) -> None:
+        self.contents: dict[str, StoredTensor] = {}
+        for file, promised in shards.items():
+            found = _read_header(file)
+            _refuse_missing(file, promised, found)
+            self.contents.update(found)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU. Raises CheckpointError."""
+        stored = self.contents[name]
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        view = _view_bytes(tensor)
+        try:
+            with open(stored.file, "rb", buffering=0) as file:
+                file.seek(stored.offset)
+                done = 0
+                while done < len(view):
+                    count = file.readinto(view[done:])  # type: ignore[attr-defined]
+                    if not count:
+                        raise CheckpointError(f"{stored.file} ends inside {name}; download it again")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"{stored.file} cannot be read: {error.strerror or error}") from error
+        return tensor
+
+
+def _view_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    # As bytes: numpy, through which torch shows its memory, has no bfloat16.
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array) if tensor.numel() else memoryview(bytearray())
+
+
+def _refuse_missing(file: Path, promised: set[str] | None, found: Iterable[str]) -> None:
+    missing = sorted((promised or set()) - set(found))
+    if missing:
+        raise CheckpointError(
+            f"{file} lacks {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, "
+            "which the index names; download it again"
+        )
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The table of contents of a safetensors file, checked against the file's length."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, _LARGEST_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path} ({size} bytes) is no safetensors file, or was cut off; download it again"
+                )
+            header = json.loads(file.read(length))
+        begin, found = 8 + length, {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(
+                    f"{path}: {name} has the number format {entry['dtype']}; known are {', '.join(DTYPES)}"
+                )
+            dtype, shape = DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
+            first, last = entry["data_offsets"]
+            if not 0 <= first <= last <= size - begin or last - first != math.prod(shape) * dtype.itemsize:
+                raise CheckpointError(
+                    f"{path} ({size} bytes): {name} of shape {shape} is said to lie in bytes {first} to {last} of "
+                    f"{size - begin}; the file was cut off or is damaged, download it again"
+                )
+            found[str(name)] = StoredTensor(path, dtype, shape, begin + first)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path} has a header that is no table of tensors; download it again") from None
+    return found
+
+
+class _TorchFiles:
+    """Pickled state dicts, read without running anything they contain, and mapped instead of loaded."""
+
+    def __init__(self, shards: Mapping[Path, set[str] | None]) -> None:
+        self.contents: dict[str, StoredTensor] = {}
+        self._opened: dict[Path, Mapping[str, Tensor]] = {}
+        for file, promised in shards.items():
+            tensors = self._load(file)
+            _refuse_missing(file, promised, tensors)
+            for name, tensor in tensors.items():
+                self.contents[name] = StoredTensor(file, tensor.dtype, tuple(tensor.shape), -1)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU. Raises CheckpointError."""
+        file = self.contents[name].file
+        if file not in self._opened:
+            self._opened = {file: self._load(file)}  # one at a time: pages of others can be given back
+        return self._opened[file][name].contiguous()
+
+    def _load(self, file: Path) -> Mapping[str, Tensor]:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch has no exception of its own for a damaged or a forbidden pickle
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{file} cannot be read as tensors alone: {first_line}") from None
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+            raise CheckpointError(f"{file} holds more than a table of tensors; convert it to safetensors first")
+        return content
+
+
+# ---- writing
+
+
+def write_tensors(
+    directory: Path,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterator[tuple[str, Tensor]],
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write tensors into a directory as safetensors: one file, or numbered shards with an index.
+
+    shapes: of every tensor, in the order in which `tensors` yields them; so that each file's header can be written
+    before its data, and no more than one tensor is in memory. Raises StorageError.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    files: dict[str, str] = {}
+    with storage_errors(f"writing {directory}"):
+        for number, names in enumerate(shards, 1):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_file(directory / file, {name: shapes[name] for name in names}, tensors)
+            files |= dict.fromkeys(names, file)
+        if len(shards) > 1:
+            total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            (directory / _INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(
+    path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    # transformers refuses a file that does not say it is of PyTorch.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    rendered = json.dumps(header, separators=(",", ":")).encode()
+    rendered += b" " * (-len(rendered) % 8)  # data that starts at a multiple of 8 can be mapped
+    with open(path, "xb") as file:
+        file.write(struct.pack("<Q", len(rendered)))
+        file.write(rendered)
+        for expected, (dtype, shape) in shapes.items():
+            name, tensor = next(tensors)
+            assert (name, tensor.dtype, tuple(tensor.shape)) == (expected, dtype, shape), f"{name} after {expected}"
+            file.write(_view_bytes(tensor.contiguous()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor in their files is no weight but a mask or a table of frequencies that old releases stored."""
+    return re.search(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$", f".{name}") is not None
