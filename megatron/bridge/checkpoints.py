@@ -100,7 +100,7 @@ class OpenCheckpoint:
         stored = self.contents[key]
         tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
         whole = ShardedTensor.whole(key, tensor)
-        serialization.load({key: whole}, self.found, self._group, strict=False)
+        serialization.load({key: whole}, self.found, self._group, may_have_more=True)
         return tensor[: self.valid_rows.get(key, len(tensor))] if tensor.dim() else tensor
 
     def read_shape(self, key: str) -> tuple[int, ...]:
