@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed.checkpoint
 
 from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_legacy_weights
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.errors import CheckpointError
 from tests.unit.tiny_training import differing, prepare, values
 
@@ -113,12 +116,101 @@ def test_tracker_decides_between_checkpoints(tmp_path: Path) -> None:
     assert step is not None and step.parent.parent.name == "iter_0000002"
 
 
-def test_several_model_parallel_ranks_are_refused(tmp_path: Path) -> None:
+def test_several_ranks_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / "iter_0000001" / f"mp_rank_0{rank}").mkdir(parents=True)
-        torch.save({"model": {}}, tmp_path / "iter_0000001" / f"mp_rank_0{rank}" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match="2 model-parallel ranks"):
-        find_legacy_file(tmp_path)
+
+    def save(**settings: int) -> None:
+        for rank in range(2):
+            content = {"model": {"a": torch.ones(1)}, "args": Namespace(**settings)}
+            torch.save(content, tmp_path / "iter_0000001" / f"mp_rank_0{rank}" / "model_optim_rng.pt")
+
+    for settings, sentence in (
+        ({}, "its settings do not say tensor_model_parallel_size; merge it"),
+        ({"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1}, "holds the files of 2 ranks"),
+        (
+            {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 2},
+            "was written with expert_model_parallel_size 2",
+        ),
+    ):
+        save(**settings)
+        with pytest.raises(CheckpointError, match=sentence):
+            prepare(*SHAPE, "--pretrained-checkpoint", tmp_path)
+
+
+# How upstream cuts, written down once more: (part of a name, dimension), and the first layer's two halves.
+CUTS = (("word_embeddings", 0), ("output_layer", 0), ("linear_qkv", 0), ("linear_fc1", 0), ("linear_proj", 1),
+        ("linear_fc2", 1))  # fmt: skip
+
+
+def take_shard(name: str, tensor: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
+    dim = next((dim for part, dim in CUTS if part in name), None)
+    if dim is None or tp == 1:
+        return tensor
+    halves = tensor.chunk(2, 0) if "linear_fc1" in name else (tensor,)
+    return torch.cat([half.chunk(tp, dim)[rank] for half in halves], dim if len(halves) == 1 else 0).clone()
+
+
+def write_ranks(source: Path, directory: Path, tp: int, pp: int) -> None:
+    """The reference's checkpoint as upstream's ranks would have written it: 4 layers over the stages, shards."""
+    content = read_restricted(source, "the reference")
+    weights = {name: tensor for name, tensor in content["model"].items() if tensor is not None}
+    vectors = {name for name, tensor in weights.items() if tensor.dim() == 1}
+    ordered = [name for name in weights if name not in vectors] + [name for name in weights if name in vectors]
+    settings = content["args"].state | {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    settings.pop("exit_signal")
+    args = Namespace(**{name: value for name, value in settings.items() if isinstance(value, int | str | float)})
+    per_stage = 4 // pp
+    for stage in range(pp):
+        layers = range(stage * per_stage, (stage + 1) * per_stage)
+        local = {f"decoder.layers.{layer}.": f"decoder.layers.{layer - layers[0]}." for layer in layers}
+        here = {name: name for name in weights if ".layers." not in name
+                and (stage == 0 if "embedding" in name else stage == pp - 1)}  # fmt: skip
+        here |= {n: n.replace(a, b) for a, b in local.items() for n in weights if n.startswith(a)}
+        mine = [name for name in weights if name in here]
+        grouped = [[n for n in mine if n not in vectors], [n for n in mine if n in vectors]]
+        for rank in range(tp):
+            numbered = [name for group in grouped for name in group]
+            state = {
+                number: {
+                    kind: value if kind == "step" else take_shard(name, value, rank, tp)
+                    for kind, value in content["optimizer"]["state"][ordered.index(name)].items()
+                }
+                for number, name in enumerate(numbered)
+            }
+            groups = [
+                {"wd_mult": mult, "params": [numbered.index(name) for name in group]}
+                for mult, group in zip((1.0, 0.0), grouped, strict=True)
+            ]
+            path = directory / "iter_0000010" / (f"mp_rank_{rank:02d}" + f"_{stage:03d}" * (pp > 1))
+            path.mkdir(parents=True)
+            model = {here[name]: take_shard(name, weights[name], rank, tp) for name in mine}
+            saved = {"model": model, "args": args, "optimizer": {"state": state, "param_groups": groups}}
+            saved |= {name: content[name] for name in ("iteration", "opt_param_scheduler", "checkpoint_version")}
+            torch.save(saved, path / "model_optim_rng.pt")
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 4)])
+def test_files_of_several_ranks_are_joined(tp: int, pp: int, upstream: Path, tmp_path: Path) -> None:
+    source = find_legacy_file(upstream)
+    assert source is not None
+    write_ranks(source, tmp_path, tp, pp)
+    flags = ("--override-opt_param-scheduler",)
+    one, several = (prepare(*SHAPE, "--load", root, *flags) for root in (upstream, tmp_path))
+    assert several.optimizer.step_count == 10 and differing(one, several) == []
+    # A rank's file that is gone is missed.
+    next(path for path in tmp_path.rglob("*.pt") if "mp_rank_00" not in path.parent.name or pp > 1).unlink()
+    with pytest.raises(CheckpointError, match="files are missing or mixed up"):
+        prepare(*SHAPE, "--load", tmp_path, *flags)
+
+
+def test_the_listing_of_two_ranks_has_these_shards(upstream: Path, golden_dir: Path) -> None:
+    source = find_legacy_file(upstream)
+    assert source is not None
+    weights = read_legacy_weights(source).tensors
+    listed = json.loads((golden_dir / "ckpt" / "b_tp2_torch.json").read_text())["model_optim_rng.pt"]["model"]
+    for name, tensor in weights.items():
+        assert listed[name] == f"Tensor{list(take_shard(name, tensor, 0, 2).shape)} torch.float32", name
 
 
 def test_damaged_upstream_file(tmp_path: Path, upstream: Path) -> None:

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.upstream_dist import CommonState, parse_co
 from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
 from megatron.core.errors import CheckpointError
 
-_FILE_NAME = "model_optim_rng.pt"
+FILE_NAME = "model_optim_rng.pt"
 _NESTINGS = ("model", "state_dict", "module")
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\."
@@ -50,15 +50,9 @@ def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
         candidates.append(root / "release")
         candidates += [iteration_directory(root, saved) for saved in saved_iterations(root)]
     for candidate in candidates:
-        ranks = sorted(path.parent.name for path in candidate.glob(f"mp_rank_*/{_FILE_NAME}"))
-        # Which part of a tensor each rank's file holds is written nowhere in it.
-        if len(ranks) > 1:
-            raise CheckpointError(
-                f"{candidate} was written by {len(ranks)} model-parallel ranks ({', '.join(ranks[:4])}); only one can "
-                "be loaded. Merge it to tensor- and pipeline-parallel size 1 first"
-            )
+        ranks = sorted(path.parent.name for path in candidate.glob(f"mp_rank_*/{FILE_NAME}"))
         if ranks:
-            return candidate / ranks[0] / _FILE_NAME
+            return candidate / ranks[0] / FILE_NAME
     return None
 
 

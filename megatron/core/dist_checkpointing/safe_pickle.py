@@ -80,9 +80,12 @@ _UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+"
 class StandIn:
     """Stands for an object of a class that we do not have: holds its arguments and its state, does nothing."""
 
+    # Of the class: unpickling calls __init__ for some objects only.
+    values: tuple[Any, ...] = ()
+    state: Any = None
+
     def __init__(self, *values: Any) -> None:
         self.values = values
-        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_d
 from megatron.core.dist_checkpointing.durable import read_file, storage_errors
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
-from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.safe_pickle import StandIn, read_restricted
 from megatron.core.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
@@ -201,7 +201,7 @@ def parse_common_state(content: Any, where: str) -> CommonState:
     # The object is one entry of a list, the file the entry itself.
     content = content[0] if isinstance(content, list) and len(content) == 1 else content
     args = content.get("args") if isinstance(content, dict) else None
-    settings = getattr(args, "state", args)
+    settings = args.state if isinstance(args, StandIn) else args
     if not isinstance(content, dict) or not isinstance(settings, dict | None):
         raise CheckpointError(f"{where}: the common state is no dictionary with settings (args); it is damaged")
     iteration, scheduler = content.get("iteration", 0), content.get("opt_param_scheduler")

@@ -33,7 +33,8 @@ from megatron.core.dist_checkpointing.directory import (
     settle_leftovers,
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
-from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file, read_legacy_weights
+from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file
+from megatron.core.dist_checkpointing.legacy_ranks import read_all_ranks
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
@@ -301,7 +302,7 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
         tensors = [*model.values(), *_build_sharded_optimizer_state(run).values()]
 
     def fill() -> tuple[CommonState, int]:
-        content = read_legacy_weights(file, with_optimizer=with_optimizer)
+        content = read_all_ranks(file, tensors, with_optimizer=with_optimizer)
         changes = from_upstream.find_upstream_changes(content.common, run.config)
         refuse_another_function(changes, str(file), is_overridden=settings.override_model_settings)
         if with_optimizer:
