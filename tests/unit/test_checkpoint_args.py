@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,30 @@ def test_save_retain_interval(tmp_path: Path) -> None:
     train_tiny("--save", tmp_path / "all", "--save-interval", "2", "--save-retain-interval", "4", "--load",
                tmp_path / "some", "--ckpt-step", "3")  # fmt: skip
     assert names(tmp_path / "all") == ["iter_0000003", "iter_0000004", "iter_0000006"], "not what another run saved"
+
+
+@pytest.mark.flags("--keep-last")
+def test_keep_last(tmp_path: Path) -> None:
+    def names(root: Path) -> list[int]:
+        return sorted(int(path.name.removeprefix("iter_")) for path in root.glob("iter_*"))
+
+    root, elsewhere = tmp_path / "ckpt", tmp_path / "elsewhere"
+    flags = ("--save", root, "--load", root, "--save-interval", "1")
+    train_tiny(*flags, "--keep-last", "2", "--exit-interval", "3")
+    assert names(root) == [2, 3]
+    # A link, and a checkpoint that has lost the end of a file: neither counts, and both stay.
+    shutil.move(root / "iter_0000002", elsewhere)
+    (root / "iter_0000002").symlink_to(elsewhere)
+    os.truncate(shutil.copytree(root / "iter_0000003", root / "iter_0000001") / "__0_0.distcp", 100)
+    (root / "notes").mkdir()
+    assert train_tiny(*flags, "--keep-last", "2", "--exit-interval", "4").progress.iteration == 4
+    assert names(root) == [1, 2, 3, 4]
+    train_tiny(*flags, "--keep-last", "1", "--save-retain-interval", "5")
+    assert names(root) == [1, 2, 5, 6] and (root / "notes").is_dir()
+    assert (root / "iter_0000002").is_symlink() and (elsewhere / "manifest.json").exists()
+    train_tiny("--save", root, "--save-interval", "2", "--keep-last", "1", "--exit-interval", "4")
+    assert names(root) == [1, 4, 5, 6], "another run's, and those beyond, are not ours to remove"
+    assert (elsewhere / "manifest.json").exists(), "a save in the place of a link replaces the link"
 
 
 @pytest.mark.flags("--deterministic-mode")

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, settle_leftovers
+from megatron.core.dist_checkpointing.directory import (
+    TRACKER_NAME,
+    list_superseded,
+    remove_checkpoint,
+    settle_leftovers,
+)
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import content, find, save
 
@@ -126,3 +131,23 @@ def test_interrupted_while_an_iteration_was_replaced(tmp_path: Path) -> None:
     save(tmp_path, 10).rename(tmp_path / "iter_0000010.old-0123abcd")
     assert "put iter_0000010 back" in settle_leftovers(tmp_path)[0]
     assert found_value(tmp_path) == 10
+
+
+def test_S34_links_to_checkpoints_are_neither_followed_nor_counted(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for iteration in (10, 20, 30, 40):
+        save(root, iteration)
+    shutil.move(root / "iter_0000020", elsewhere)
+    (root / "iter_0000020").symlink_to(elsewhere)
+    (root / "iter_0000030" / "state.json").unlink()
+    assert list_superseded(root, 40, 1) == [10] and list_superseded(root, 40, 2) == []
+    assert list_superseded(root, 30, 1) == [], "the one beyond does not count"
+    remove_checkpoint(root, 20)
+    assert (root / "iter_0000020").is_symlink() and (elsewhere / "manifest.json").exists()
+    # A save that comes to the same iteration takes the link's name; what a crash has left of it goes at the next start.
+    save(root, 20, 21)
+    assert not list(root.glob("*.old-*")) and (elsewhere / "manifest.json").exists()
+    (root / "iter_0000020.old-0123abcd").symlink_to(elsewhere)
+    assert settle_leftovers(root) == ["removed iter_0000020.old-0123abcd of an interrupted save"]
+    found = find(root, 20)
+    assert found is not None and content(found) == 21 and (elsewhere / "manifest.json").exists()

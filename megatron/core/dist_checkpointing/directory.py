@@ -26,7 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.durable import read_file, replace_file, storage_errors, sync_directory, write_file
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, verify_files
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_lengths,
+    read_manifest,
+    verify_files,
+)
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_unmakeable_directory
 
@@ -77,9 +83,31 @@ def find_directory(root: Path, iteration: int | None = None) -> Path | None:
     return path if path.is_dir() else None
 
 
+def list_superseded(root: Path, newest: int, keep_last: int) -> list[int]:
+    """Iterations of the checkpoints that `keep_last` others up to and with iteration `newest` make superfluous.
+
+    Only complete ones count and are listed: with a manifest, and every file in the length that it says. Iterations
+    beyond `newest` belong to a run that went back, and links to whoever made them: neither counts or is listed.
+    """
+    complete = []
+    for iteration in saved_iterations(root):
+        path = iteration_directory(root, iteration)
+        if iteration > newest or path.is_symlink():
+            continue
+        try:
+            check_lengths(path, read_manifest(path))
+        except CheckpointError:
+            continue
+        complete.append(iteration)
+    return complete[keep_last:]
+
+
 def remove_checkpoint(root: Path, iteration: int) -> None:
-    """Remove an old checkpoint, first what makes it one. Raises StorageError."""
+    """Remove an old checkpoint, first what makes it one; a link to one stays, and what it leads to. Raises
+    StorageError."""
     path = iteration_directory(root, iteration)
+    if path.is_symlink():
+        return
     with storage_errors(f"removing {path}"):
         # Without its manifest the directory is no checkpoint any more, should we be interrupted halfway through.
         (path / MANIFEST_NAME).unlink(missing_ok=True)
@@ -175,8 +203,17 @@ def commit_save(temporary: Path, manifest: Manifest) -> Path:
     os.replace(next_tracker, root / TRACKER_NAME)
     sync_directory(root)
     # From here on the save counts: what cannot be removed now is removed at the next start.
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove_replaced(replaced)
     return final
+
+
+def _remove_replaced(path: Path) -> None:
+    """Remove a directory that lost its name to a newer one; of a link to one only the link. Raises OSError."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _write_manifest(temporary: Path, manifest: Manifest) -> None:
@@ -214,7 +251,7 @@ def _settle(leftover: Path) -> str:
     if match[2] == "old" and not (root / match[1]).exists():
         os.rename(leftover, root / match[1])
         return f"put {match[1]} back, which an interrupted save had moved aside"
-    shutil.rmtree(leftover)
+    _remove_replaced(leftover)
     return f"removed {leftover.name} of an interrupted save"
 
 

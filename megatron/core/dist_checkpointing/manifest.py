@@ -12,6 +12,7 @@ sizes and checksums then show any change of the other files. crc32 finds damage,
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -105,6 +106,16 @@ def verify_files(directory: Path, manifest: Manifest, on_block: Callable[[int], 
     """
     for name, record in manifest.files.items():
         verify_file(directory / name, record, read=lambda path: checksum(path, on_block))
+
+
+def check_lengths(directory: Path, manifest: Manifest) -> None:
+    """The same without checksums, for which all files would have to be read: are they there, and as long?"""
+    for name, record in manifest.files.items():
+        verify_file(directory / name, record, read=functools.partial(_trust, record.crc32))
+
+
+def _trust(crc32: int, path: Path) -> int:
+    return crc32
 
 
 def verify_file(path: Path, record: FileRecord, *, read: Callable[[Path], int] | None = None) -> None:

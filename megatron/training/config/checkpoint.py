@@ -58,8 +58,11 @@ class CheckpointConfig(CheckedConfig):
     )
     """Iterations between checkpoints. Not given: only the end of the run is saved, also an early one in order."""
     save_retain_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
-    """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete. All stay when not
-    given."""
+    """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete, or by
+    --keep-last."""
+    keep_last: int | None = flag(None, minimum=1, unit="checkpoints", needs=_SAVING)
+    """Keep this many of the newest complete checkpoints, beside those that --save-retain-interval keeps. All stay when
+    neither is given."""
     async_save: bool = flag(False, needs=_SAVING)
     """Save while training goes on: it stands still only while tensors are copied into host memory."""
     use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
-from megatron.core.dist_checkpointing.directory import remove_checkpoint
+from megatron.core.dist_checkpointing.directory import list_superseded, remove_checkpoint, saved_iterations
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
@@ -28,11 +28,13 @@ class CheckpointHook(Hook):
     phase = Phase.SAVE
 
     def __init__(self, settings: CheckpointConfig) -> None:
+        assert settings.save is not None
         self.settings = settings
+        self._root = Path(settings.save)
         self.interval = settings.save_interval
         self._saved_iteration = 0
-        self._is_removable = False
-        """Whether the last checkpoint lies in --save: saved by this run, or continued from there."""
+        self._foreign: set[int] = set()
+        """Iterations that --save held before, where this run does not continue from there."""
         self._saver: AsyncSaver | None = None
         """With --async-save, from on_train_start to on_close."""
         self._snapshot_of = Progress(0)
@@ -47,8 +49,8 @@ class CheckpointHook(Hook):
         """Note what --load has restored: it need not be saved again."""
         self._saved_iteration = run.progress.iteration
         settings = self.settings
-        save, load = settings.save, settings.load
-        self._is_removable = save is not None and load is not None and Path(save).resolve() == Path(load).resolve()
+        if settings.load is None or Path(settings.load).resolve() != self._root.resolve():
+            self._foreign = {run.progress.iteration, *saved_iterations(self._root)}
         if not settings.async_save:
             return
         process = None
@@ -127,20 +129,28 @@ class CheckpointHook(Hook):
             stall = f", training waited {outcome.stalled_seconds:.2f} s" if self._saver is not None else ""
             say(f"checkpoint: saved {path} in {outcome.elapsed_seconds:.2f} s{stall}")
         run.hooks.on_save(run)
-        self._remove(run, before)
-        self._is_removable = True
+        # An iteration that was here before is replaced by now.
+        self._foreign.discard(outcome.iteration)
+        self._remove(run, outcome.iteration, before)
 
-    def _remove(self, run: Run, iteration: int) -> None:
-        """With --save-retain-interval, the checkpoint before this one, unless it is to stay."""
-        kept = self.settings.save_retain_interval
-        # A checkpoint that was loaded from elsewhere is not ours to remove.
-        if kept is None or iteration % kept == 0 or not (self._is_removable and run.is_first_rank):
-            return
-        assert self.settings.save is not None
-        try:
-            remove_checkpoint(Path(self.settings.save), iteration)
-        except StorageError as error:
-            report_error(StorageError(f"iteration {iteration} was not removed: {error}; training goes on"))
+    def _remove(self, run: Run, newest: int, before: int) -> None:
+        """With --save-retain-interval or --keep-last, the checkpoints that need not stay now that there is a newest."""
+        if run.is_first_rank:
+            for iteration in self._list_removable(newest, before):
+                try:
+                    remove_checkpoint(self._root, iteration)
+                except StorageError as error:
+                    report_error(StorageError(f"iteration {iteration} was not removed: {error}; training goes on"))
+
+    def _list_removable(self, newest: int, before: int) -> list[int]:
+        retain, keep_last = self.settings.save_retain_interval, self.settings.keep_last
+        if keep_last is not None:
+            found = list_superseded(self._root, newest, keep_last)
+        else:
+            found = [] if retain is None else [before]
+        # What another run has saved, and the checkpoint that was loaded from elsewhere, are not ours to remove.
+        ours = [iteration for iteration in found if iteration not in self._foreign]
+        return [iteration for iteration in ours if retain is None or iteration % retain]
 
 
 def _report_unsaved(run: Run, iteration: int, error: StorageError) -> None:
