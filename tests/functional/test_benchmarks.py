@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import generality, memory, overlap
+from benchmarks import checkpointing, generality, memory, overlap
 from benchmarks.train_step import Sizes
 from megatron.training.launch.local_job import run_locally
 from megatron.training.verify.parity_layouts import parse_layout
@@ -49,6 +50,13 @@ def test_the_straight_line_is_the_same_model() -> None:
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     for _ in range(3):
         assert straight.step(ids, labels) == pytest.approx(ours.step(ids, labels), rel=1e-6)
+
+
+def test_saves_of_both_kinds_are_measured(tmp_path: Path) -> None:
+    state = checkpointing.build_state(2, 0)
+    assert sum(tensor.data.nbytes for tensor in state.values()) == pytest.approx(2e6, rel=0.05)
+    (found,) = run_locally(checkpointing.measure, 1, (0.1, 1, str(tmp_path)))
+    assert min(found) > 0 and list(tmp_path.iterdir()) == []
 
 
 def test_what_a_link_exposes() -> None:
