@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Saved
 
@@ -205,7 +206,7 @@ def test_listings_of_other_checkpoints_translate(golden_dir: Path) -> None:
             }
         )
 
-    found = translate_table(table("c_torch_dist.json"), "c").metadata.state_dict_metadata
+    found = translate_table(table("c_torch_dist.json")).metadata.state_dict_metadata
     experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01")
     expected = {name: tensor.shape for name, tensor in values(prepare(*SHAPE, *experts))}
     assert {name: entry.size for name, entry in found.items() if not name.startswith("optimizer.")} == {  # type: ignore[union-attr]
@@ -298,3 +299,43 @@ def test_main_parameters_of_mixed_precision(golden_dir: Path, tmp_path: Path) ->
     for name, tensor in weights.items():
         assert torch.equal(found[f"main_param of {name}"], tensor), name
         assert torch.equal(found[name], tensor.bfloat16()), name
+
+
+EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--ffn-hidden-size", "24", "--swiglu")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_with_a_common_file(stacked: bool, tmp_path: Path) -> None:
+    """Layers that differ are saved one by one there, others as a stack; older releases have common.pt."""
+    run = prepare(*EXPERTS)
+    expected = {name: torch.randn_like(tensor) for name, tensor in values(run)}
+    saved: dict[str, torch.Tensor] = {}
+    layers: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in expected.items():
+        kind, _, parameter = name.rpartition(" of ")
+        prefix = f"optimizer.state.{kind}." if kind else ""
+        theirs = parameter.replace("mlp.experts", "mlp.experts.experts")
+        theirs = theirs.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        if stacked and theirs.startswith("decoder.layers."):
+            layers.setdefault(
+                prefix + theirs.replace("layers.0.", "layers.").replace("layers.1.", "layers."), []
+            ).append(tensor)
+        else:
+            saved[prefix + theirs] = tensor
+    saved |= {name: torch.stack(tensors) for name, tensors in layers.items()}
+    path = tmp_path / "iter_0000004"
+    torch.distributed.checkpoint.save(saved, checkpoint_id=path, no_dist=True)
+    optimizer = {0: {"param_groups": [{"step": 4.0}]}, 1: {"param_groups": [{"step": 4.0}]}}
+    args = Namespace(consumed_train_samples=16, num_experts=4)
+    scheduler = {"num_steps": 16}
+    torch.save(
+        {"args": args, "iteration": 4, "optimizer": optimizer, "opt_param_scheduler": scheduler}, path / "common.pt"
+    )
+    found = prepare(*EXPERTS, "--load", tmp_path)
+    assert (found.progress.iteration, found.optimizer.step_count, found.scheduler.num_steps) == (4, 4, 16)
+    assert found.progress.consumed_train_samples == 16
+    for name, tensor in values(found):
+        assert torch.equal(tensor, expected[name]), name
+    with pytest.raises(CheckpointError, match="--num-experts was 4 in the checkpoint, is 2 now"):
+        prepare(*EXPERTS, "--num-experts", "2", "--load", tmp_path)

@@ -99,17 +99,16 @@ class ShardLoadPlanner(LoadPlanner):
 class UpstreamLoadPlanner(ShardLoadPlanner):
     """The same over a checkpoint of upstream's, where a tensor of ours may be one layer of a stack."""
 
-    def __init__(self, where: str, *, may_lack: bool = False, may_have_more: bool = False) -> None:
+    def __init__(self, *, may_lack: bool = False, may_have_more: bool = False) -> None:
         # Upstream says nowhere which rows are padding.
         super().__init__({}, may_lack=may_lack, may_have_more=may_have_more)
-        self.where = where
 
     def set_up_planner(
         self, state_dict: ShardedStateDict, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """On every process: its tensors, and upstream's table of contents."""
         assert metadata is not None
-        self.table = translate_table(metadata, self.where)
+        self.table = translate_table(metadata)
         super().set_up_planner(state_dict, self.table.metadata, is_coordinator)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -119,17 +118,22 @@ class UpstreamLoadPlanner(ShardLoadPlanner):
         return view.unsqueeze(0) if stacked else view
 
     def _reads(self, tensor: ShardedTensor, key: str) -> list[ReadItem]:
-        reads, (saved, layer) = super()._reads(tensor, key), self.table.slices[key]
+        saved, layer, starts = self.table.slices[key]
+        reads = super()._reads(tensor, key)
         if layer is None:
-            leading, unit, zero = torch.Size(), torch.Size(), torch.Size()
-        else:
-            leading, unit, zero = torch.Size([layer]), torch.Size([1]), torch.Size([0])
-        return [
-            dataclasses.replace(
-                read,
-                storage_index=MetadataIndex(saved, torch.Size(leading + (read.storage_index.offset or torch.Size()))),
-                storage_offsets=torch.Size(zero + read.storage_offsets),
-                lengths=torch.Size(unit + read.lengths),
-            )
-            for read in reads
-        ]
+            return [
+                dataclasses.replace(read, storage_index=MetadataIndex(saved, read.storage_index.offset))
+                for read in reads
+            ]
+        return [_in_stack(read, saved, layer, starts) for read in reads]
+
+
+def _in_stack(read: ReadItem, saved: str, layer: int, starts: Mapping[tuple[int, ...], int]) -> ReadItem:
+    """The same read from a stack of layers, with its leading dimension."""
+    offset = tuple(read.storage_index.offset or ())
+    return dataclasses.replace(
+        read,
+        storage_index=MetadataIndex(saved, torch.Size((starts[offset], *offset))),
+        storage_offsets=torch.Size((layer - starts[offset], *read.storage_offsets)),
+        lengths=torch.Size((1, *read.lengths)),
+    )

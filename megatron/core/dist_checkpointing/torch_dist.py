@@ -162,7 +162,7 @@ def read_upstream_tensors(
     directory: Path, tensors: ShardedStateDict, group: Group, *, may_lack: bool = False, may_have_more: bool = False
 ) -> KeyReport:
     """The same from a checkpoint that upstream wrote."""
-    planner = UpstreamLoadPlanner(str(directory), may_lack=may_lack, may_have_more=may_have_more)
+    planner = UpstreamLoadPlanner(may_lack=may_lack, may_have_more=may_have_more)
     return _read(directory, tensors, group, planner)
 
 

@@ -62,6 +62,8 @@ class SavedSlice(NamedTuple):
     key: str
     layer: int | None
     """Index along the leading dimension; None where the tensor is not one of a stack."""
+    starts: Mapping[tuple[int, ...], int]
+    """Of a stack: where the saved box that has the layer starts along the leading dimension, by its other offsets."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +134,17 @@ def _is_upstream(path: Path) -> bool:
 # ---- names
 
 
-def translate_table(metadata: Metadata, where: str) -> UpstreamTable:
-    """Upstream's table of contents under our names; tensors only. Raises CheckpointError, with `where` in it."""
+def translate_table(metadata: Metadata) -> UpstreamTable:
+    """Upstream's table of contents under our names; tensors only."""
     translated: dict[str, Any] = {}
     slices: dict[str, SavedSlice] = {}
     for key, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata) and not key.startswith(_FLAT_OPTIMIZER):
             for name, layer in _our_names(key, tuple(tensor.size)):
-                translated[name] = tensor if layer is None else _take_layer(tensor, layer, f"{where}: {key}")
-                slices[name] = SavedSlice(key, layer)
+                chunks = [] if layer is None else _list_chunks(tensor, layer)
+                translated[name] = tensor if layer is None else _take_layer(tensor, chunks)
+                starts = {tuple(chunk.offsets[1:]): chunk.offsets[0] for chunk in chunks}
+                slices[name] = SavedSlice(key, layer, starts)
     return UpstreamTable(dataclasses.replace(metadata, state_dict_metadata=translated), slices)
 
 
@@ -174,18 +178,15 @@ def _our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]
     return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]
 
 
-def _take_layer(stack: TensorStorageMetadata, layer: int, where: str) -> TensorStorageMetadata:
-    """The record of one layer's tensor in a stack."""
-    chunks = []
-    for chunk in stack.chunks:
-        if chunk.sizes[0] != 1:
-            raise CheckpointError(
-                f"{where} is saved {chunk.sizes[0]} layers at a time, one at a time is expected; save it with "
-                "upstream's current release"
-            )
-        if chunk.offsets[0] == layer:
-            chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets[1:]), torch.Size(chunk.sizes[1:])))
-    return dataclasses.replace(stack, size=torch.Size(stack.size[1:]), chunks=chunks)
+def _list_chunks(stack: TensorStorageMetadata, layer: int) -> list[ChunkStorageMetadata]:
+    """The saved boxes of a stack with a part of the layer; upstream itself saves each layer in boxes of its own."""
+    return [chunk for chunk in stack.chunks if chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.sizes[0]]
+
+
+def _take_layer(stack: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    """The record of one layer's tensor in a stack, of which these boxes have a part."""
+    boxes = [ChunkStorageMetadata(torch.Size(chunk.offsets[1:]), torch.Size(chunk.sizes[1:])) for chunk in chunks]
+    return dataclasses.replace(stack, size=torch.Size(stack.size[1:]), chunks=boxes)
 
 
 # ---- common state
