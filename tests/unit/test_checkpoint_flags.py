@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Run
-from tests.unit.tiny_training import differing, finish, prepare, train_tiny, values
+from megatron.training.training import run_recipe
+from tests.unit.tiny_training import FLAGS, RandomTokens, differing, finish, prepare, train_tiny, values
 
 
 def saving(directory: Path, interval: int = 3) -> tuple[str | Path, ...]:
@@ -118,6 +122,23 @@ def test_override_ckpt_iteration(trained: Path, tmp_path: Path) -> None:
         prepare(*flags, "2")
     with pytest.raises(ConfigError, match="--override-ckpt-iteration 5 contradicts --finetune, which starts at"):
         prepare(*flags, "5", "--finetune")
+
+
+@pytest.mark.flags("--ckpt-convert-format", "--ckpt-convert-save")
+def test_ckpt_convert_format(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--load", trained, "--ckpt-step", "3", "--ckpt-convert-format", "torch_dist"]
+    config = read_run_config([*FLAGS.split(), *map(str, flags), "--ckpt-convert-save", str(tmp_path / "new")], {})
+    assert not any("--save" in note for note in config.notes)
+    datasets = lambda counts: [RandomTokens(n) if n else None for n in counts]  # noqa: E731
+    run = run_recipe(config, dataclasses.replace(build_gpt_recipe(config), build_datasets=datasets))
+    assert run.progress.iteration == 3 and "/new/torch_dist/iter_0000003; nothing is tr" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "new" / "torch_dist").glob("iter_*")] == ["iter_0000003"]
+    converted = prepare("--load", tmp_path / "new" / "torch_dist")
+    assert differing(converted, prepare("--load", trained, "--ckpt-step", "3")) == []
+    with pytest.raises(
+        ConfigError, match="--ckpt-convert-format torch_dist needs --load, what to convert, and --ckpt-"
+    ):
+        prepare(*flags)
 
 
 @pytest.mark.flags("--no-save-optim")

@@ -100,6 +100,12 @@ def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
     )  # fmt: skip
 
 
+def convert_checkpoint(run: Run) -> None:
+    """--ckpt-convert-format: save what was loaded; every rank calls this. Raises StorageError on every rank."""
+    path = save_checkpoint(run)
+    _say(run.groups.world, f"converted {run.config.checkpoint.load} to {path}; nothing is trained")
+
+
 def prepare_save(settings: CheckpointConfig, world: Group) -> DirectoryLock | None:
     """Before training: can checkpoints be saved? Also finishes or removes what a crash left in --save.
 
@@ -112,6 +118,8 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> DirectoryLock | No
     locks: list[DirectoryLock] = []
 
     def prepare() -> list[str]:
+        if settings.ckpt_convert_save is not None:
+            make_save_directory(Path(settings.ckpt_convert_save))
         make_save_directory(root)
         with refuse_unwritable(root):
             locks.append(DirectoryLock(root, lambda sentence: _say(world, sentence)))

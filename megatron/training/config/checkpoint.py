@@ -82,6 +82,14 @@ class CheckpointConfig(CheckedConfig):
     )
     """Format to save in. torch_dist: one directory for all ranks that any layout can load; it also takes the place of
     fsdp_dtensor, which belongs to --use-megatron-fsdp."""
+    ckpt_convert_format: str | None = flag(
+        None, choices=("torch", "torch_dist"), planned_choices=("torch",), coming=CHECKPOINT_FORMATS
+    )
+    """Load, save in this format to --ckpt-convert-save, and end: nothing is trained."""
+    ckpt_convert_save: PathText | None = flag(
+        None, needs=Needs("--ckpt-convert-format", lambda run: run.ckpt_convert_format is not None)
+    )
+    """Where --ckpt-convert-format saves: in a directory of the format's name there."""
     save_tokenizer_assets: bool = flag(
         True, off_names=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets")
     )
@@ -156,11 +164,13 @@ class CheckpointConfig(CheckedConfig):
                 f"{self.say('save_retain_interval')} is not a multiple of {self.say('save_interval')}; "
                 f"use {name_multiples(kept, interval)}"
             )
-        for name in ("save", "load", "pretrained_checkpoint"):
+        for name in ("save", "load", "pretrained_checkpoint", "ckpt_convert_save"):
             path = getattr(self, name)
             # As a path it would be a local directory called "s3:".
             if path is not None and "://" in path:
                 yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
+        if self.ckpt_convert_format is not None and (self.ckpt_convert_save is None or self.load is None):
+            yield f"{self.say('ckpt_convert_format')} needs --load, what to convert, and --ckpt-convert-save, where to"
         if self.ckpt_step is not None and self.load is None:
             yield f"{self.say('ckpt_step')} needs --load"
         if self.override_ckpt_iteration is not None and self.finetune:

@@ -47,6 +47,9 @@ def derive_across_groups(run: RunConfig) -> None:
     # Evaluation alone needs no moments, which may be most of a checkpoint.
     if evaluation.skip_train:
         run.checkpoint.no_load_optim = True
+    # Upstream's scripts look for a converted checkpoint in a directory of the format's name.
+    if run.checkpoint.ckpt_convert_format is not None and run.checkpoint.ckpt_convert_save is not None:
+        run.checkpoint.save = f"{run.checkpoint.ckpt_convert_save}/{run.checkpoint.ckpt_convert_format}"
     model.measures_attention_logits = model.qk_clip or run.logger.log_max_attention_logit
     # The optimizer is given parameters, not the model's settings.
     run.optimizer.bf16, run.optimizer.fp16 = model.bf16, model.fp16

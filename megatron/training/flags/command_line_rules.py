@@ -38,7 +38,7 @@ def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     yield from _number_formats(run, planned)
     yield from _layers(run, planned)
     yield from _expert_communication(run, planned)
-    yield from _checkpoints(run, planned)
+    yield from _checkpoints(run)
 
 
 def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str
         yield "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"
 
 
-def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
+def _checkpoints(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
     # Upstream gathers the optimizer's state over gloo for that format.
     without_gloo = not run.distributed.use_gloo_process_groups and run.ddp.use_distributed_optimizer
@@ -92,8 +92,6 @@ def _checkpoints(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
             "--disable-gloo-process-groups with --use-distributed-optimizer cannot save --ckpt-format torch; use "
             "torch_dist"
         )
-    if planned["ckpt_convert_format"] is not None and (planned["ckpt_convert_save"] is None or checkpoint.load is None):
-        yield (f"{planned.say('ckpt_convert_format')} needs --load, what to convert, and --ckpt-convert-save, where to")
 
 
 def contradicting_flags(run: RunConfig, given: Set[str]) -> Iterator[str]:

@@ -228,7 +228,8 @@ def _recomputation(run: RunConfig) -> None:
 def _checkpoint(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if "moe_use_upcycling" in given:
         run.checkpoint.no_load_optim = run.checkpoint.no_load_rng = True
-    if run.checkpoint.save is not None and run.checkpoint.save_interval is None:
+    checkpoint = run.checkpoint
+    if checkpoint.save and checkpoint.save_interval is None and checkpoint.ckpt_convert_format is None:
         yield "--save without --save-interval saves when the run ends, and only then: a crash would lose all of it"
 
 
