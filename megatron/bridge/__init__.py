@@ -5,5 +5,21 @@ tensor_files     their weights on disk: read and written tensor by tensor
 settings         their config.json and our settings
 checkpoints      our checkpoints as a converter reads and writes them
 conversion       whole models in both directions, and the proof that the result is the source
+auto_bridge      AutoBridge: the same from Python
 convert          the command line: python -m megatron.bridge.convert
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["AutoBridge"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AutoBridge":
+        # Only now: the command line answers mistakes before torch is imported.
+        from megatron.bridge.auto_bridge import AutoBridge
+
+        return AutoBridge
+    raise AttributeError(f"megatron.bridge has no attribute {name!r}")

@@ -119,16 +119,17 @@ class OpenCheckpoint:
 
 
 @contextlib.contextmanager
-def fresh_directory(path: Path) -> Iterator[Path]:
+def fresh_directory(path: Path, asked_by: str = "--output-path") -> Iterator[Path]:
     """A directory to write into, which gets the name `path` when the block ends, and is removed when it fails.
 
-    Raises ConfigError where `path` is anything but missing or an empty directory.
+    asked_by: what named the path, for errors. Raises ConfigError where `path` is anything but missing or an empty
+    directory.
     """
     problem = explain_unmakeable_directory(path)
     if problem is None and path.is_dir() and next(path.iterdir(), None) is not None:
         problem = "is not empty; give a directory that does not exist yet"
     if problem is not None:
-        raise ConfigError(f"--output-path {path} {problem}")
+        raise ConfigError(f"{asked_by} {path} {problem}")
     path = path.absolute()
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     with storage_errors(f"making {temporary}"):

@@ -297,27 +297,13 @@ def export_model(
     CheckpointError, ConfigError or StorageError; `output` then does not exist.
     """
     checkpoint = model.checkpoint
-    shapes = {
-        name: (checkpoint.contents[entry.key].dtype, shape)
-        for entry in model.entries
-        for name, shape in list_their_shapes([entry]).items()
-    }
+    carried = {name: file for name, file in checkpoint.list_attachments(CARRIED).items() if name != CONFIG_JSON}
+    files = carried | checkpoint.list_attachments(TOKENIZER)
     with fresh_directory(output) as temporary:
-        progress = Progress("converting", count_values(model.entries))
-        with storage_errors(f"writing {temporary}"):
-            write_file(temporary / CONFIG_JSON, render_json(model.config_json))
-            generation = {n: f for n, f in checkpoint.list_attachments(CARRIED).items() if n != CONFIG_JSON}
-            for name, file in {**generation, **checkpoint.list_attachments(TOKENIZER)}.items():
-                shutil.copyfile(file, temporary / name)
-
-        def generate() -> Iterator[tuple[str, Tensor]]:
-            for entry in model.entries:
-                ours = checkpoint.read(entry.key)
-                yield from entry.split(ours)
-                progress.advance(ours)
-
-        write_tensors(temporary, shapes, generate())
-        progress.end()
+        write_hf_directory(
+            temporary, model.entries, model.config_json, files, checkpoint.read,
+            lambda key: checkpoint.contents[key].dtype,
+        )  # fmt: skip
         if verify:
             tensors = open_tensors(temporary)
             verify_weights(model.entries, checkpoint.read, tensors.read)
@@ -326,9 +312,39 @@ def export_model(
     return output
 
 
-def render_json(content: Mapping[str, object]) -> bytes:
-    """A document as transformers writes it."""
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+def write_hf_directory(
+    directory: Path,
+    entries: list[Entry],
+    config_json: Mapping[str, object],
+    files: Mapping[str, Path],
+    read: Callable[[str], Tensor],
+    get_dtype: Callable[[str], torch.dtype],
+) -> None:
+    """Fill an empty directory with a model: config.json, other files to copy by their names there, and the weights.
+
+    read, get_dtype: a parameter of ours, and its number format, by our name. Raises StorageError.
+    """
+    shapes = {
+        name: (get_dtype(entry.key), shape)
+        for entry in entries
+        for name, shape in list_their_shapes([entry]).items()
+    }  # fmt: skip
+    progress = Progress("converting", count_values(entries))
+
+    def generate() -> Iterator[tuple[str, Tensor]]:
+        for entry in entries:
+            ours = read(entry.key)
+            yield from entry.split(ours)
+            progress.advance(ours)
+
+    with storage_errors(f"writing {directory}"):
+        # Sorted and indented, as transformers writes it.
+        content = json.dumps(config_json, indent=2, sort_keys=True) + "\n"
+        write_file(directory / CONFIG_JSON, content.encode())
+        for name, file in files.items():
+            shutil.copyfile(file, directory / name)
+    write_tensors(directory, shapes, generate())
+    progress.end()
 
 
 # ---- the proof

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.bridge.auto_bridge import AutoBridge
 from megatron.bridge.conversion import Model, export_model, import_model, open_model, open_source
 from megatron.bridge.convert import main
 from megatron.bridge.logits import compare_logits
 from megatron.bridge.settings import build_config_json
 from megatron.bridge.tensor_files import open_tensors, write_tensors
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.recipes.families import FAMILIES, find_family
 from tests.unit.gpt_models import read_config
@@ -209,6 +211,29 @@ def test_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(sys, "argv", ["convert.py", *command.removeprefix(program).split()])
         assert main() == 0, command
     assert_same_tensors(read_all(tmp_path / "llama-hf"), read_all(tmp_path / "Llama-3.1-8B"))
+
+
+def test_auto_bridge(hf_directory: Path, tmp_path: Path) -> None:
+    """The model in Python: its weights under their names there, saved with what was changed."""
+    bridge = AutoBridge.from_hf_pretrained(hf_directory)
+    with pytest.raises(ConfigError, match=r"there is no model to export; call to_megatron\(\) first"):
+        bridge.save_hf(tmp_path / "saved")
+    model = bridge.to_megatron()
+    assert isinstance(model, GPTModel)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert_same_tensors(dict(bridge.export_weights()), read_all(hf_directory))
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight.fill_(2.0)
+    bridge.save_hf(tmp_path / "saved")
+    weights = read_all(hf_directory)
+    assert_same_tensors(
+        read_all(tmp_path / "saved"), weights | {"model.norm.weight": torch.full_like(weights["model.norm.weight"], 2)}
+    )
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert json.loads((tmp_path / "saved" / name).read_text()) == json.loads((hf_directory / name).read_text())
+    assert bridge.build_tokenizer().tokenize("def main") != []
+    with pytest.raises(ConfigError, match="is missing in the model, and .*; give an undivided model of the same"):
+        bridge.save_hf(tmp_path / "other", torch.nn.Linear(2, 2))
 
 
 def test_shards_that_we_write_and_bin_shards(hf_directory: Path, tmp_path: Path) -> None:
