@@ -21,11 +21,9 @@ from megatron.core.errors import ConfigError
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.gpt import build_gpt_model
-from megatron.training.recipes.vocabulary import build_tokenizer
 
 
 class AutoBridge:
@@ -49,14 +47,13 @@ class AutoBridge:
         """Our settings of the model, in the number format of its files."""
         return self._source.config
 
-    def build_tokenizer(self) -> Tokenizer:
-        """The directory's tokenizer; without one, text is token ids. Raises ConfigError or DataError."""
-        return build_tokenizer(self.config)
-
     def to_megatron(self) -> nn.Module:
         """A GPTModel with the weights, on torch's default device, in the number format of the files."""
         vocab_size = self._fields["vocab_size"]
-        model = build_gpt_model(self.config, vocab_size, pg_collection=ProcessGroupCollection.single())
+        # Every weight is read below: nothing needs to be drawn.
+        settings = self.config.model.on_one_process(perform_initialization=False)
+        config = self.config.with_groups(model=settings)
+        model = build_gpt_model(config, vocab_size, pg_collection=ProcessGroupCollection.single())
         declare_vocabulary(model, vocab_size)
         parameters = _name_parameters(model)
         with torch.no_grad():

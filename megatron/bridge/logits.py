@@ -76,7 +76,9 @@ def _compute_theirs(directory: Path, ids: Tensor) -> Tensor:
 def _load(checkpoint: OpenCheckpoint, vocab_size: int) -> nn.Module:
     """The model in float32 with its weights, without its tokenizer."""
     config = checkpoint.read_config()
-    config = config.with_groups(model=config.model.on_one_process(bf16=False, fp16=False, params_dtype=None))
+    config = config.with_groups(
+        model=config.model.on_one_process(bf16=False, fp16=False, params_dtype=None, perform_initialization=False)
+    )
     groups = ProcessGroupCollection.single()
     model = build_gpt_model(config, vocab_size, pg_collection=groups)
     declare_vocabulary(model, vocab_size)

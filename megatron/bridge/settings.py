@@ -79,8 +79,11 @@ def _list_tokenizer_flags(directory: Path, vocab_size: int) -> list[str]:
 
 def build_empty_model(config: RunConfig, vocab_size: int) -> nn.Module:
     """The whole model without values (device `meta`): the names and shapes of our parameters."""
+    settings = config.model.on_one_process(init_model_with_meta_device=True)
     with torch.device("meta"):
-        return build_gpt_model(config, vocab_size, pg_collection=ProcessGroupCollection.single())
+        return build_gpt_model(
+            config.with_groups(model=settings), vocab_size, pg_collection=ProcessGroupCollection.single()
+        )
 
 
 def build_config_json(
