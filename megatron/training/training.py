@@ -119,7 +119,14 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
     }
     # Before setup: the functions of a script, which setup calls, may ask for get_args().
     CurrentRun.show(config=config, additions=additions, tokenizer=recipe.tokenizer)
-    run = setup(config, process, recipe, hooks)
+    try:
+        run = setup(config, process, recipe, hooks)
+    except RuntimeError as error:
+        # Setting up has collectives of its own: --save is locked and a checkpoint found on the first rank for all.
+        problem = explain_lost_peer(error, process.presence)
+        if problem is None:
+            raise
+        raise TemporaryError(problem) from error
     CurrentRun.show(timers=run.timers)
     try:
         if config.checkpoint.ckpt_convert_format is None:

@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 RUN_ELSEWHERE = {
     "bash examples/quickstart.sh": "tests/functional/test_quickstart.py",
     "bash tests/run.sh": "this run",
+    "python -m tests.faults.crash_matrix": "tests/faults/test_crash_matrix.py",
     "python tools/checkpoint/average.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/test_checkpoint_tools.py",

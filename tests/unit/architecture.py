@@ -79,7 +79,7 @@ MAX_TRAINING_ROOMS = 20
 MAX_TRAINING_FLOORS = 9
 
 ENVIRONMENT_READERS = {
-    "megatron/training/launch/initialize.py": "the launcher's variables",
+    "megatron/training/launch/initialize.py": "the launcher's variables, MEGATRON_CRASH_POINT",
     "megatron/core/device.py": "MEGATRON_DEVICE and LOCAL_RANK",
     "megatron/core/errors.py": "MEGATRON_TRACEBACK",
 }
@@ -92,6 +92,9 @@ CHOOSES_MODULES = {
 }
 """Files that import a module whose name is only known at run time."""
 MUTABLE_STATE: dict[str, str] = {
+    "megatron/core/dist_checkpointing/crash_points.py:_ARMED": (
+        "what dies at a crash point is the process, wherever in a save it is; empty but in tests of crashes"
+    ),
     "megatron/core/process_groups_config.py:ProcessGroupCollection._current": (
         "what upstream's constructors without groups mean; only the outermost constructors ask for it"
     ),

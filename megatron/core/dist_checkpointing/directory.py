@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import read_file, replace_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
@@ -111,7 +112,9 @@ def remove_checkpoint(root: Path, iteration: int) -> None:
     with storage_errors(f"removing {path}"):
         # Without its manifest the directory is no checkpoint any more, should we be interrupted halfway through.
         (path / MANIFEST_NAME).unlink(missing_ok=True)
+        reach("old-unmarked")
         shutil.rmtree(path)
+    reach("old-removed")
 
 
 # ---- saving
@@ -141,7 +144,12 @@ def settle_leftovers(root: Path) -> list[str]:
 
     Raises OSError.
     """
-    return [_settle(entry) for entry in list_leftovers(root)]
+    reach("leftovers-next")
+    done = []
+    for entry in list_leftovers(root):
+        done.append(_settle(entry))
+        reach("leftover-settled")
+    return done
 
 
 def list_leftovers(root: Path) -> list[Path]:
@@ -158,7 +166,9 @@ def begin_save(root: Path, iteration: int) -> Path:
     # Random, so that a second job on the same directory never writes into ours.
     path = root / f"iter_{iteration:07d}.tmp-{uuid.uuid4().hex[:8]}"
     with storage_errors(f"starting a checkpoint in {root}"):
+        reach("directory-next")
         path.mkdir()
+    reach("directory-made")
     return path
 
 
@@ -193,18 +203,24 @@ def commit_save(temporary: Path, manifest: Manifest) -> Path:
 
     # Should the power fail after the rename, this file tells the next start that the tracker was to follow.
     next_tracker = root / f"{TRACKER_NAME}.tmp-{suffix}"
-    write_file(next_tracker, str(manifest.iteration).encode())
+    write_file(next_tracker, str(manifest.iteration).encode(), "tracker")
     replaced = final.with_name(f"{final.name}.old-{suffix}")
     # rename() cannot replace a directory that is not empty.
     if final.exists():
         os.rename(final, replaced)
+        reach("earlier-moved-aside")
     os.rename(temporary, final)
+    reach("renamed")
     sync_directory(root)
+    reach("rename-flushed")
     os.replace(next_tracker, root / TRACKER_NAME)
+    reach("tracker-replaced")
     sync_directory(root)
+    reach("tracker-replace-flushed")
     # From here on the save counts: what cannot be removed now is removed at the next start.
     with contextlib.suppress(OSError):
         _remove_replaced(replaced)
+    reach("earlier-removed")
     return final
 
 
@@ -221,8 +237,10 @@ def _write_manifest(temporary: Path, manifest: Manifest) -> None:
     # A file survives only if its name does: the entries of every directory are flushed as well.
     for directory in sorted(entry for entry in temporary.rglob("*") if entry.is_dir()):
         sync_directory(directory)
+    reach("directories-flushed")
     manifest.write(temporary)
     sync_directory(temporary)
+    reach("checkpoint-complete")
 
 
 def abandon_save(temporary: Path) -> None:

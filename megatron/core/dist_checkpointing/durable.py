@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.errors import StorageError
 
 
@@ -29,14 +30,23 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise StorageError(f"{doing} failed: {where}{error.strerror or error}") from error
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Create `path` with this content and flush it to the device. Raises OSError; FileExistsError when it is there."""
+def write_file(path: Path, content: bytes, crash_point: str | None = None) -> None:
+    """Create `path` with this content and flush it to the device. Raises OSError; FileExistsError when it is there.
+
+    crash_point: what the names of the crash points of this file begin with (crash_points.py).
+    """
     # "x": a file of this name would be another writer's, and must not be overwritten.
     with open(path, "xb") as file:
+        if crash_point:
+            reach(f"{crash_point}-created")
         file.write(content)
         file.flush()
+        if crash_point:
+            reach(f"{crash_point}-unflushed")
         # flush() only hands the bytes to the operating system; a power cut would take them from there.
         os.fsync(file.fileno())
+    if crash_point:
+        reach(f"{crash_point}-flushed")
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -63,7 +63,7 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write it: from now on the directory holds a complete checkpoint. Raises OSError."""
-        write_file(directory / MANIFEST_NAME, self.render())
+        write_file(directory / MANIFEST_NAME, self.render(), "manifest")
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
     abandon_save,
@@ -102,9 +103,11 @@ def _save(
     # One rank chooses the name; all write into the same directory.
     temporary = on_first_rank(group, begin)
     try:
+        reach("tensors-next")
         records: dict[str, FileRecord] = {}
         for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
             records |= written
+        reach("tensors-written")
         accompany = gather_documents(tensors, documents, attachments, group)
 
         def finish() -> Path:
@@ -144,7 +147,11 @@ def gather_documents(
     on_first_rank(group, render)
 
     def write(directory: Path) -> dict[str, FileRecord]:
-        return _write_documents(directory, texts) | _copy_attachments(directory, attachments)
+        records = _write_documents(directory, texts)
+        reach("documents-written")
+        records |= _copy_attachments(directory, attachments)
+        reach("attachments-copied")
+        return records
 
     return write
 
@@ -196,7 +203,7 @@ def _write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, Fil
     records = {}
     for name, text in texts.items():
         path = directory / f"{name}.json"
-        write_file(path, text.encode())
+        write_file(path, text.encode(), "document")
         records[path.name] = record_file(path)
     return records
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -181,6 +182,8 @@ class _ChecksumWriter(io.BufferedWriter):
     torch writes through C++, which turns an OSError into another exception without its text.
     """
 
+    crash_point = "shard"
+    """What the names of the crash points of this file begin with (crash_points.py)."""
     crc32 = 0
     bytes_written = 0
     error: OSError | None = None
@@ -194,6 +197,7 @@ class _ChecksumWriter(io.BufferedWriter):
         # While the bytes are at hand: reading the file again for its checksum would double the traffic.
         self.crc32 = zlib.crc32(data, self.crc32)
         self.bytes_written += count
+        reach(f"{self.crash_point}-begun")
         return count
 
 
@@ -213,10 +217,14 @@ class _RecordingFileSystem(FileSystem):
         file: _ChecksumWriter | None = None
         try:
             with _ChecksumWriter(io.FileIO(path, "xb")) as file:
+                if Path(path).name.startswith(METADATA_NAME):
+                    file.crash_point = "metadata"
+                reach(f"{file.crash_point}-created")
                 yield file
                 if not file.closed:  # shards are synced and closed by now; of `.metadata` torch syncs an unflushed file
                     file.flush()
                     os.fsync(file.fileno())
+                reach(f"{file.crash_point}-flushed")
         except Exception as error:
             # torch's C++ writer turns "No space left on device" into an exception about positions; the stream remembers
             # the real one.
@@ -229,6 +237,7 @@ class _RecordingFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
+        reach("metadata-renamed")
         # `.metadata` is written under a temporary name first.
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 

@@ -26,6 +26,7 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
+from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
     make_save_directory,
@@ -78,7 +79,9 @@ def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
     """
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
+    reach("save-begun")
     tensors = build_sharded_model_state(run)
+    reach("weights-gathered")
     # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
@@ -94,10 +97,14 @@ def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     save = serialization.save if saver is None else saver.start
-    return save(
+    reach("state-gathered")
+    path = save(
         tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world,
         lock=run.save_lock,
     )  # fmt: skip
+    if path is not None:
+        reach("save-done")
+    return path
 
 
 def convert_checkpoint(run: Run) -> None:

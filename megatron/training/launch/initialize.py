@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.core import device as device_module
 from megatron.core.context_parallel.planning import count_ranks_of_sample
+from megatron.core.dist_checkpointing.crash_points import arm
 from megatron.core.errors import ConfigError
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
@@ -55,6 +56,8 @@ def initialize(config: RunConfig) -> Process:
     a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
     """
     launch = read_launch(os.environ)
+    if crash_point := os.environ.get("MEGATRON_CRASH_POINT"):
+        arm(crash_point, launch.rank)
     if config.logger.logging_level is not None:
         logging.basicConfig()
         logging.getLogger().setLevel(config.logger.logging_level)
