@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -290,6 +291,9 @@ def pin_memory(memory: torch.Tensor) -> Callable[[], None]:
     address = memory.data_ptr()
     # Refused where the system limits locked memory: copies are then slower, and as exact.
     if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
+        # CUDA keeps the refusal for whoever asks next for an error, which is the next kernel: this one takes it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=current_device())
         return lambda: None
     return lambda: runtime.cudaHostUnregister(address)
 

@@ -175,6 +175,22 @@ def test_memory_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.gpu
+def test_a_snapshot_of_a_gpu_lies_in_pinned_memory(tmp_path: Path) -> None:
+    values = torch.arange(1000.0, device="cuda")
+    saver = AsyncSaver(None)
+    begin(saver, {"values": ShardedTensor.whole("values", values)}, tmp_path, 10)
+    values.zero_()
+    assert saver._memory.data.is_pinned()
+    awaited(saver).check()
+    saver.close()
+    found = find(tmp_path)
+    loaded = {"values": ShardedTensor.whole("values", torch.zeros(1000))}
+    assert found is not None
+    serialization.load(loaded, found, ALONE)
+    assert torch.equal(loaded["values"].data, torch.arange(1000.0))
+
+
 # ---- the process
 
 

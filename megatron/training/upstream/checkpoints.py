@@ -50,6 +50,8 @@ def save_checkpoint(
 ) -> Path:
     """Save to args.save as the given iteration, in the format of pretrain_gpt.py; returns the directory.
 
+    It is complete then, also with --async-save: only a loop of ours sees to the end of a save under way.
+
     args.consumed_train_samples says which samples come next; from the iteration and the global batch sizes where it is
     missing. num_floating_point_operations_so_far: of upstream's signature; it is not kept.
     """
