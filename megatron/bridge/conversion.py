@@ -5,7 +5,7 @@ source.
     import:  their tensors, as they are written, are joined to ours;   export: ours are split
     verify:  the result is read again and taken apart in the other direction, and must be the source, bit for bit
 
-Nothing larger than one parameter of ours is in memory: the largest are the embedding, or a layer's stacked experts.
+Tensors are made one by one, when they are written. On import, torch's writer keeps them until its file is complete.
 """
 
 from __future__ import annotations
