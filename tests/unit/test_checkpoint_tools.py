@@ -369,7 +369,9 @@ def test_sixteen_bit_weights_are_rounded_once(tmp_path: Path, run_tool: Tool) ->
     assert not [key for key in values_of(tmp_path / "mean") if key.startswith("optimizer")]
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, run_tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_of_the_sources_is_in_memory_at_a_time(
+    tmp_path: Path, run_tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = {f"t{index}": torch.ones(3) for index in range(8)}
     for iteration in (1, 2, 3):
         save_weights(tmp_path / "run", iteration, 1.0, more=more)

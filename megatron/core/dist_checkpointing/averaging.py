@@ -1,7 +1,8 @@
 """Weights averaged over several checkpoints of one run, as a checkpoint of weights alone.
 
 The average of the last few is often better than the last (Izmailov et al. 2018, "Averaging weights leads to wider
-optima"). Tensors are read, averaged and written one after the other: in memory are a few copies of one of them.
+optima"). Tensors are read and averaged one after the other, but torch's writer keeps each until its file is complete:
+in memory are the averaged weights, and a few copies of one tensor.
 """
 
 from __future__ import annotations
