@@ -284,7 +284,7 @@ def test_other_formats_and_other_directories(tmp_path: Path, golden_dir: Path, r
         return code, out
 
     code, out = answer(golden_dir / "ckpt" / "b_iter10_torch")
-    assert code == 1 and "is a checkpoint in upstream's torch format" in out and "--pretrained-checkpoint" in out
+    assert code == 1 and "is a checkpoint in upstream's torch format" in out and "takes it as it is" in out
     code, out = answer(golden_dir / "ckpt" / "b_iter10_torch_dist")
     assert code == 1 and "in upstream's torch_dist format" in out
     model = tmp_path / "model"

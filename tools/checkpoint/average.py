@@ -6,7 +6,8 @@
 
 The result has averaged weights, settings and tokenizer of the newest one, and no optimizer state: load it with
 `--load averaged --finetune`, or with `--load averaged --no-load-optim --no-load-rng`. Every file is verified by its
-checksum first. In memory are the averaged weights, once, and a few copies of one tensor; the sources never are whole.
+checksum first. The averaged weights are in memory until they are written, with what is needed beside them about 2.2
+times their size; the sources never are whole.
 """
 
 from __future__ import annotations

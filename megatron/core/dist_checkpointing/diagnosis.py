@@ -119,8 +119,8 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     where nothing is recognised."""
     if any(path.glob("mp_rank_*/model_optim_rng.pt")):
         return (
-            "is a checkpoint in upstream's torch format",
-            f"start from its weights with --pretrained-checkpoint {path.parent}",
+            "is a checkpoint in upstream's torch format, which has no checksums",
+            f"--load {path.parent} takes it as it is; whether it is undamaged cannot be told",
         )
     if find_upstream_checkpoint(path) is not None:
         return (
