@@ -177,7 +177,6 @@ def test_F4_violations_name_flags_and_nearest_values(flags: str, world_size: int
     [
         "--fp16 --bf16",
         "--train-samples 100",
-        "--save somewhere",
         "--min-lr 1",
         "--swiglu --squared-relu",
         "--lr-warmup-fraction 0.1 --lr-warmup-iters 2",

@@ -46,10 +46,12 @@ MOCK = ["--mock-data"]
 
 # Blanks separate words; the second lists have what holds a blank, or nothing.
 TEXTS = """-1 0 1 2 7 -0.0 1e-320 1e308 1e400 nan inf -inf 0x10 1_000 １２ ٣ 2.5 2147483647 2147483648
-    9223372036854775808 1e40 true None null [] 1,2 --lr - -- ../.. / é 🙂 %s $HOME `id` ' " \\ {} * ; @file""".split()
+    9223372036854775808 1e40 true None null [] 1,2 --lr - -- ../.. /proc é 🙂 %s $HOME `id` ' " \\ {} * ;
+    @file""".split()
 TEXTS += ["", " ", "1 2", "\n", "\t", "\udcff", "a" * 5000, "9" * 40]
-PATHS = """. .. / /dev/null /dev/full /dev/zero /proc/self /proc/x /nowhere/at/all /etc/passwd - --save file:///tmp s3://
-    ~ http://localhost:1/x ~nobody/x""".split()
+# Nothing may be written outside the case's directories where a program could do it: whoever runs this may be root.
+PATHS = """. .. /proc /dev/null /dev/full /dev/zero /proc/self /proc/x /proc/nowhere/at/all /proc/version - --save
+    file:///x s3:// ~ http://localhost:1/x ~nobody/x""".split()
 PATHS += ["", " ", "\udcff", "é 🙂", "x" * 300, "a/" * 2000 + "b"]
 
 
@@ -218,7 +220,6 @@ def _bad_tool(seed: int, rng: random.Random) -> HostileCase:
     """A tool with an argument that it did not expect."""
     checkpoint, dataset = ["--load", "DIRECTORY/saved"], "DIRECTORY/data"
     word, path = rng.choice(TEXTS), rng.choice(PATHS)
-    # Nothing may be written outside the case's directories, where the program could do it.
     output = rng.choice(
         ["", " ", "/proc/x/y", "DIRECTORY/nowhere/x", "DIRECTORY/file/x", "DIRECTORY/loop/x", "x" * 300, "."]
     )
@@ -342,9 +343,10 @@ def remove_saved_run() -> None:
 def judge_input(case: HostileCase) -> Verdict:
     """Run the command in an empty directory and look at how it ends."""
     with tempfile.TemporaryDirectory(prefix="trial-", ignore_cleanup_errors=True) as scratch:
-        directory, place = Path(scratch) / "files", Path(scratch) / "place"
+        # Deep enough for ../.. to stay inside.
+        directory, place = Path(scratch) / "files", Path(scratch) / "working" / "directory" / "of" / "the" / "case"
         directory.mkdir()
-        place.mkdir()
+        place.mkdir(parents=True)
         if case.damage is not None:
             case.damage(directory)
         arguments = [argument.replace("DIRECTORY", str(directory)) for argument in case.arguments]

@@ -103,11 +103,10 @@ _REPLAY = "routes cannot be recorded and replayed; set the expert bias, or write
 _DTENSOR = "gradients and parameters are plain tensors here, also with FSDP; its sharding is that of PyTorch's FSDP2"
 
 ABSENT: dict[str, str] = {
-    "megatron.bridge": "it waits for the conversion of checkpoints; load_trained_model reads those of pretrain_gpt.py",
     "megatron.core.datasets.indexed_dataset._IndexReader": "it is private; use IndexedDataset",
     "megatron.core.datasets.multimodal_dataset": _MULTIMODAL,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": (
-        "checkpoints are saved before training goes on; use dist_checkpointing.save"
+        "saving beside training is AsyncSaver's of megatron.core.dist_checkpointing.async_save"
     ),
     "megatron.core.distributed.fsdp": _DTENSOR,
     "megatron.core.extensions": _TE,
