@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.bridge.tensor_files import read_json
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
@@ -54,6 +55,7 @@ def write_checkpoint(
 
     attachments: name in the checkpoint -> file to copy. Returns the checkpoint's directory. Raises StorageError.
     """
+    # A checkpoint that was never trained: what is None, a run begins anew.
     state = {"progress": Progress(0).state_dict(), "optimizer": None, "scheduler": None}
     return serialization.save(
         dict(tensors), root, 0, documents={STATE: state, CONFIG: config.to_dict()}, attachments=attachments,
@@ -100,6 +102,7 @@ class OpenCheckpoint:
         stored = self.contents[key]
         tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
         whole = ShardedTensor.whole(key, tensor)
+        # One weight at a time, so that the model need not fit into memory; the others are not missed.
         serialization.load({key: whole}, self.found, self._group, may_have_more=True)
         return tensor[: self.valid_rows.get(key, len(tensor))] if tensor.dim() else tensor
 
@@ -130,6 +133,7 @@ def fresh_directory(path: Path, asked_by: str = "--output-path") -> Iterator[Pat
         problem = "is not empty; give a directory that does not exist yet"
     if problem is not None:
         raise ConfigError(f"{asked_by} {path} {problem}")
+    # Beside its final name, because a rename is one step only within a file system.
     path = path.absolute()
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     with storage_errors(f"making {temporary}"):
@@ -147,8 +151,6 @@ def fresh_directory(path: Path, asked_by: str = "--output-path") -> Iterator[Pat
 
 def read_carried(checkpoint: OpenCheckpoint, directory: str, name: str) -> dict[str, Any] | None:
     """The fields of a JSON file that the checkpoint carries; None where it has no such file."""
-    from megatron.bridge.tensor_files import read_json
-
     path = checkpoint.list_attachments(directory).get(name)
     return None if path is None else read_json(path)
 
@@ -171,6 +173,7 @@ def copy_checkpoint(checkpoint: OpenCheckpoint, output: Path) -> None:
         iteration = checkpoint.found.manifest.iteration
         copy = iteration_directory(temporary, iteration)
         shutil.copytree(checkpoint.path, copy)
+        # copytree leaves the bytes with the operating system, from where a power cut would take them.
         for file in (file for file in copy.rglob("*") if file.is_file()):
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())

@@ -158,8 +158,10 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
                 error = MemoryShortageError(f"out of memory: {refused} could not be had; ask for less at once")
             report_error(error)
             return error.exit_code
-        except KeyboardInterrupt:
-            say("interrupted", sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            # A run that Ctrl-C has ended in order has said so itself, and hands on its words.
+            if not interrupt.args:
+                say("interrupted", sys.stderr)
             # 128 + SIGINT, which is what a shell reports.
             return 130
         except BrokenPipeError:

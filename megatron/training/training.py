@@ -151,5 +151,5 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
     shut_down()
     # On every rank, also where the key was not pressed: a program that was interrupted says so to its caller.
     if run.interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(run.stop_reason)
     return run

@@ -98,6 +98,16 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def assert_same_step(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """One row of our metrics and the reference's of the same iteration."""
+    where = f"iteration {ours['iteration']}"
+    assert ours["lm loss"] == pytest.approx(theirs["loss"]["lm loss"], rel=LOSS_TOLERANCE), where
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=GRAD_NORM_TOLERANCE), where
+    assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=PARAMS_NORM_TOLERANCE), where
+    assert ours["lr"] == theirs["lr"], where
+    assert ours["consumed_samples"] == 8 * ours["iteration"]
+
+
 def assert_same_curve(case: str, tmp_path: Path, iterations: int) -> None:
     expected = rows(DATA / f"train_{case}" / "metrics_rank0.jsonl")
     found = rows(tmp_path / "metrics" / "metrics.jsonl")
@@ -109,12 +119,7 @@ def assert_same_curve(case: str, tmp_path: Path, iterations: int) -> None:
         == list(range(1, iterations + 1))
     )
     for ours, theirs in zip(steps, references, strict=True):
-        where = f"iteration {ours['iteration']}"
-        assert ours["lm loss"] == pytest.approx(theirs["loss"]["lm loss"], rel=LOSS_TOLERANCE), where
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=GRAD_NORM_TOLERANCE), where
-        assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=PARAMS_NORM_TOLERANCE), where
-        assert ours["lr"] == theirs["lr"], where
-        assert ours["consumed_samples"] == 8 * ours["iteration"]
+        assert_same_step(ours, theirs)
     evaluations = [(row["eval"]["lm loss"]) for row in found if "eval" in row]
     assert evaluations == pytest.approx(
         [row["eval"]["lm loss"] for row in expected if "eval" in row], rel=LOSS_TOLERANCE

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.errors import command_line
 from megatron.training.hooks import exits
 from megatron.training.hooks.exits import ExitHook
 from megatron.training.hooks.signals import SignalWatch
@@ -69,6 +70,18 @@ def test_ctrl_c_finishes_the_iteration_and_saves(tmp_path: Path, capsys: pytest.
     resumed = train_tiny(*flags)
     assert (resumed.progress.iteration, resumed.interrupted) == (6, False)
     assert differing(resumed, train_tiny()) == []
+
+
+def test_an_interrupt_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the run that ended in order, which hands its words on; else by the program."""
+    for words, told in ((("interrupted after iteration 3",), ""), ((), "interrupted\n")):
+
+        @command_line
+        def main(words: tuple[str, ...] = words) -> int:
+            raise KeyboardInterrupt(*words)
+
+        assert main() == 130
+        assert capsys.readouterr().err == told
 
 
 def test_without_save_it_says_that_nothing_is_saved(capsys: pytest.CaptureFixture[str]) -> None:

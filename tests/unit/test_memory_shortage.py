@@ -151,7 +151,7 @@ def test_a_model_is_refused_only_where_it_cannot_fit(limit: Limit) -> None:
         # Beyond any machine.
         (
             "--vocab-size 2147483648 --hidden-size 1048576",
-            "could not be had at once, .* [GT]B; estimated for each process",
+            r"the 2147483648 x 1048576 elements of one parameter take .* PB, and .* [GT]B; divide the model",
         ),
         ("--global-batch-size 200000000000000", "the indices of .* samples .* take .* PB"),
     ],

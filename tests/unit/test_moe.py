@@ -393,6 +393,14 @@ def test_sinkhorn_in_training_only() -> None:
         read_config(f"{MOE} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1")
 
 
+def test_sinkhorn_says_what_it_takes_no_account_of() -> None:
+    groups = "--moe-router-num-groups 2 --moe-router-group-topk 1"
+    expected = "--moe-router-group-topk 1 has no effect without a --moe-router-load-balancing-type other than sinkhorn"
+    for balancing, is_noted in (("sinkhorn", True), ("aux_loss", False)):
+        notes = read_config(f"{MOE} {groups} --moe-router-load-balancing-type {balancing}").notes
+        assert (expected in " ".join(notes)) is is_noted
+
+
 @pytest.mark.flags("--moe-router-bias-update-rate")
 def test_bias_follows_the_load() -> None:
     layer = layer_of(

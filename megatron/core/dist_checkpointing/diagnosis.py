@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing.directory import (
+    check_number,
     iteration_directory,
     list_candidates,
     list_leftovers,
     saved_iterations,
 )
-from megatron.core.dist_checkpointing.directory_lock import list_holders
+from megatron.core.dist_checkpointing.directory_lock import PATIENCE_SECONDS, list_holders
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
@@ -133,7 +134,11 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
             "restore it from a copy; without a manifest it cannot be told whether it is complete and undamaged",
         )
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        return "is a model of Hugging Face, not a checkpoint of a run", "convert it"
+        return (
+            "is a model of Hugging Face, not a checkpoint of a run",
+            f"convert it with python -m megatron.bridge.convert --source hf --target megatron --input-path {path} "
+            "--output-path DIR",
+        )
     return None
 
 
@@ -157,9 +162,11 @@ def _examine(path: Path, with_checksums: bool, on_bytes: Callable[[int], None]) 
     except CheckpointError as error:
         return Condition(path, None, [str(error)], 0, 0)
     damage = []
-    number = path.name.removeprefix("iter_")
-    if number.isdecimal() and int(number) != manifest.iteration:
-        damage.append(f"{path} holds iteration {manifest.iteration}: it was renamed or mixed up")
+    try:
+        check_number(path, manifest)
+    except CheckpointError as error:
+        damage.append(str(error))
+    # Every file, where loading stops at the first one: who restores them wants the whole list.
     for name, record in manifest.files.items():
         try:
             if with_checksums:
@@ -169,6 +176,7 @@ def _examine(path: Path, with_checksums: bool, on_bytes: Callable[[int], None]) 
                 verify_file(path / name, record, read=lambda _, crc32=expected: crc32)  # type: ignore[misc]
         except CheckpointError as error:
             damage.append(str(error))
+    # A damaged table of contents would contradict everything.
     contradictions = [] if damage else _examine_contents(path)
     return Condition(path, manifest.iteration, damage, len(manifest.files), _count_bytes(manifest), contradictions)
 
@@ -236,7 +244,8 @@ def _look_at_holders(diagnosis: Diagnosis) -> None:
             diagnosis.add(
                 "warning",
                 f"{name} belongs to {who}; whether that still runs cannot be seen from here",
-                "start the next run: it watches for a sign of life of the other for 20 s, and takes over without one",
+                "start the next run: it watches for a sign of life of the other for "
+                f"{PATIENCE_SECONDS:.0f} s, and takes over without one",
             )
     for entry in list_leftovers(root):
         size = format_bytes(sum(1.0 * size for size in _sizes(entry)))
@@ -292,6 +301,7 @@ def _look_around(diagnosis: Diagnosis) -> None:
     if foreign is not None:
         diagnosis.add("warning", f"{root} {foreign[0]}", foreign[1])
         return
+    # The commonest mistake: one level too high.
     below = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and saved_iterations(entry)]
     if below:
         diagnosis.add("warning", f"{root} holds no checkpoint itself, {below[0]} does", f"give {below[0]}")

@@ -336,12 +336,17 @@ def list_candidates(root: Path, problems: list[str]) -> list[Path]:
     return [iteration_directory(root, iteration) for iteration in iterations]
 
 
-def _verified(path: Path) -> FoundCheckpoint:
-    manifest = read_manifest(path)
+def check_number(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError where a checkpoint's directory has another iteration's name."""
     match = _ITERATION.fullmatch(path.name)
     # Loading it would continue with the wrong samples and learning rate, without any other sign.
     if match and int(match[1]) != manifest.iteration:
         raise CheckpointError(f"{path} holds iteration {manifest.iteration}: it was renamed or mixed up")
+
+
+def _verified(path: Path) -> FoundCheckpoint:
+    manifest = read_manifest(path)
+    check_number(path, manifest)
     verify_files(path, manifest)
     return FoundCheckpoint(path, manifest)
 

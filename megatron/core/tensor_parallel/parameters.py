@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -25,6 +26,12 @@ from megatron.core.errors import ConfigError
 from megatron.core.host_memory import require_host_memory
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Kind, Placement, Split, get_placement, place
+
+_LARGE_BYTES = 1 << 30
+_SMALLER = (
+    "divide the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size), or make it "
+    "smaller"
+)
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
 """Fills a full-size tensor in place, taking random numbers from the generator only."""
@@ -103,6 +110,11 @@ def declare_parameter(
         partial_grad_axes=tuple(partial_grad_axes),
         kind=kind,
     )
+    size = math.prod(placement.local_shape) * dtype.itemsize
+    # Asking takes some 0.1 ms; all parameters together are looked at before they are filled.
+    if size > _LARGE_BYTES and is_cpu(device or torch.get_default_device()):
+        shape = " x ".join(map(str, placement.local_shape))
+        require_host_memory(size, f"the {shape} elements of one parameter", _SMALLER)
     parameter = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
     place(parameter, placement)
     # Kept on the parameter, so that filling can wait until its global name is known.
@@ -130,8 +142,7 @@ def initialise_parameters(
     require_host_memory(
         on_host,
         "the parameters of this process",
-        "divide the model over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size), or make "
-        "it smaller",
+        _SMALLER,
     )
     for name, parameter in list_global_names(module):
         placement = get_placement(parameter, name)

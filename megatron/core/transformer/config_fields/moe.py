@@ -20,6 +20,10 @@ _AUXILIARY_LOSS = Needs(
 _SOFTMAX = Needs("--moe-router-score-function softmax", lambda run: run.moe_router_score_function == "softmax")
 _EXPERT_BIAS = Needs("--moe-router-enable-expert-bias", lambda run: run.moe_router_enable_expert_bias)
 _GROUP_TOPK = Needs("--moe-router-group-topk", lambda run: run.moe_router_group_topk is not None)
+_CHOICE_BY_SCORE = Needs(
+    "a --moe-router-load-balancing-type other than sinkhorn",
+    lambda run: "sinkhorn" not in run.moe_router_load_balancing_type,
+)
 _CAPACITY = Needs("--moe-expert-capacity-factor", lambda run: run.moe_expert_capacity_factor is not None)
 
 
@@ -60,13 +64,13 @@ class MoEFields(ArchitectureFields):
     to one."""
     moe_router_num_groups: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _GROUP_TOPK))
     """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
-    moe_router_group_topk: int | None = flag(None, minimum=1, kind="function", needs=_EXPERTS)
+    moe_router_group_topk: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _CHOICE_BY_SCORE))
     """Groups whose best experts score highest, to which a token is limited (DeepSeek-V2 and V3)."""
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), kind="numerics", needs=_EXPERTS)
     """Number format of the router's product; the model's when not given. Scores are float32 or wider in any case."""
-    moe_router_enable_expert_bias: bool = flag(False, kind="shape", needs=_EXPERTS)
+    moe_router_enable_expert_bias: bool = flag(False, kind="shape", needs=(_EXPERTS, _CHOICE_BY_SCORE))
     """Choose experts by score plus a bias that grows for experts with few tokens (Wang et al., 2024); the weights of
     the chosen ones are the scores without it."""
     moe_router_bias_update_rate: float = flag(1e-3, minimum=0, kind="numerics", needs=(_EXPERTS, _EXPERT_BIAS))
