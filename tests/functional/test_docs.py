@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.errors import MegatronError
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -84,3 +86,13 @@ def test_pictures_of_the_documentation_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} shows {target}, which does not exist"
+
+
+def test_the_page_on_training_has_every_exit_code() -> None:
+    def codes(kind: type[MegatronError]) -> set[int]:
+        return {kind.exit_code}.union(*(codes(below) for below in kind.__subclasses__()))
+
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| ([0-9]+) \|", text.split("| exit code | meaning |")[1].split("\n\n")[0], re.MULTILINE)
+    # Beside the errors: success, and what a shell reports of Ctrl-C.
+    assert set(map(int, listed)) == codes(MegatronError) | {0, 130}
