@@ -48,12 +48,13 @@ _LARGEST_COMMON_BYTES = 2**30
 
 _FLAT_OPTIMIZER = "optimizer.distributed."
 _LAYERS = re.compile(r"(?P<start>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
-_OUR_ENDINGS = (
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)"), r"input_layernorm.\1"),
-    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"pre_mlp_layernorm.\1"),
-    (re.compile(r"mlp\.experts\.experts\.(.+)"), r"mlp.experts.\1"),
+_BEGINNINGS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("mlp.experts.experts.", "mlp.experts."),
 )
-"""What follows the layer's number: upstream's, where a norm is part of the linear layer after it, and ours."""
+"""How what follows the layer's number begins: in upstream's names, where a norm is part of the linear layer after it,
+and in ours."""
 
 
 class SavedSlice(NamedTuple):
@@ -171,8 +172,10 @@ def _our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]
     if found is None:
         return [(key, None)]
     rest = found["rest"]
-    for theirs, ours in _OUR_ENDINGS:
-        rest = theirs.sub(ours, rest) if theirs.fullmatch(rest) else rest
+    for theirs, ours in _BEGINNINGS:
+        if rest.startswith(theirs):
+            rest = ours + rest.removeprefix(theirs)
+            break
     if found["number"] is not None:
         return [(f"{prefix}{found['start']}.{found['number']}.{rest}", None)]
     return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]

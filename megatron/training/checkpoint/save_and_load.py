@@ -13,10 +13,9 @@ lies and how it becomes visible is megatron.core.dist_checkpointing's business.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,12 @@ from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import read_all_ranks
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedStateDict,
-    ShardedTensor,
-    model_state,
-    optimizer_state,
-    whole_optimizer_state,
-)
 from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
-from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
 from megatron.core.paths import explain_no_directory
-from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import from_upstream, rng_state
 from megatron.training.checkpoint.differences import (
@@ -60,6 +50,12 @@ from megatron.training.checkpoint.differences import (
     find_changes,
     list_changes,
     refuse_another_function,
+)
+from megatron.training.checkpoint.run_tensors import (
+    build_sharded_model_state,
+    build_sharded_optimizer_state,
+    list_full_precision_weights,
+    select_tensors,
 )
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import STRICTNESS, CheckpointConfig
@@ -85,7 +81,7 @@ def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
     # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
-        tensors |= _build_sharded_optimizer_state(run)
+        tensors |= build_sharded_optimizer_state(run)
         state["optimizer"] = run.optimizer.state_dict()
         state["scheduler"] = run.scheduler.state_dict()
     if hooks := run.hooks.state_dict():
@@ -206,7 +202,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     # Asked before anything is loaded: a refusal must leave the run as it was.
     random_numbers = _read_rng_document(found, run) if with_rng else None
 
-    tensors = _select_tensors(run, with_optimizer=with_optimizer)
+    tensors = select_tensors(run, with_optimizer=with_optimizer)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
     _fill(run, found.path, changes, functools.partial(serialization.load, tensors, found, world))
@@ -298,7 +294,7 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
-    tensors = _select_tensors(run, with_optimizer=with_optimizer)
+    tensors = select_tensors(run, with_optimizer=with_optimizer)
     _fill(run, path, changes, functools.partial(read_upstream_tensors, path, tensors, world))
     if with_optimizer or settings.loads_main_params(run.config.model):
         run.optimizer.after_load()
@@ -312,9 +308,9 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
     model = build_sharded_model_state(run)
     # Stages hold different layers: what one does not know, another may.
     elsewhere = set().union(*all_gather_object(set(model), run.groups.pp))
-    tensors = _list_full_precision_weights(run)
+    tensors = list_full_precision_weights(run)
     if with_optimizer:
-        tensors = [*model.values(), *_build_sharded_optimizer_state(run).values()]
+        tensors = [*model.values(), *build_sharded_optimizer_state(run).values()]
 
     def fill() -> tuple[CommonState, int]:
         content = read_all_ranks(file, tensors, with_optimizer=with_optimizer)
@@ -374,68 +370,6 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
         what = explain_no_directory(root) or "holds no checkpoint"
         raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
     _restore(run, found, weights_only=True)
-
-
-# ---- the run as a checkpoint sees it
-
-
-def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
-    """The parameters of this process's pipeline chunks, or its slices of them.
-
-    main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
-    better for them; otherwise copies in the network's number format.
-    """
-    starts: dict[str, int] = {}
-    held: list[tuple[torch.Tensor, Placement]] = []
-    for chunk, parameter, placement in _iterate_placed_parameters(run):
-        data, start = chunk.get_held_part(parameter, main=main)
-        held.append((data, placement))
-        if start is not None:
-            starts[placement.name] = start
-    return model_state(held, starts)
-
-
-def _build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
-    placements = {placement.name: placement for _, _, placement in _iterate_placed_parameters(run)}
-    slices = run.optimizer.named_slices()
-    # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
-    starts = {name: found.start for name, found in slices.items() if not found.is_whole}
-    state = optimizer_state(run.optimizer.named_state(), placements, starts)
-    return state | whole_optimizer_state(run.optimizer.whole_state())
-
-
-def _select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:
-    """What to load, but for random-number states: with the optimizer's state, or with the main parameters of it, or the
-    parameters alone."""
-    if with_optimizer:
-        return build_sharded_model_state(run) | _build_sharded_optimizer_state(run)
-    if run.config.checkpoint.loads_main_params(run.config.model):
-        return build_sharded_model_state(run) | _select_main_params(run)
-    return build_sharded_model_state(run, main=True)
-
-
-def _select_main_params(run: Run) -> ShardedStateDict:
-    """The main parameters, where they are other memory than the parameters."""
-    state = _build_sharded_optimizer_state(run)
-    return {key: tensor for key, tensor in state.items() if tensor.fallback_key is not None}
-
-
-def _list_full_precision_weights(run: Run) -> list[ShardedTensor]:
-    """The parameters, and the main parameters behind them under the same names."""
-    main = _select_main_params(run).values()
-    return [
-        *build_sharded_model_state(run).values(),
-        *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main),
-    ]
-
-
-def _iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
-    """Yield the parameters, each with its chunk and its placement in the whole model."""
-    for chunk in run.model:
-        # With --overlap-param-gather a gather may still be under way, and the parameters old.
-        chunk.finish_param_sync()
-        for name, parameter in chunk.module.named_parameters():
-            yield chunk, parameter, get_placement(parameter, name)
 
 
 def _say(world: Group, sentence: str) -> None:

@@ -1,0 +1,80 @@
+"""The tensors of a run as a checkpoint sees them: parameters and optimizer state by key, each with its place in the
+whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    model_state,
+    optimizer_state,
+    whole_optimizer_state,
+)
+from megatron.core.distributed.model_chunk import ModelChunk
+from megatron.core.placement import Placement, get_placement
+from megatron.training.run import Run
+
+
+def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDict:
+    """The parameters of this process's pipeline chunks, or its slices of them.
+
+    main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
+    better for them; otherwise copies in the network's number format.
+    """
+    starts: dict[str, int] = {}
+    held: list[tuple[torch.Tensor, Placement]] = []
+    for chunk, parameter, placement in iterate_placed_parameters(run):
+        data, start = chunk.get_held_part(parameter, main=main)
+        held.append((data, placement))
+        if start is not None:
+            starts[placement.name] = start
+    return model_state(held, starts)
+
+
+def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
+    """The optimizer's tensors that this process keeps: whole shards, or its slices of them."""
+    placements = {placement.name: placement for _, _, placement in iterate_placed_parameters(run)}
+    slices = run.optimizer.named_slices()
+    # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
+    starts = {name: found.start for name, found in slices.items() if not found.is_whole}
+    state = optimizer_state(run.optimizer.named_state(), placements, starts)
+    return state | whole_optimizer_state(run.optimizer.whole_state())
+
+
+def select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:
+    """What to load, but for random-number states: with the optimizer's state, or with the main parameters of it, or the
+    parameters alone."""
+    if with_optimizer:
+        return build_sharded_model_state(run) | build_sharded_optimizer_state(run)
+    if run.config.checkpoint.loads_main_params(run.config.model):
+        return build_sharded_model_state(run) | _select_main_params(run)
+    return build_sharded_model_state(run, main=True)
+
+
+def _select_main_params(run: Run) -> ShardedStateDict:
+    """The main parameters, where they are other memory than the parameters."""
+    state = build_sharded_optimizer_state(run)
+    return {key: tensor for key, tensor in state.items() if tensor.fallback_key is not None}
+
+
+def list_full_precision_weights(run: Run) -> list[ShardedTensor]:
+    """The parameters, and the main parameters behind them under the same names."""
+    main = _select_main_params(run).values()
+    return [
+        *build_sharded_model_state(run).values(),
+        *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main),
+    ]
+
+
+def iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
+    """Yield the parameters, each with its chunk and its placement in the whole model."""
+    for chunk in run.model:
+        # With --overlap-param-gather a gather may still be under way, and the parameters old.
+        chunk.finish_param_sync()
+        for name, parameter in chunk.module.named_parameters():
+            yield chunk, parameter, get_placement(parameter, name)
