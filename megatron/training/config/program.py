@@ -16,6 +16,9 @@ class ProgramFlags(CheckedConfig):
 
     config: PathText | None = flag(None, metavar="FILE.yaml")
     """Read flags from a YAML file: flag names as keys, with - or _. The command line wins."""
+    preset: str | None = flag(None, metavar="NAME")
+    """Take the model's flags from a published model: llama3-8b, qwen3-30b-a3b, ... Flags that are given win. `list`
+    shows all, with their numbers of parameters."""
     print_config: bool = False
     """Check all flags for WORLD_SIZE processes, print every value with its source, and stop before touching data."""
     traceback: bool = False

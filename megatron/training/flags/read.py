@@ -38,6 +38,7 @@ from megatron.training.flags.parser import (
     program_flags,
     read_command_line,
 )
+from megatron.training.flags.preset import LIST, add_preset_flags, format_presets
 
 _LARGEST_WORLD = 10_000_000
 
@@ -80,6 +81,9 @@ def read_run_config(
         print(__version__)
         raise SystemExit(0)
     examination = examine(argv, environ, extra_flags)
+    if examination.program.preset == LIST:
+        print(format_presets(), end="")
+        raise SystemExit(0)
     if examination.problems:
         raise ConfigError([problem.text for problem in examination.problems])
     if examination.program.print_config:
@@ -100,7 +104,8 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
         read_yaml_config(path.value, parsed)
     # The command line is parsed first, to find --config, and merged last, to win.
     _merge(parsed, command_line)
-    # Only now: the file may name --load.
+    # Only now: the file may name a preset, and --load.
+    add_preset_flags(parsed)
     if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
