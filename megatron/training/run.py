@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.training.metrics import Metrics, Row
@@ -165,8 +166,11 @@ class Run:
     """Values for the log."""
     yardstick: Yardstick | None = None
     """What counts as 100 % for MFU; on the first rank, once training starts."""
-    save_lock: DirectoryLock | None = None
-    """The right to write into --save; on the first rank, until Hook.on_close."""
+    save_locks: list[DirectoryLock] = field(default_factory=list)
+    """The right to write into --save, and into another directory of checkpoints; on the first rank, until
+    Hook.on_close."""
+    loaded_from: Path | None = None
+    """The checkpoint that the run continues from; None for a run that starts afresh, or from weights alone."""
     saved_progress: Progress | None = None
     """How far the run was when its newest complete checkpoint was taken; that may be some steps ago."""
     tensorboard_writer: Any = None

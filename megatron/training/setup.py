@@ -61,18 +61,18 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     if config.logger.log_comm_volume:
         process = meter_groups(process, traffic, recipe)
     # Before anything that takes long: a --save that cannot be written, or that another run writes to.
-    save_lock = prepare_save(config.checkpoint, process.groups.world)
+    save_locks = prepare_save(config.checkpoint, process.groups.world)
     try:
         run = build_run(config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic)), *hooks])
-        run.save_lock = save_lock
+        run.save_locks = save_locks
         # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,
         # hooks.
         load_checkpoint(run)
         # A checkpoint says which sizes are passed already.
         check_batch_sizes(run)
     except BaseException:
-        if save_lock is not None:
-            save_lock.release()
+        for lock in save_locks:
+            lock.release()
         raise
     if config.validation.skip_train:
         run.progress.end_here()

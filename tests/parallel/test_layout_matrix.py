@@ -136,13 +136,21 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return style, root
 
 
+def list_cases(style: str, number: int) -> list[tuple[int, str]]:
+    """What a layout loads: (number of a layout, way) of all layouts, and of another one for each of the other ways."""
+    every, others = range(len(TABLE[style])), list(WAYS)[1:]
+    return [(before, "sync") for before in every] + [
+        (every[(number + distance) % len(every)], way) for distance, way in enumerate(others, start=1)
+    ]
+
+
 @pytest.mark.parametrize("number", range(max(map(len, TABLE.values()))))
 def test_a_layout_goes_on_from_the_checkpoints_of_all(saved: tuple[str, Path], number: int) -> None:
     style, root = saved
     if number >= len(TABLE[style]):
         pytest.skip("this style has fewer layouts")
     layout = TABLE[style][number]
-    cases = [(before, way) for before in range(len(TABLE[style])) for way in WAYS]
+    cases = list_cases(style, number)
     found = on(layout, go_on_from_each, style, layout, [f"{root}/{before}-{way}" for before, way in cases])
     expected = uninterrupted(style)[BEFORE:]
     assert expected[0] != expected[-1]

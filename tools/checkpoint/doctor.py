@@ -46,7 +46,8 @@ def print_diagnosis(diagnosis: Diagnosis, *, quick: bool) -> None:
     for condition in diagnosis.checkpoints:
         checked = "complete (sizes only)" if quick else "complete, checksums fit"
         state = "DAMAGED" if condition.damage or condition.contradictions else checked
-        print(f"  {condition.path.name:14} {condition.files:6} files {format_bytes(condition.bytes):>10}  {state}")
+        name, size = _name(diagnosis, condition.path), format_bytes(condition.bytes)
+        print(f"  {name:14} {condition.files:6} files {size:>10}  {state}")
     for finding in diagnosis.findings:
         print(f"\n{finding.level}: {finding.what}\n  what to do: {finding.remedy}")
     if diagnosis.checkpoints:
@@ -54,7 +55,12 @@ def print_diagnosis(diagnosis: Diagnosis, *, quick: bool) -> None:
         if diagnosis.chosen is None:
             print(f"A run with --load {diagnosis.root} finds nothing that it can load.")
         else:
-            print(f"A run with --load {diagnosis.root} continues from {diagnosis.chosen.name}.")
+            print(f"A run with --load {diagnosis.root} continues from {_name(diagnosis, diagnosis.chosen)}.")
+
+
+def _name(diagnosis: Diagnosis, checkpoint: Path) -> str:
+    """A checkpoint as seen from the directory that was asked about."""
+    return checkpoint.name if checkpoint == diagnosis.root else str(checkpoint.relative_to(diagnosis.root))
 
 
 @command_line

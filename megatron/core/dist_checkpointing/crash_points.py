@@ -65,7 +65,7 @@ CRASH_POINTS: Final[dict[str, CrashPoint]] = {
     "tracker-replace-flushed": CrashPoint("and that is on the device"),
     "earlier-removed": CrashPoint("what was moved aside is gone"),
     "save-done": CrashPoint("the save is complete on this rank", True),
-    "old-unmarked": CrashPoint("an older checkpoint to be removed has lost its manifest"),
+    "old-unmarked": CrashPoint("an older checkpoint to be removed has lost its name"),
     "old-removed": CrashPoint("it is gone"),
 }
 """Name -> where it is, in the order of a run that starts, saves and removes."""

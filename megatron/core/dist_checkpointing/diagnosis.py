@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatron.core.dist_checkpointing import non_persistent
 from megatron.core.dist_checkpointing.directory import (
     check_number,
     iteration_directory,
-    list_candidates,
     list_leftovers,
     saved_iterations,
 )
@@ -63,7 +63,7 @@ class Diagnosis:
 
     root: Path
     checkpoints: list[Condition] = field(default_factory=list)
-    """Oldest first."""
+    """Oldest first; before them those of `non_persistent`."""
     findings: list[Finding] = field(default_factory=list)
     chosen: Path | None = None
     """What --load takes; None where there is nothing that it can."""
@@ -146,10 +146,11 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
 
 
 def _checkpoint_directories(root: Path) -> list[Path]:
-    """Newest first."""
+    """Newest first; after them those that do not stay."""
     if (root / MANIFEST_NAME).exists():
         return [root]
-    return [iteration_directory(root, iteration) for iteration in saved_iterations(root)]
+    places = (root, root / non_persistent.DIRECTORY_NAME)
+    return [iteration_directory(place, iteration) for place in places for iteration in saved_iterations(place)]
 
 
 def _count_bytes(manifest: Manifest) -> int:
@@ -212,10 +213,16 @@ def _report_damage(diagnosis: Diagnosis) -> None:
 def _look_at_root(diagnosis: Diagnosis, good: set[Path]) -> None:
     root = diagnosis.root
     oddities: list[str] = []
-    diagnosis.chosen = next((path for path in list_candidates(root, oddities) if path in good), None)
-    newest = max(good, default=None, key=lambda path: path.name)
+    candidates = non_persistent.list_all_candidates(root, root / non_persistent.DIRECTORY_NAME, oddities)
+    diagnosis.chosen = next((path for path in candidates if path in good), None)
+    # Whether one that does not stay is newer is not a question of numbers.
+    newest = max((path for path in good if path.parent == root), default=None, key=lambda path: path.name)
+    if diagnosis.chosen is not None and diagnosis.chosen.parent != root:
+        newest = None
     for oddity in oddities:
-        follow = "" if newest is None else f", and the next save writes it anew; a run loads {diagnosis.chosen}"
+        follow = (
+            "" if diagnosis.chosen is None else f", and the next save writes it anew; a run loads {diagnosis.chosen}"
+        )
         diagnosis.add("warning", oddity, f"the tracker is only a hint{follow}")
     if diagnosis.chosen is not None and newest is not None and newest != diagnosis.chosen and not oddities:
         diagnosis.add(
@@ -247,7 +254,8 @@ def _look_at_holders(diagnosis: Diagnosis) -> None:
                 "start the next run: it watches for a sign of life of the other for "
                 f"{PATIENCE_SECONDS:.0f} s, and takes over without one",
             )
-    for entry in list_leftovers(root):
+    others = root / non_persistent.DIRECTORY_NAME
+    for entry in list_leftovers(root) + (list_leftovers(others) if others.is_dir() else []):
         size = format_bytes(sum(1.0 * size for size in _sizes(entry)))
         if is_in_use:
             diagnosis.add("note", f"{entry.name} ({size}) is a save under way", "leave it alone")

@@ -104,39 +104,41 @@ def list_superseded(root: Path, newest: int, keep_last: int) -> list[int]:
 
 
 def remove_checkpoint(root: Path, iteration: int) -> None:
-    """Remove an old checkpoint, first what makes it one; a link to one stays, and what it leads to. Raises
-    StorageError."""
+    """Remove an old checkpoint; a link to one stays, and what it leads to. Raises StorageError."""
     path = iteration_directory(root, iteration)
     if path.is_symlink():
         return
     with storage_errors(f"removing {path}"):
-        # Without its manifest the directory is no checkpoint any more, should we be interrupted halfway through.
-        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        # Under the name of a leftover it is no checkpoint any more, and should we be interrupted halfway through, the
+        # next start removes the rest.
+        doomed = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+        os.rename(path, doomed)
         reach("old-unmarked")
-        shutil.rmtree(path)
+        shutil.rmtree(doomed)
     reach("old-removed")
 
 
 # ---- saving
 
 
-def make_save_directory(root: Path) -> None:
-    """Make --save where it does not exist yet. Raises ConfigError where it is no directory and cannot be made one."""
+def make_save_directory(root: Path, flag: str = "--save") -> None:
+    """Make the directory that a flag names where it does not exist yet. Raises ConfigError where it is no directory and
+    cannot be made one."""
     problem = explain_unmakeable_directory(root)
     if problem is not None:
-        raise ConfigError(f"--save {root} {problem}")
-    with refuse_unwritable(root):
+        raise ConfigError(f"{flag} {root} {problem}")
+    with refuse_unwritable(root, flag):
         root.mkdir(exist_ok=True)
 
 
 @contextlib.contextmanager
-def refuse_unwritable(root: Path) -> Iterator[None]:
+def refuse_unwritable(root: Path, flag: str = "--save") -> Iterator[None]:
     """Turn an OSError inside into a ConfigError: permissions, read-only mounts and quotas are known for certain only by
     writing."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"--save {root} cannot be written to: {error.strerror or error}") from error
+        raise ConfigError(f"{flag} {root} cannot be written to: {error.strerror or error}") from error
 
 
 def settle_leftovers(root: Path) -> list[str]:
@@ -300,7 +302,16 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint
             raise CheckpointError(f"--ckpt-step {iteration}: {path} does not exist; saved iterations: {saved}")
         return _verified(path)
     skipped: list[str] = []
-    for path in list_candidates(root, skipped):
+    return take_first_good(root, list_candidates(root, skipped), skipped)
+
+
+def take_first_good(root: Path, candidates: list[Path], skipped: list[str]) -> FoundCheckpoint | None:
+    """The first of the candidates that is complete and undamaged; None where there are none.
+
+    skipped: what is odd about the directory; why a candidate was not taken is added. Raises CheckpointError when there
+    are checkpoints but none can be loaded.
+    """
+    for path in candidates:
         try:
             found = _verified(path)
         except CheckpointError as error:

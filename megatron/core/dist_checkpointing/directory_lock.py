@@ -124,6 +124,10 @@ class DirectoryLock:
         threading.Thread(target=_beat, args=arguments, name="save-lock", daemon=True).start()
         self._end = weakref.finalize(self, _release, *arguments)
 
+    def covers(self, path: Path) -> bool:
+        """Whether it is the lock of this directory: of itself, or of one that it is in."""
+        return path == self.root or self.root in path.parents
+
     def check(self) -> None:
         """Raise StorageError when another run has taken the directory over, as it may while this process is stopped."""
         if _is_ours(self.path, self.holder):

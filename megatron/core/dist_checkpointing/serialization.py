@@ -159,7 +159,13 @@ def gather_documents(
 def find(root: Path, iteration: int | None, group: Group) -> FoundCheckpoint | None:
     """The checkpoint to load, as the first member of `group` finds it (see find_checkpoint); all members must see
     it."""
-    found = on_first_rank(group, lambda: find_checkpoint(root, iteration))
+    return agree(lambda: find_checkpoint(root, iteration), group)
+
+
+def agree(look: Callable[[], FoundCheckpoint | None], group: Group) -> FoundCheckpoint | None:
+    """What `look` finds on the first member of `group`, on every one; raises CheckpointError where one does not see
+    it."""
+    found = on_first_rank(group, look)
     if found is not None:
         on_every_rank(group, lambda: _check_same(found, group.rank()))
     return found

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
@@ -67,11 +67,14 @@ STATE, RNG, CONFIG = "state", "rng", "config"
 # ---- saving
 
 
-def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
+def save_checkpoint(
+    run: Run, saver: AsyncSaver | None = None, *, non_persistent_root: Path | None = None
+) -> Path | None:
     """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
 
-    saver: only begin it, return None, and let this one go on while training does. Raises StorageError on every rank
-    when the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
+    saver: only begin it, return None, and let this one go on while training does. non_persistent_root: save there
+    instead. Raises StorageError on every rank when the disk is full or fails, or another run has taken the directory
+    over; earlier checkpoints stay as they are.
     """
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
@@ -90,13 +93,17 @@ def save_checkpoint(run: Run, saver: AsyncSaver | None = None) -> Path | None:
     if not settings.no_save_rng:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
         documents[RNG] = rng_state.build_rng_document(world, describe_layout(run.groups.grid))
+    root = Path(settings.save)
+    if non_persistent_root is not None:
+        documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
+        root = non_persistent_root
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     save = serialization.save if saver is None else saver.start
     reach("state-gathered")
     path = save(
-        tensors, Path(settings.save), run.progress.iteration, documents=documents, attachments=attachments, group=world,
-        lock=run.save_lock,
+        tensors, root, run.progress.iteration, documents=documents, attachments=attachments, group=world,
+        lock=next((lock for lock in run.save_locks if lock.covers(root)), None),
     )  # fmt: skip
     if path is not None:
         reach("save-done")
@@ -109,29 +116,51 @@ def convert_checkpoint(run: Run) -> None:
     _say(run.groups.world, f"converted {run.config.checkpoint.load} to {path}; nothing is trained")
 
 
-def prepare_save(settings: CheckpointConfig, world: Group) -> DirectoryLock | None:
-    """Before training: can checkpoints be saved? Also finishes or removes what a crash left in --save.
+def find_non_persistent_directory(settings: CheckpointConfig, root: str) -> Path:
+    """Where the checkpoints lie of which only the newest stays, for --save or --load `root`."""
+    given = settings.non_persistent_global_ckpt_dir
+    return Path(root) / non_persistent.DIRECTORY_NAME if given is None else Path(given)
 
-    Returns the lock of --save on the first rank, None on the others and without --save. Raises on every rank
-    ConfigError when --save is a file, cannot be made or cannot be written to, TemporaryError when another run has it.
+
+def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock]:
+    """Before training: can checkpoints be saved? Also finishes or removes what a crash left in their directories.
+
+    Returns the locks of these directories on the first rank, none on the others and without --save. Raises on every
+    rank ConfigError when one is a file, cannot be made or cannot be written to, TemporaryError when another run has it.
     """
     if settings.save is None:
-        return None
+        return []
     root = Path(settings.save)
     locks: list[DirectoryLock] = []
+
+    def take(directory: Path, flag: str) -> list[str]:
+        make_save_directory(directory, flag)
+        with refuse_unwritable(directory, flag):
+            locks.append(DirectoryLock(directory, lambda sentence: _say(world, sentence)))
+            # Only now: before, what looks like a leftover may be the save of a run that goes on.
+            return [f"{directory}: {done}" for done in settle_leftovers(directory)]
 
     def prepare() -> list[str]:
         if settings.ckpt_convert_save is not None:
             make_save_directory(Path(settings.ckpt_convert_save))
-        make_save_directory(root)
-        with refuse_unwritable(root):
-            locks.append(DirectoryLock(root, lambda sentence: _say(world, sentence)))
-            # Only now: before, what looks like a leftover may be the save of a run that goes on.
-            return settle_leftovers(root)
+        done = take(root, "--save")
+        own = find_non_persistent_directory(settings, str(root))
+        if settings.non_persistent_global_ckpt_dir is None:
+            # It belongs to whoever has --save. An earlier run may have left something in it.
+            with refuse_unwritable(own):
+                if settings.saves_non_persistent:
+                    own.mkdir(exist_ok=True)
+                return done + ([f"{own}: {what}" for what in settle_leftovers(own)] if own.is_dir() else [])
+        return done + (take(own, "--non-persistent-global-ckpt-dir") if settings.saves_non_persistent else [])
 
-    for done in on_first_rank(world, prepare):
-        _say(world, f"{root}: {done}")
-    return locks[0] if locks else None
+    try:
+        for done in on_first_rank(world, prepare):
+            _say(world, done)
+    except BaseException:
+        for lock in locks:
+            lock.release()
+        raise
+    return locks
 
 
 # ---- loading
@@ -145,11 +174,12 @@ def load_checkpoint(run: Run) -> None:
     """
     settings, world = run.config.checkpoint, run.groups.world
     if settings.load is not None:
-        root = Path(settings.load)
-        if _restore_upstream(run, root, settings.ckpt_step, weights_only=settings.finetune):
+        root, step = Path(settings.load), settings.ckpt_step
+        other = find_non_persistent_directory(settings, settings.load)
+        if _restore_upstream(run, root, step, weights_only=settings.finetune, non_persistent_root=other):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
-        found = serialization.find(root, settings.ckpt_step, world)
+        found = serialization.agree(lambda: non_persistent.find_newest(root, other, step), world)
         if found is not None:
             _restore(run, found, weights_only=settings.finetune)
             _override_iteration(run, settings.override_ckpt_iteration)
@@ -223,6 +253,7 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     if weights_only:
         _say(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
         return
+    run.loaded_from = found.path
     run.progress.load_state_dict(state["progress"])
     run.hooks.load_state_dict(state.get("hooks", {}))  # older checkpoints have none
     _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples")
@@ -267,11 +298,17 @@ def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: 
             _warn(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
 
 
-def _restore_upstream(run: Run, root: Path, iteration: int | None, *, weights_only: bool) -> bool:
+def _restore_upstream(
+    run: Run, root: Path, iteration: int | None, *, weights_only: bool, non_persistent_root: Path | None = None
+) -> bool:
     """Continue from a checkpoint that upstream wrote, where `root` holds one; whether it does."""
     world = run.groups.world
 
     def find() -> tuple[Path | None, Path | None]:
+        if iteration is None and non_persistent_root is not None:
+            newest = non_persistent.list_all_candidates(root, non_persistent_root, [])[:1]
+            if newest and newest[0].parent == non_persistent_root:
+                return None, None
         found = find_upstream_checkpoint(root, iteration)
         # Beside checkpoints of ours an older one of upstream's counts only where it is asked for.
         has_ours = iteration is None and any(root.glob(f"iter_*/{MANIFEST_NAME}"))

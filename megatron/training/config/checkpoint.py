@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,6 +64,18 @@ class CheckpointConfig(CheckedConfig):
     keep_last: int | None = flag(None, minimum=1, unit="checkpoints", needs=_SAVING)
     """Keep this many of the newest complete checkpoints, beside those that --save-retain-interval keeps. All stay when
     neither is given."""
+    non_persistent_save_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
+    """Iterations between checkpoints of which only the newest stays, beside those of --save-interval. Where both are
+    due, the latter alone is saved."""
+    non_persistent_ckpt_type: str | None = flag(
+        None,
+        choices=("global", "local", "in_memory"),
+        unsupported_choices=("local", "in_memory"),
+        needs=Needs("--non-persistent-save-interval", lambda run: run.non_persistent_save_interval is not None),
+    )
+    """global: they are checkpoints like the others, in a directory that all ranks share."""
+    non_persistent_global_ckpt_dir: PathText | None = None
+    """That directory, for saving and for loading; `non_persistent` in --save, and in --load, when not given."""
     async_save: bool = flag(False, needs=_SAVING)
     """Save while training goes on: it stands still only while tensors are copied into host memory."""
     use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)
@@ -150,6 +163,11 @@ class CheckpointConfig(CheckedConfig):
     override_model_settings: bool = flag(False, needs=_LOADING)
     """Go on with this run's value of a setting that changes what the loaded weights compute, such as --rotary-base."""
 
+    @property
+    def saves_non_persistent(self) -> bool:
+        """Whether there are checkpoints of which only the newest stays."""
+        return self.save is not None and self.non_persistent_save_interval is not None
+
     def loads_main_params(self, model: TransformerConfig) -> bool:
         """Whether main parameters are loaded where the optimizer's state is not. The same on all ranks: what follows
         from it is collective."""
@@ -164,7 +182,14 @@ class CheckpointConfig(CheckedConfig):
                 f"{self.say('save_retain_interval')} is not a multiple of {self.say('save_interval')}; "
                 f"use {name_multiples(kept, interval)}"
             )
-        for name in ("save", "load", "pretrained_checkpoint", "ckpt_convert_save"):
+        if self.non_persistent_save_interval is not None and self.non_persistent_ckpt_type is None:
+            yield f"{self.say('non_persistent_save_interval')} needs --non-persistent-ckpt-type global"
+        other = self.non_persistent_global_ckpt_dir
+        # Of all that is in it only the newest stays.
+        if other is not None and self.save is not None and os.path.realpath(other) == os.path.realpath(self.save):
+            yield f"{self.say('non_persistent_global_ckpt_dir')} is also --save; give it a directory of its own"
+        paths = ("save", "load", "pretrained_checkpoint", "ckpt_convert_save", "non_persistent_global_ckpt_dir")
+        for name in paths:
             path = getattr(self, name)
             # As a path it would be a local directory called "s3:".
             if path is not None and "://" in path:

@@ -1,4 +1,5 @@
-"""When checkpoints are saved: every --save-interval iterations, and at the end of the run."""
+"""When checkpoints are saved, and which of them stay: every --save-interval iterations and at the end of the run, and
+in between those of --non-persistent-save-interval."""
 
 from __future__ import annotations
 
@@ -9,16 +10,56 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
-from megatron.core.dist_checkpointing.directory import list_superseded, remove_checkpoint, saved_iterations
+from megatron.core.dist_checkpointing.directory import (
+    latest_iteration,
+    list_superseded,
+    remove_checkpoint,
+    saved_iterations,
+)
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save_and_load import find_non_persistent_directory, save_checkpoint
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
 
 _PATIENCE_SECONDS = 60.0
 """How long a run that ends with an error waits for ranks that may be gone, so that its last save comes to an end."""
+
+
+class _Series:
+    """The checkpoints of one directory: when they are saved, and which of them stay."""
+
+    def __init__(self, root: Path, interval: int | None, *, retain: int | None = None, keep_last: int | None = None):
+        self.root, self.interval = root, interval
+        self._retain, self._keep_last = retain, keep_last
+        self.saved_iteration = 0
+        """The newest of this run."""
+        self._foreign: set[int] = set()
+        """Iterations that the directory held before, where this run does not continue from there."""
+
+    def begin(self, *, is_ours: bool, saved_iteration: int, loaded_iteration: int) -> None:
+        """Before the first step. is_ours: this run goes on from what is in the directory."""
+        self.saved_iteration = saved_iteration
+        if not is_ours:
+            self._foreign = {loaded_iteration, *saved_iterations(self.root)}
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether this iteration is to be saved here."""
+        return self.interval is not None and iteration % self.interval == 0
+
+    def note_saved(self, iteration: int) -> list[int]:
+        """A checkpoint has become visible: the iterations that need not stay."""
+        before, self.saved_iteration = self.saved_iteration, iteration
+        # An iteration that was here before is replaced by now.
+        self._foreign.discard(iteration)
+        if self._keep_last is not None:
+            found = list_superseded(self.root, iteration, self._keep_last)
+        else:
+            found = [] if self._retain is None else [before]
+        # What another run has saved, and the checkpoint that was loaded from elsewhere, are not ours to remove.
+        ours = [iteration for iteration in found if iteration not in self._foreign]
+        return [iteration for iteration in ours if self._retain is None or iteration % self._retain]
 
 
 class CheckpointHook(Hook):
@@ -30,11 +71,18 @@ class CheckpointHook(Hook):
     def __init__(self, settings: CheckpointConfig) -> None:
         assert settings.save is not None
         self.settings = settings
-        self._root = Path(settings.save)
-        self.interval = settings.save_interval
-        self._saved_iteration = 0
-        self._foreign: set[int] = set()
-        """Iterations that --save held before, where this run does not continue from there."""
+        self._persistent = _Series(
+            Path(settings.save),
+            settings.save_interval,
+            retain=settings.save_retain_interval,
+            keep_last=settings.keep_last,
+        )
+        self._non_persistent: _Series | None = None
+        if settings.saves_non_persistent:
+            root = find_non_persistent_directory(settings, settings.save)
+            self._non_persistent = _Series(root, settings.non_persistent_save_interval, keep_last=1)
+        self._under_way = self._persistent
+        """Of which series the save under way, or the last one, is."""
         self._saver: AsyncSaver | None = None
         """With --async-save, from on_train_start to on_close."""
         self._snapshot_of = Progress(0)
@@ -47,17 +95,22 @@ class CheckpointHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Note what --load has restored: it need not be saved again."""
-        self._saved_iteration = run.progress.iteration
-        settings = self.settings
-        if settings.load is None or Path(settings.load).resolve() != self._root.resolve():
-            self._foreign = {run.progress.iteration, *saved_iterations(self._root)}
+        settings, done = self.settings, run.progress.iteration
+        is_ours = settings.load is not None and Path(settings.load).resolve() == self._persistent.root.resolve()
+        others = find_non_persistent_directory(settings, settings.load or "")
+        # What lies only where it does not stay has yet to be saved.
+        is_saved = run.loaded_from is None or run.loaded_from.parent != others
+        saved = done if is_saved or not is_ours else latest_iteration(self._persistent.root) or 0
+        self._persistent.begin(is_ours=is_ours, saved_iteration=saved, loaded_iteration=done)
+        if self._non_persistent is not None:
+            self._non_persistent.begin(is_ours=is_ours, saved_iteration=0, loaded_iteration=done)
         if not settings.async_save:
             return
         process = None
         if settings.use_persistent_ckpt_worker:
             process = WriterProcess(settings.async_ckpt_cpu_priority, settings.async_ckpt_io_priority)
         self._saver = AsyncSaver(process)
-        if self.interval is not None and not run.progress.finished:
+        if (self._persistent.interval or self._non_persistent) and not run.progress.finished:
             # What hinders it is reported with the first checkpoint.
             with contextlib.suppress(StorageError):
                 self._saver.prepare()
@@ -66,18 +119,24 @@ class CheckpointHook(Hook):
         """Save every --save-interval iterations; where the disk refuses, print the error and go on."""
         if self._saver is not None:
             self._settle(run, self._saver.poll())
-        if self.interval is not None and run.progress.iteration % self.interval == 0:
-            try:
-                self._save(run)
-            except StorageError as error:
-                _report_unsaved(run, run.progress.iteration, error)
+        series = self._persistent
+        if not series.is_due(run.progress.iteration):
+            # The end of a run is saved for good at once.
+            is_last = run.progress.finished or run.stop_reason is not None
+            if self._non_persistent is None or is_last or not self._non_persistent.is_due(run.progress.iteration):
+                return
+            series = self._non_persistent
+        try:
+            self._save(run, series)
+        except StorageError as error:
+            _report_unsaved(run, run.progress.iteration, error)
 
     def on_train_end(self, run: Run) -> None:
         """Save the last iteration, unless it has been. Raises StorageError when that fails."""
         self._settle(run, self._await_together(run))
-        if self._saved_iteration == run.progress.iteration:
+        if self._persistent.saved_iteration == run.progress.iteration:
             return
-        self._save(run)
+        self._save(run, self._persistent)
         if (outcome := self._await_together(run)) is not None:
             self._note_saved(run, outcome.check(), outcome)
 
@@ -88,17 +147,19 @@ class CheckpointHook(Hook):
                 self._settle(run, self._saver.wait(_PATIENCE_SECONDS))
                 self._saver.close()
         finally:
-            if run.save_lock is not None:
-                run.save_lock.release()
+            for lock in run.save_locks:
+                lock.release()
 
-    def _save(self, run: Run) -> None:
+    def _save(self, run: Run, series: _Series) -> None:
         """Save, or begin to where training need not wait. Raises StorageError."""
         run.read_metrics()  # a step that has failed is found out before its weights are saved
         if self._saver is not None:
             self._settle(run, self._saver.wait())
-        self._snapshot_of = dataclasses.replace(run.progress)
+        self._snapshot_of, self._under_way = dataclasses.replace(run.progress), series
         started_at = time.monotonic()
-        path = save_checkpoint(run, self._saver)
+        path = save_checkpoint(
+            run, self._saver, non_persistent_root=None if series is self._persistent else series.root
+        )
         if path is not None:
             elapsed = time.monotonic() - started_at
             self._note_saved(run, path, Outcome(run.progress.iteration, path, None, elapsed, elapsed))
@@ -122,35 +183,18 @@ class CheckpointHook(Hook):
             _report_unsaved(run, outcome.iteration, error)
 
     def _note_saved(self, run: Run, path: Path, outcome: Outcome) -> None:
-        # The previous checkpoint goes only when this one is complete.
-        before, self._saved_iteration = self._saved_iteration, outcome.iteration
         run.saved_progress = self._snapshot_of
         if run.is_first_rank:
             stall = f", training waited {outcome.stalled_seconds:.2f} s" if self._saver is not None else ""
             say(f"checkpoint: saved {path} in {outcome.elapsed_seconds:.2f} s{stall}")
         run.hooks.on_save(run)
-        # An iteration that was here before is replaced by now.
-        self._foreign.discard(outcome.iteration)
-        self._remove(run, outcome.iteration, before)
-
-    def _remove(self, run: Run, newest: int, before: int) -> None:
-        """With --save-retain-interval or --keep-last, the checkpoints that need not stay now that there is a newest."""
-        if run.is_first_rank:
-            for iteration in self._list_removable(newest, before):
-                try:
-                    remove_checkpoint(self._root, iteration)
-                except StorageError as error:
-                    report_error(StorageError(f"iteration {iteration} was not removed: {error}; training goes on"))
-
-    def _list_removable(self, newest: int, before: int) -> list[int]:
-        retain, keep_last = self.settings.save_retain_interval, self.settings.keep_last
-        if keep_last is not None:
-            found = list_superseded(self._root, newest, keep_last)
-        else:
-            found = [] if retain is None else [before]
-        # What another run has saved, and the checkpoint that was loaded from elsewhere, are not ours to remove.
-        ours = [iteration for iteration in found if iteration not in self._foreign]
-        return [iteration for iteration in ours if retain is None or iteration % retain]
+        # The previous checkpoint goes only when this one is complete.
+        superfluous = self._under_way.note_saved(outcome.iteration)
+        for iteration in superfluous if run.is_first_rank else ():
+            try:
+                remove_checkpoint(self._under_way.root, iteration)
+            except StorageError as error:
+                report_error(StorageError(f"iteration {iteration} was not removed: {error}; training goes on"))
 
 
 def _report_unsaved(run: Run, iteration: int, error: StorageError) -> None:

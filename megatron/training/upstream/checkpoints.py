@@ -22,7 +22,7 @@ from megatron.training.hooks.dispatch import Hooks
 from megatron.training.run import Progress
 
 isfile = os.path.isfile
-_LOCK = "_save_lock"
+_LOCKS = "_save_locks"
 
 
 # Upstream's functions are handed pieces; a whole Run, with data, does not exist in a loop of one's own.
@@ -36,7 +36,8 @@ class _Parts:
     optimizer: Any
     scheduler: Any
     progress: Progress
-    save_lock: DirectoryLock | None = None
+    save_locks: list[DirectoryLock] = field(default_factory=list)
+    loaded_from: Path | None = None
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
     """Empty: a loop of one's own does itself what hooks do."""
 
@@ -64,9 +65,9 @@ def save_checkpoint(
         consumed = build_batch_size_calculator(args.run_config).count_samples(iteration)
     parts.progress.consumed_train_samples = consumed
     # Held from the first save to the end of the process: a loop of one's own does not say when it is over.
-    if not hasattr(args, _LOCK):
-        setattr(args, _LOCK, save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world))
-    parts.save_lock = getattr(args, _LOCK)
+    if not hasattr(args, _LOCKS):
+        setattr(args, _LOCKS, save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world))
+    parts.save_locks = getattr(args, _LOCKS)
     path = save_and_load.save_checkpoint(parts)  # type: ignore[arg-type]
     assert path is not None, "without a saver it is complete when the function returns"
     return path
