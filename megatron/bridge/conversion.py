@@ -5,7 +5,7 @@ source.
     import:  their tensors, as they are written, are joined to ours;   export: ours are split
     verify:  the result is read again and taken apart in the other direction, and must be the source, bit for bit
 
-Tensors are made one by one, when they are written. On import, torch's writer keeps them until its file is complete.
+Tensors are made one by one, when they are written, and none is kept.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
 
 The result has averaged weights, settings and tokenizer of the newest one, and no optimizer state: load it with
 `--load averaged --finetune`, or with `--load averaged --no-load-optim --no-load-rng`. Every file is verified by its
-checksum first. The averaged weights are in memory until they are written, with what is needed beside them about 2.2
-times their size; the sources never are whole.
+checksum first. Tensors are read, averaged and written one after the other, so that no model is ever whole in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Weights averaged over several checkpoints of one run, as a checkpoint of weights alone.
 
 The average of the last few is often better than the last (Izmailov et al. 2018, "Averaging weights leads to wider
-optima"). Tensors are read and averaged one after the other, but torch's writer keeps each until its file is complete:
-in memory are the averaged weights, and a few copies of one tensor.
+optima"). Tensors are read, averaged and written one after the other: in memory are a few copies of one of them.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class _AveragedTensor(ShardedTensor):
             values = source.read()
             self.on_bytes(values.nbytes)
             used.add_(values if self.valid_rows is None else values[: self.valid_rows], alpha=share)
+            del values  # before the next one is read
         return total.to(self.dtype)
 
 

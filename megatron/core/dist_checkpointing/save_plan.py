@@ -55,8 +55,8 @@ class ShardSavePlanner(SavePlanner):
         return dataclasses.replace(new_plan, items=sorted(new_plan.items, key=_full_bytes))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The tensor of a box, contiguous."""
-        return self.find_block(write_item).contiguous()
+        """The values of a box: a view of this process's tensor."""
+        return self.find_block(write_item)
 
     def find_block(self, write_item: WriteItem) -> torch.Tensor:
         """The part of this process's tensor that a box is: a view."""

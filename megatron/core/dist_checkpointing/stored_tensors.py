@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manife
 from megatron.core.dist_checkpointing.mapping import RNG_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT, read_document
+from megatron.core.dist_checkpointing.shard_files import SavedBox, read_box
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
@@ -172,20 +173,22 @@ class _Shards:
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         for chunk in self.entry.chunks:
-            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-            yield box, self._read_chunk(chunk)
+            yield tuple(zip(chunk.offsets, chunk.sizes, strict=True)), self._read_chunk(chunk)
 
     def read(self) -> Tensor:
         full = torch.empty(self.shape, dtype=self.dtype)
         covered = 0
-        for box, values in self.boxes():
-            full[tuple(slice(start, start + length) for start, length in box)] = values
-            covered += values.numel()
+        for chunk in self.entry.chunks:
+            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+            place = full[tuple(slice(start, start + length) for start, length in box)]
+            self._read_chunk(chunk, place)
+            covered += place.numel()
         if covered != full.numel():
             raise CheckpointError(f"{self.directory}: {self.key}: {covered} of {full.numel()} elements are saved")
         return full
 
-    def _read_chunk(self, chunk: ChunkStorageMetadata) -> Tensor:
+    def _read_chunk(self, chunk: ChunkStorageMetadata, target: Tensor | None = None) -> Tensor:
+        """Fill `target`, by default a new tensor, with a box, and return it."""
         stored = self.metadata.storage_data.get(MetadataIndex(self.key, chunk.offsets))
         if stored is None:
             raise CheckpointError(f"{self.directory}: {self.key}: the box at {tuple(chunk.offsets)} lies in no file")
@@ -197,17 +200,18 @@ class _Shards:
             )
         path = self.directory / name
         try:
-            with open(path, "rb") as file:
-                file.seek(stored.offset)
-                content = file.read(stored.length)
-            values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            with io.FileIO(path) as file:
+                # Where a damaged table of contents makes the box longer than any memory, this is what fails.
+                target = torch.empty(chunk.sizes, dtype=self.dtype) if target is None else target
+                box = SavedBox(stored.offset, stored.length, self.dtype, tuple(chunk.sizes))
+                read_box(file, box, [0] * len(chunk.sizes), target)
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # a damaged archive may raise anything
             raise CheckpointError(f"{path} is damaged: {self.key} cannot be read ({type(error).__name__})") from None
-        if not isinstance(values, Tensor) or values.shape != chunk.sizes:
-            raise CheckpointError(f"{path} is damaged: {self.key} is not there in the shape {tuple(chunk.sizes)}")
-        return values
+        return target
 
 
 # ---- torch

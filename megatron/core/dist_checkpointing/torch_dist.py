@@ -1,9 +1,10 @@
 """Tensors on disk in the format of torch.distributed.checkpoint (DCP): `.metadata` and one `__<rank>_0.distcp` per
 process.
 
-What is added to torch's own reader and writer:
+Files and plans are torch's; what is different from its own reader and writer:
+- values are written and read in slices, and never all of a file's at once (shard_files.py);
 - each file's checksum is computed while it is written, for the manifest;
-- a full or failing disk is reported with its path instead of as "unexpected pos 704 vs 598";
+- a full or failing disk is reported with its path;
 - `.metadata` is a pickle: it is read by an unpickler that knows only what belongs there.
 """
 
@@ -16,20 +17,21 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
@@ -37,6 +39,7 @@ from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.dist_checkpointing.shard_files import BoxSource, SavedBox, read_box, write_boxes
 from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import CheckpointError, MegatronError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
@@ -52,13 +55,6 @@ class WritePlan:
     """The boxes that this process writes."""
     contents: Metadata | None
     """The table of contents without places in files; on the first process only."""
-
-
-class BoxSource(Protocol):
-    """Where the values of boxes are found: all that torch's writer asks of a planner."""
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The tensor of a box, contiguous."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> d
 def plan_write(directory: Path, planner: ShardSavePlanner, tensors: ShardedStateDict, group: Group) -> WritePlan:
     """Divide the writing among the members of `group`, which all call this. Raises CheckpointError on every member
     where the boxes do not make up the tensors."""
-    writer = _RecordingWriter(directory)
+    writer = _ContentsWriter(directory)
     contents: list[Metadata] = []
 
     def plan_own() -> SavePlan:
@@ -115,17 +111,17 @@ def plan_write(directory: Path, planner: ShardSavePlanner, tensors: ShardedState
 
 
 def write_share(directory: Path, share: SavePlan, source: BoxSource) -> Written:
-    """Write and flush the boxes of one process. Raises OSError, and whatever torch raises."""
-    # A snapshot is in the host's memory already: copying ahead from a device would only wait for training.
-    writer = _RecordingWriter(directory, copies_ahead=isinstance(source, ShardSavePlanner))
-    results: list[WriteResult] = writer.write_data(share, cast(SavePlanner, source)).value()
-    return Written(results, writer.files.records)
+    """Write and flush the boxes of one process. Raises OSError."""
+    # As torch's own writer calls it, which has given each process a prefix.
+    path = directory / f"{share.storage_data.prefix}0{DEFAULT_SUFFIX}"
+    results, record = write_boxes(path, share.items, source)
+    return Written(results, {path.name: record})
 
 
 def write_contents(directory: Path, plan: WritePlan, results: list[list[WriteResult]]) -> dict[str, FileRecord]:
     """On the first process: write the table of contents, given what all processes have written. Raises OSError."""
     assert plan.contents is not None, "only the first process of a group has the table of contents"
-    writer = _RecordingWriter(directory)
+    writer = _ContentsWriter(directory)
     names = {name: name for name in plan.contents.state_dict_metadata}
     writer.finish(plan.contents, [[_renew(result, names) for result in share] for share in results])
     return writer.files.records
@@ -168,7 +164,7 @@ def read_upstream_tensors(
 
 
 def _read(directory: Path, tensors: ShardedStateDict, group: Group, planner: ShardLoadPlanner) -> KeyReport:
-    reader = _KnownReader(directory)
+    reader = _BoxReader(directory)
     with _dcp_errors("reading", directory), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=_torch_group(group),
@@ -182,8 +178,6 @@ class _ChecksumWriter(io.BufferedWriter):
     torch writes through C++, which turns an OSError into another exception without its text.
     """
 
-    crash_point = "shard"
-    """What the names of the crash points of this file begin with (crash_points.py)."""
     crc32 = 0
     bytes_written = 0
     error: OSError | None = None
@@ -197,7 +191,7 @@ class _ChecksumWriter(io.BufferedWriter):
         # While the bytes are at hand: reading the file again for its checksum would double the traffic.
         self.crc32 = zlib.crc32(data, self.crc32)
         self.bytes_written += count
-        reach(f"{self.crash_point}-begun")
+        reach("metadata-begun")
         return count
 
 
@@ -217,14 +211,12 @@ class _RecordingFileSystem(FileSystem):
         file: _ChecksumWriter | None = None
         try:
             with _ChecksumWriter(io.FileIO(path, "xb")) as file:
-                if Path(path).name.startswith(METADATA_NAME):
-                    file.crash_point = "metadata"
-                reach(f"{file.crash_point}-created")
+                reach("metadata-created")
                 yield file
-                if not file.closed:  # shards are synced and closed by now; of `.metadata` torch syncs an unflushed file
-                    file.flush()
-                    os.fsync(file.fileno())
-                reach(f"{file.crash_point}-flushed")
+                # torch has synced a file that was not flushed.
+                file.flush()
+                os.fsync(file.fileno())
+                reach("metadata-flushed")
         except Exception as error:
             # torch's C++ writer turns "No space left on device" into an exception about positions; the stream remembers
             # the real one.
@@ -242,16 +234,12 @@ class _RecordingFileSystem(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-class _RecordingWriter(FileSystemWriter):
-    def __init__(self, directory: Path, *, copies_ahead: bool = True) -> None:
-        super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
-        if not copies_ahead:
-            self.per_thread_copy_ahead = 0
-        self.fs = self.files = _RecordingFileSystem()
+class _ContentsWriter(FileSystemWriter):
+    """torch's writer of the table of contents; values are written by shard_files.py."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        with self._first_error():
-            return super().write_data(plan, planner)
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self.fs = self.files = _RecordingFileSystem()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._first_error():
@@ -270,23 +258,53 @@ class _RecordingWriter(FileSystemWriter):
         return StorageMeta()
 
 
-class _KnownReader(FileSystemReader):
-    """Reads `.metadata` safely, and opens only files that lie in the checkpoint's own directory."""
+class _BoxReader(FileSystemReader):
+    """Reads `.metadata` safely, and from files in the checkpoint's own directory only what is asked for."""
 
     def read_metadata(self) -> Metadata:
         metadata = read_metadata(Path(self.path) / METADATA_NAME)
         metadata.storage_meta = StorageMeta()
         return metadata
 
+    def set_up_storage_reader(self, metadata: Metadata, *arguments: Any, **options: Any) -> None:
+        super().set_up_storage_reader(metadata, *arguments, **options)
+        self.metadata = metadata
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        boxes = _list_boxes(self.metadata, {item.storage_index.fqn for item in plan.items})
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            name = self.storage_data[item.storage_index].relative_path
+            name = boxes[item.storage_index][0]
             # A table of contents may come from anywhere: "../../etc/passwd" is not read.
             if Path(name).name != name:
                 raise CheckpointError(
                     f"{self.path}: the table of contents names the file {name!r} outside of it; refused"
                 )
-        return super().read_data(plan, planner)
+            by_file.setdefault(name, []).append(item)
+        for name, items in by_file.items():
+            with io.FileIO(Path(self.path) / name) as file:
+                # From start to end, as a disk reads fastest.
+                for item in sorted(items, key=lambda item: boxes[item.storage_index][1].start):
+                    target = planner.resolve_tensor(item).detach()
+                    read_box(file, boxes[item.storage_index][1], item.storage_offsets, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _list_boxes(metadata: Metadata, keys: Collection[str]) -> dict[MetadataIndex, tuple[str, SavedBox]]:
+    """File and place of each saved box of these tensors."""
+    boxes = {}
+    for key in keys:
+        tensor = metadata.state_dict_metadata[key]
+        assert isinstance(tensor, TensorStorageMetadata), f"{key} is no tensor"
+        for chunk in tensor.chunks:
+            index = MetadataIndex(key, chunk.offsets)
+            place = metadata.storage_data[index]
+            box = SavedBox(place.offset, place.length, tensor.properties.dtype, tuple(chunk.sizes))
+            boxes[index] = place.relative_path, box
+    return boxes
 
 
 def _ranks(group: Group) -> _DistWrapper:

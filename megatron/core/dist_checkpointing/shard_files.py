@@ -1,0 +1,263 @@
+"""The file of tensors that one process writes, `__<rank>_0.distcp`: the boxes of its share, each in an archive of its
+own (tensor_archives.py), one behind the other.
+
+Values go from where they lie into the file, and from the file to where they belong. Where that is one stretch of host
+memory, nothing lies in between; otherwise, as on a GPU, a buffer of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.core import device
+from megatron.core.dist_checkpointing.checksums import combine_crc32
+from megatron.core.dist_checkpointing.crash_points import reach
+from megatron.core.dist_checkpointing.durable import begin_flush
+from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
+from megatron.core.errors import CheckpointError
+
+_PIECE_BYTES = 16 << 20
+_SMALL_BYTES = 256 << 10
+"""Below, handing a piece to another thread takes longer than its checksum."""
+_FLUSH_BYTES = 32 << 20
+_SHORTEST_READ_BYTES = 256 << 10
+"""Of rows of which less is wanted, all is read: a disk takes as long for a few bytes."""
+
+
+class BoxSource(Protocol):
+    """Where the values of boxes are found."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The values of a box, on any device and with any strides; asked for when they are written."""
+
+
+# ---- writing
+
+
+def write_boxes(path: Path, items: Sequence[WriteItem], source: BoxSource) -> tuple[list[WriteResult], FileRecord]:
+    """Write a new file and flush it to the device; returns where in it each box lies, and its record.
+
+    Raises OSError, with the file's name.
+    """
+    buffer = torch.empty(0, dtype=torch.uint8)
+    results = []
+    try:
+        # The threads end before the file is closed, whose number might then be another file's.
+        with io.BufferedWriter(io.FileIO(path, "xb")) as file, ThreadPoolExecutor(2) as threads:
+            reach("shard-created")
+            shard = _Shard(file, threads)
+            for item in items:
+                values = source.resolve_data(item).detach()
+                if not _is_memory(values) and len(buffer) < min(values.nbytes, _PIECE_BYTES):
+                    buffer = torch.empty(min(values.nbytes, _PIECE_BYTES), dtype=torch.uint8)
+                start = shard.num_bytes
+                shard.put_archive(values, buffer)
+                # Of a tensor that was made for this, and of its memory, nothing is left when the next one is.
+                del values
+                length = shard.num_bytes - start
+                results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+            file.flush()
+            os.fsync(file.fileno())
+        reach("shard-flushed")
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+    return results, FileRecord(shard.num_bytes, shard.crc32)
+
+
+class _Shard:
+    """What has been written so far, and its checksum."""
+
+    def __init__(self, file: io.BufferedWriter[io.FileIO], threads: ThreadPoolExecutor) -> None:
+        self._file, self._threads = file, threads
+        self.num_bytes, self.crc32 = 0, 0
+        self._flushed_bytes = 0
+
+    def put_archive(self, values: Tensor, buffer: Tensor) -> None:
+        """Write a tensor. buffer: see _pieces."""
+        head = render_head(values.dtype, values.shape)
+        self._put(head.content)
+        crc32, count = 0, 0
+        for piece in _pieces(values, buffer):
+            crc32, count = combine_crc32(crc32, self._put(piece), len(piece)), count + len(piece)
+        self._put(render_tail(head, crc32))
+
+    def _put(self, data: bytes | memoryview) -> int:
+        """Write, and return the checksum of the data alone."""
+        if len(data) < _SMALL_BYTES:
+            crc32 = zlib.crc32(data)
+            self._file.write(data)
+        else:
+            # While the bytes are at hand, and beside writing them: neither holds up the other.
+            later = self._threads.submit(zlib.crc32, data)
+            self._file.write(data)
+            crc32 = later.result()
+        self.crc32 = combine_crc32(self.crc32, crc32, len(data))
+        self.num_bytes += len(data)
+        # The device is busy from the start, instead of only when all has been written.
+        if self.num_bytes - self._flushed_bytes >= _FLUSH_BYTES:
+            unflushed = self.num_bytes - self._flushed_bytes
+            self._threads.submit(begin_flush, self._file.fileno(), self._flushed_bytes, unflushed)
+            self._flushed_bytes = self.num_bytes
+        reach("shard-begun")
+        return crc32
+
+
+def _is_memory(values: Tensor) -> bool:
+    """Whether the values are one stretch of host memory."""
+    return device.is_cpu(values) and values.is_contiguous()
+
+
+def _flatten(values: Tensor) -> Tensor:
+    """A stretch of host memory as bytes [num_bytes], uint8."""
+    # Dimensions of one element may have any stride, which view() and reshape() keep.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+
+
+def _pieces(values: Tensor, buffer: Tensor) -> Iterator[memoryview]:
+    """The values row by row, at most 16 MiB at once. buffer: where they are copied if they are no stretch of host
+    memory; each piece is then gone with the next."""
+    if _is_memory(values):
+        yield from (_bytes_of(part) for part in _flatten(values).split(_PIECE_BYTES))
+        return
+    for part in _split(values, len(buffer)):
+        place = buffer[: part.nbytes]
+        place.view(part.dtype).view(part.shape).copy_(part)
+        yield _bytes_of(place)
+
+
+def _split(values: Tensor, most_bytes: int, itemsize: int | None = None) -> Iterator[Tensor]:
+    """Views of consecutive values, row by row, each of so many bytes at most.
+
+    itemsize: bytes of each value, if not those of its own number format.
+    """
+    itemsize = itemsize or values.itemsize
+    if values.numel() * itemsize <= most_bytes:
+        yield values
+    elif len(values) == 1:
+        yield from _split(values[0], most_bytes, itemsize)
+    else:
+        rows = max(1, most_bytes * len(values) // (values.numel() * itemsize))
+        for part in values.split(rows):
+            yield from _split(part, most_bytes, itemsize)
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.numpy().data
+
+
+# ---- reading
+
+
+class SavedBox(NamedTuple):
+    """A box in a file."""
+
+    start: int
+    """Of its archive."""
+    length: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_box(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
+    """Fill `target`, on any device, of any strides and number format, with the part of a box that begins at `offsets`.
+
+    Raises OSError, CheckpointError where the file does not hold such a box, and what torch raises where a damaged
+    archive is none of torch's.
+    """
+    if len(target.shape) != len(box.shape) or any(
+        not 0 <= first <= first + count <= size
+        for first, count, size in zip(offsets, target.shape, box.shape, strict=True)
+    ):
+        raise CheckpointError(
+            f"{file.name!s}: the box at byte {box.start} is {box.shape}; elements {tuple(target.shape)} from "
+            f"{tuple(offsets)} on are not in it"
+        )
+    if not target.numel():
+        return
+    values = find_values(file, box.start, box.length, box.dtype, box.shape)
+    if values is None:
+        _read_other(file, box, offsets, target)
+        return
+
+    def read(position: int, memory: Tensor) -> None:
+        """Fill memory [bytes], uint8."""
+        _read_exactly(file, values + position, memory)
+
+    _BoxReader(read, box.dtype).fill(0, box.shape, offsets, target)
+
+
+def _read_exactly(file: io.FileIO, position: int, memory: Tensor) -> None:
+    file.seek(position)
+    view = _bytes_of(memory)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise CheckpointError(f"{file.name!s} ends {len(view)} bytes too early; its table of contents says more")
+        view = view[count:]
+
+
+def _read_other(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
+    """The same from any archive that torch reads, with the whole box in memory."""
+    file.seek(box.start)
+    content = torch.load(io.BytesIO(file.read(box.length)), map_location="cpu", weights_only=True)
+    if not isinstance(content, Tensor) or tuple(content.shape) != box.shape:
+        raise CheckpointError(f"{file.name!s}: no tensor of shape {box.shape} lies at byte {box.start}")
+    target.copy_(content[tuple(slice(first, first + n) for first, n in zip(offsets, target.shape, strict=True))])
+
+
+class _BoxReader:
+    """Reads parts of a box whose values lie row by row. Positions count bytes from its first value."""
+
+    def __init__(self, read: Callable[[int, Tensor], None], dtype: torch.dtype) -> None:
+        self._read, self._dtype = read, dtype
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, position: int, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
+        """Fill `target` with the part at `offsets` of an array of this shape that begins at `position`."""
+        row_bytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
+        if tuple(target.shape[1:]) == tuple(shape[1:]):
+            self._fill_stretch(position + (offsets[0] * row_bytes if offsets else 0), target)
+            return
+        wanted_bytes = target[0].numel() * self._dtype.itemsize
+        if row_bytes > _PIECE_BYTES or wanted_bytes >= _SHORTEST_READ_BYTES:
+            for row in range(len(target)):
+                self.fill(position + (offsets[0] + row) * row_bytes, shape[1:], offsets[1:], target[row])
+            return
+        rows = _PIECE_BYTES // row_bytes
+        wanted = tuple(slice(first, first + n) for first, n in zip(offsets[1:], target.shape[1:], strict=True))
+        for first in range(0, len(target), rows):
+            part = target[first : first + rows]
+            whole = self._take(position + (offsets[0] + first) * row_bytes, (len(part), *shape[1:]))
+            part.copy_(whole[(slice(None), *wanted)])
+
+    def _fill_stretch(self, position: int, target: Tensor) -> None:
+        """Fill `target` with values that follow each other in the file."""
+        if _is_memory(target) and target.dtype == self._dtype:
+            self._read(position, _flatten(target))
+            return
+        for part in _split(target, _PIECE_BYTES, self._dtype.itemsize):
+            part.copy_(self._take(position, part.shape))
+            position += part.numel() * self._dtype.itemsize
+
+    def _take(self, position: int, shape: Sequence[int]) -> Tensor:
+        """Values that follow each other in the file, in memory that the next ones take."""
+        num_bytes = torch.Size(shape).numel() * self._dtype.itemsize
+        if len(self._memory) < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        place = self._memory[:num_bytes]
+        self._read(position, place)
+        return place.view(self._dtype).view(torch.Size(shape))
