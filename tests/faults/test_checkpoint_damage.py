@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.legacy import read_legacy_weights
+from megatron.core.dist_checkpointing.legacy import read_rank_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, record_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
@@ -188,5 +188,5 @@ def test_L13_malicious_torch_file_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model_optim_rng.pt"
     torch.save({"model": {"weight": torch.ones(2)}, "args": gadgets(canary)[name]}, path)
     with pytest.raises(CheckpointError, match="refused class|cannot be loaded"):
-        read_legacy_weights(path)
+        read_rank_file(path)
     assert canary.read_text() == "alive"

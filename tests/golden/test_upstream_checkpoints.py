@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_legacy_weights
+from megatron.core.dist_checkpointing.legacy import find_legacy_file
+from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.errors import CheckpointError
 from tests.unit.tiny_training import differing, prepare, values
@@ -34,7 +35,7 @@ def upstream(golden_dir: Path) -> Path:
 def weights(upstream: Path) -> dict[str, torch.Tensor]:
     path = find_legacy_file(upstream)
     assert path is not None
-    return read_legacy_weights(path).tensors
+    return {name: tensor.read() for name, tensor in open_legacy(path).tensors.items()}
 
 
 @pytest.mark.flags("--pretrained-checkpoint")
@@ -99,9 +100,9 @@ def test_places_and_nestings(tmp_path: Path, names: tuple[str, ...], where: str)
     torch.save({**nested(weights, *names), **({"iteration": 3} if names else {})}, path)
     found = find_legacy_file(tmp_path)
     assert found == path
-    tensors, ignored, common = read_legacy_weights(path)
-    assert list(tensors) == ["a.weight"] and len(ignored) == 2
-    assert common.iteration == (3 if names else 0)
+    opened = open_legacy(path)
+    assert list(opened.tensors) == ["a.weight"] and len(opened.ignored) == 2
+    assert opened.common.iteration == (3 if names else 0)
 
 
 def test_tracker_decides_between_checkpoints(tmp_path: Path) -> None:
@@ -129,8 +130,13 @@ def test_several_ranks_that_do_not_belong_together_are_refused(tmp_path: Path) -
         ({}, "its settings do not say tensor_model_parallel_size; merge it"),
         ({"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1}, "holds the files of 2 ranks"),
         (
-            {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 2},
-            "was written with expert_model_parallel_size 2",
+            {
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "expert_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 2,
+            },
+            "was written with expert_tensor_parallel_size 2 and tensor_model_parallel_size 1",
         ),
     ):
         save(**settings)
@@ -207,7 +213,7 @@ def test_files_of_several_ranks_are_joined(tp: int, pp: int, upstream: Path, tmp
 def test_the_listing_of_two_ranks_has_these_shards(upstream: Path, golden_dir: Path) -> None:
     source = find_legacy_file(upstream)
     assert source is not None
-    weights = read_legacy_weights(source).tensors
+    weights = {name: tensor.read() for name, tensor in open_legacy(source).tensors.items()}
     listed = json.loads((golden_dir / "ckpt" / "b_tp2_torch.json").read_text())["model_optim_rng.pt"]["model"]
     for name, tensor in weights.items():
         assert listed[name] == f"Tensor{list(take_shard(name, tensor, 0, 2).shape)} torch.float32", name
@@ -224,4 +230,4 @@ def test_damaged_upstream_file(tmp_path: Path, upstream: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(length)
         with pytest.raises(CheckpointError, match="model_optim_rng.pt"):
-            read_legacy_weights(path)
+            open_legacy(path)

@@ -33,6 +33,14 @@ def on_every_rank(group: Group, action: Callable[[], T]) -> list[T]:
     return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
+def with_everyone(group: Group, action: Callable[[], T]) -> T:
+    """Do it everywhere, and go on with one's own result, which does not travel, once all have done it. The first error
+    that anybody had is raised everywhere."""
+    results: list[T] = []
+    on_every_rank(group, lambda: results.append(action()))
+    return results[0]
+
+
 def _attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return action(), None

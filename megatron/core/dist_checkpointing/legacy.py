@@ -14,17 +14,21 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, parse_common_state
 from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
 from megatron.core.errors import CheckpointError
 
 FILE_NAME = "model_optim_rng.pt"
+_REFUSAL = "pass --no-load-optim or --finetune"
+_IGNORED = re.compile(r"_extra_state|\.local_tokens_per_expert$|\.inv_freq$")
+_UNTRAINED = re.compile(r"\.expert_bias$")
+"""Weights that no optimizer updates."""
 _NESTINGS = ("model", "state_dict", "module")
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\."
@@ -56,71 +60,111 @@ def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
     return None
 
 
-class LegacyWeights(NamedTuple):
-    """The full tensors of a file."""
+class RankFile(NamedTuple):
+    """What the file of one rank holds. Its tensors are mapped, and read when they are used."""
 
-    tensors: dict[str, Tensor]
-    """Upstream's parameter name -> the full tensor, on the CPU; its optimizer state under the keys of mapping.py."""
+    chunks: list[dict[str, Tensor]]
+    """The weights of each model chunk by upstream's names, layers counted from 0; several where the pipeline is
+    interleaved."""
+    state: list[dict[str, dict[str, Tensor]]]
+    """For each chunk the optimizer's state that is shaped like the weights: kind -> name -> tensor."""
     ignored: list[str]
-    """Names beside them that have no place here: `_extra_state`."""
+    """Names beside the weights that have no place here: `_extra_state`."""
+    has_flat_state: bool
+    """Whether the optimizer's tensors lie in a file of their own, distrib_optim.pt."""
     common: CommonState
     """What is no tensor."""
 
 
-def read_legacy_weights(path: Path, *, with_optimizer: bool = False) -> LegacyWeights:
-    """The weights in a file, and the optimizer's state.
+def read_rank_file(path: Path, *, with_optimizer: bool = False) -> RankFile:
+    """The weights in a rank's file, and the optimizer's state.
 
     Raises CheckpointError when the file is damaged, names a class we do not know, or has no state that can be used.
     """
     content = read_restricted(path, str(path), mmap=True)
     # mmap: tensors are read from the file when they are copied, so the whole model is never in memory twice.
-    weights = _innermost(content)
-    if weights is None:
+    saved = _list_chunks(content)
+    if not saved:
         raise CheckpointError(f"{path} holds no weights; expected {{'model': {{name: tensor}}}}")
-    ignored = [name for name, value in weights.items() if "_extra_state" in name or not isinstance(value, Tensor)]
-    kept = {name.removeprefix("module."): value for name, value in weights.items() if name not in ignored}
+    chunks: list[dict[str, Tensor]] = []
+    ignored: list[str] = []
+    for weights in saved:
+        useless = [name for name, value in weights.items() if _IGNORED.search(name) or not isinstance(value, Tensor)]
+        chunks.append({n.removeprefix("module."): value for n, value in weights.items() if n not in useless})
+        ignored += useless
     # Weights may stand in a file of their own, without anything beside them.
-    common = parse_common_state({} if weights is content else content, str(path))
+    common = parse_common_state({} if saved[0] is content else content, str(path))
+    optimizer = content.get("optimizer") if with_optimizer else None
+    if with_optimizer and optimizer is None:
+        raise CheckpointError(f"{path} holds no optimizer state; {_REFUSAL}")
+    inner = [wrapped.get("optimizer", wrapped) for wrapped in _list_optimizers(optimizer)]
+    # The distributed optimizer leaves its parameter groups here, and no state.
+    is_flat = bool(inner) and not any(isinstance(each, dict) and "state" in each for each in inner)
     try:
-        state = _name_optimizer_state(content.get("optimizer"), kept, path) if with_optimizer else {}
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        state = _name_optimizer_state(optimizer, chunks, path) if with_optimizer and not is_flat else []
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path}: the optimizer state is not as upstream writes it ({error!r})") from None
-    return LegacyWeights(_with_stacked_experts(kept | state, path), ignored, common)
+    return RankFile(chunks, state or [{} for _ in chunks], ignored, is_flat, common)
 
 
-def _name_optimizer_state(optimizer: Any, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors by key; upstream numbers the parameters group by group, in the model's order.
+def _list_chunks(content: Any) -> list[dict[str, Any]]:
+    """The dictionaries of weights: `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
+    if isinstance(content, dict) and isinstance(content.get("model0"), dict):
+        found: list[dict[str, Any]] = []
+        while isinstance(chunk := content.get(f"model{len(found)}"), dict):
+            found.append(chunk)
+        return found
+    innermost = _innermost(content)
+    return [] if innermost is None else [innermost]
 
-    A group holds the parameters with weight decay, or the vectors, which have none.
+
+def _list_optimizers(optimizer: Any) -> list[dict[str, Any]]:
+    """Of the experts' own there is a second one."""
+    return [each for each in (optimizer if isinstance(optimizer, list) else [optimizer]) if isinstance(each, dict)]
+
+
+def _name_optimizer_state(
+    optimizer: Any, chunks: list[dict[str, Tensor]], path: Path
+) -> list[dict[str, dict[str, Tensor]]]:
+    """The optimizer's tensors by chunk, kind and name; upstream numbers the parameters group by group, in the model's
+    order, chunk after chunk.
+
+    A group holds the parameters with weight decay, or the vectors, which have none; of experts it may be another.
     """
-    refusal = "pass --no-load-optim or --finetune"
-    if not isinstance(optimizer, dict):
-        raise CheckpointError(f"{path} holds no optimizer state; {refusal}")
-    main = optimizer.get("fp32_from_fp16_params")
-    inner = optimizer.get("optimizer", optimizer)  # mixed precision wraps it
-    if not isinstance(inner, dict) or not isinstance(inner.get("state"), dict):
-        raise CheckpointError(f"{path}: the state of upstream's distributed optimizer lies elsewhere; {refusal}")
-    found: dict[str, Tensor] = {}
-    for number, group in enumerate(inner["param_groups"]):
-        names = [name for name, tensor in weights.items() if _is_undecayed(name, tensor) == (group["wd_mult"] == 0)]
-        if len(names) != len(group["params"]):
-            raise CheckpointError(
-                f"{path}: group {number} of the optimizer has {len(group['params'])} parameters, the weights that "
-                f"belong there are {len(names)}; {refusal}"
-            )
-        kinds = [dict(inner["state"].get(index, {})) for index in group["params"]]
-        for position, (name, state) in enumerate(zip(names, kinds, strict=True)):
-            state.pop("step", None)
-            if main is not None:
-                state["fp32_param"] = main[number][position]
-            for kind, tensor in state.items():
-                if tensor.shape != weights[name].shape:
-                    raise CheckpointError(
-                        f"{path}: {kind} of {name} is {tuple(tensor.shape)}, the weight is "
-                        f"{tuple(weights[name].shape)}; {refusal}"
-                    )
-                found[f"{OPTIMIZER_PREFIX}{kind}.{name}"] = tensor
+    found: list[dict[str, dict[str, Tensor]]] = [defaultdict(dict) for _ in chunks]
+    places = [(chunk, name) for chunk, weights in enumerate(chunks) for name in weights if not _UNTRAINED.search(name)]
+    optimizers = _list_optimizers(optimizer)
+    inner = [wrapped.get("optimizer", wrapped) for wrapped in optimizers]
+    groups_of_all = [group for each in inner for group in each["param_groups"]]
+    splits_experts = any(group.get("is_expert_parallel") for group in groups_of_all)
+    for wrapped, each in zip(optimizers, inner, strict=True):
+        main = wrapped.get("fp32_from_fp16_params")  # mixed precision wraps the optimizer
+        for number, group in enumerate(each["param_groups"]):
+            mine = [
+                (chunk, name)
+                for chunk, name in places
+                if _is_undecayed(name, chunks[chunk][name]) == (group["wd_mult"] == 0)
+                and (not splits_experts or (".experts." in name) == bool(group.get("is_expert_parallel")))
+            ]
+            if len(mine) != len(group["params"]):
+                raise CheckpointError(
+                    f"{path}: group {number} of the optimizer has {len(group['params'])} parameters, the weights that "
+                    f"belong there are {len(mine)}; {_REFUSAL}"
+                )
+            for position, ((chunk, name), index) in enumerate(zip(mine, group["params"], strict=True)):
+                state = dict(each["state"].get(index, {}))
+                state.pop("step", None)
+                if main is not None:
+                    state["fp32_param"] = main[number][position]
+                for kind, tensor in state.items():
+                    _check_shape(tensor, chunks[chunk][name], f"{path}: {kind} of {name}")
+                    found[chunk][kind][name] = tensor
     return found
+
+
+def _check_shape(tensor: Tensor, weight: Tensor, what: str) -> None:
+    if tensor.shape != weight.shape:
+        raise CheckpointError(f"{what} is {tuple(tensor.shape)}, the weight is {tuple(weight.shape)}; {_REFUSAL}")
 
 
 def _is_undecayed(name: str, tensor: Tensor) -> bool:
@@ -128,37 +172,35 @@ def _is_undecayed(name: str, tensor: Tensor) -> bool:
     return tensor.dim() == 1 or name.endswith(".bias")
 
 
-def _with_stacked_experts(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The same with one tensor [experts, ...] in place of each expert's own."""
-    others, by_name = {}, defaultdict[str, dict[int, Tensor]](dict)
-    for name, tensor in weights.items():
-        found = _EXPERT.fullmatch(name)
-        if found is None:
-            others[name] = tensor
-            continue
-        number, part = found["number"] or found["grouped_number"], found["part"] or found["grouped_part"]
-        by_name[f"{found['experts']}.{part}"][int(number)] = tensor
-    for name, experts in by_name.items():
-        # Experts are numbered from 0 without gaps; a gap means that the file is one rank's part of them.
-        missing = sorted(set(range(max(experts) + 1)) - set(experts))
-        if missing or len({tensor.shape for tensor in experts.values()}) > 1:
-            what = f"expert {missing[0]} is missing" if missing else "the experts differ in shape"
-            raise CheckpointError(f"{path} cannot be used: {name}: {what}")
-        others[name] = torch.stack([experts[number] for number in range(len(experts))])
-    return others
+class ExpertName(NamedTuple):
+    """One expert's tensor as a part of the stack of all."""
+
+    stack: str
+    number: int
+    """Among the experts of its rank."""
+
+
+def parse_expert_name(name: str) -> ExpertName | None:
+    """The expert that a tensor of upstream's belongs to; None where it is no expert's."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return None
+    number, part = found["number"] or found["grouped_number"], found["part"] or found["grouped_part"]
+    return ExpertName(f"{found['experts']}.{part}", int(number))
 
 
 def fill_from_full(
-    tensors: Iterable[ShardedTensor], weights: Mapping[str, Tensor], elsewhere: Collection[str] = ()
+    tensors: Iterable[ShardedTensor], weights: Mapping[str, LazyTensor], elsewhere: Collection[str] = ()
 ) -> None:
-    """Copy full tensors into this process's shards, converted to their number format.
+    """Copy full tensors into this process's shards, converted to their number format; one of them is in memory at a
+    time.
 
     elsewhere: names that other processes hold. Raises ModelMismatchError that lists every name and shape which does not
     fit.
     """
     tensors = list(tensors)
     problems = []
-    sources: dict[str, Tensor] = {}
+    sources: dict[str, LazyTensor] = {}
     for tensor in tensors:
         keys = (key for key in (tensor.key, tensor.fallback_key) if key is not None and key in weights)
         key = next(keys, None)
@@ -166,15 +208,15 @@ def fill_from_full(
             problems.append(f"{tensor.key} is missing (the model's shape is {tensor.global_shape})")
             continue
         sources[tensor.key] = weights[key]
-        if not fits(tensor, tuple(weights[key].shape), None):
-            found = tuple(weights[key].shape)
+        if not fits(tensor, weights[key].shape, None):
+            found = weights[key].shape
             problems.append(f"{tensor.key} is {found} in the checkpoint, {tensor.global_shape} in the model")
     parameters = {name for name in weights if not name.startswith(OPTIMIZER_PREFIX)}
     unknown = sorted(parameters - {tensor.key for tensor in tensors} - set(elsewhere))
     problems += [f"{name} is in the checkpoint only" for name in unknown]
     refuse_mismatch(problems)
     for tensor in tensors:
-        _fill(tensor, sources[tensor.key])
+        _fill(tensor, sources[tensor.key].read())
 
 
 def _fill(tensor: ShardedTensor, full: Tensor) -> None:

@@ -6,14 +6,13 @@
             ...
         full = tensor.read()                    # or the whole of it
 
-Reads our checkpoints, upstream's `torch_dist` ones and upstream's `torch` ones of one model-parallel rank. In memory is
-what was asked for: a box, or a tensor. Nothing is executed from a pickle: tables of contents go through safe_pickle.py,
-tensors through torch's restricted unpickler.
+Reads our checkpoints and upstream's, `torch_dist` and `torch` ones of any layout. In memory is what was asked for: a
+box, or a tensor. Nothing is executed from a pickle: tables of contents go through safe_pickle.py, tensors through
+torch's restricted unpickler.
 """
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,19 +23,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 
 from megatron.core.dist_checkpointing.directory import find_directory, saved_iterations
-from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_legacy_weights
+from megatron.core.dist_checkpointing.legacy import find_legacy_file
+from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
 from megatron.core.dist_checkpointing.mapping import RNG_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT, read_document
-from megatron.core.dist_checkpointing.shard_files import SavedBox, read_box
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
@@ -173,77 +171,47 @@ class _Shards:
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         for chunk in self.entry.chunks:
-            yield tuple(zip(chunk.offsets, chunk.sizes, strict=True)), self._read_chunk(chunk)
+            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+            yield box, BoxReader(self.directory, self.metadata).read_chunk(self.key, chunk)
 
     def read(self) -> Tensor:
-        full = torch.empty(self.shape, dtype=self.dtype)
-        covered = 0
-        for chunk in self.entry.chunks:
-            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-            place = full[tuple(slice(start, start + length) for start, length in box)]
-            self._read_chunk(chunk, place)
-            covered += place.numel()
-        if covered != full.numel():
-            raise CheckpointError(f"{self.directory}: {self.key}: {covered} of {full.numel()} elements are saved")
-        return full
-
-    def _read_chunk(self, chunk: ChunkStorageMetadata, target: Tensor | None = None) -> Tensor:
-        """Fill `target`, by default a new tensor, with a box, and return it."""
-        stored = self.metadata.storage_data.get(MetadataIndex(self.key, chunk.offsets))
-        if stored is None:
-            raise CheckpointError(f"{self.directory}: {self.key}: the box at {tuple(chunk.offsets)} lies in no file")
-        name = stored.relative_path
-        # A table of contents may come from anywhere: "../../etc/passwd" is not read.
-        if Path(name).name != name:
-            raise CheckpointError(
-                f"{self.directory}: the table of contents names the file {name!r} outside of it; refused"
-            )
-        path = self.directory / name
-        try:
-            with io.FileIO(path) as file:
-                # Where a damaged table of contents makes the box longer than any memory, this is what fails.
-                target = torch.empty(chunk.sizes, dtype=self.dtype) if target is None else target
-                box = SavedBox(stored.offset, stored.length, self.dtype, tuple(chunk.sizes))
-                read_box(file, box, [0] * len(chunk.sizes), target)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        except Exception as error:  # a damaged archive may raise anything
-            raise CheckpointError(f"{path} is damaged: {self.key} cannot be read ({type(error).__name__})") from None
-        return target
+        return BoxReader(self.directory, self.metadata).read_whole(self.key)
 
 
 # ---- torch
 
 
 def _open_legacy(path: Path) -> StoredCheckpoint:
-    weights = read_legacy_weights(path)
-    directory = path.parent.parent
-    tensors: list[StoredTensor] = [_Whole(key, weights.tensors[key]) for key in sorted(weights.tensors)]
+    found = open_legacy(path)
+    tensors: list[StoredTensor] = [_Whole(key, found.tensors[key]) for key in sorted(found.tensors)]
     return StoredCheckpoint(
-        directory, "torch (upstream)", _iteration_in_name(directory), 1, tensors, sorted(weights.ignored)
+        found.path,
+        "torch (upstream)",
+        _iteration_in_name(found.path),
+        found.world_size,
+        tensors,
+        sorted(set(found.ignored)),
     )
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tensor of one file, which is mapped and read when it is used."""
+    """A tensor that is put together from the files of all ranks when it is used."""
 
     key: str
-    data: Tensor
+    data: LazyTensor
     valid_rows: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.data.shape)
+        return self.data.shape
 
     @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        yield tuple((0, size) for size in self.shape), self.data
+        yield tuple((0, size) for size in self.shape), self.data.read()
 
     def read(self) -> Tensor:
-        return self.data
+        return self.data.read()

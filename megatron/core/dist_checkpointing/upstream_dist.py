@@ -19,7 +19,7 @@ The keys and shapes are those that upstream's sharded_state_dict gives. Its file
 from __future__ import annotations
 
 import dataclasses
-import io
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 
@@ -39,14 +38,19 @@ from megatron.core.dist_checkpointing.durable import read_file, storage_errors
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import StandIn, read_restricted
+from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from megatron.core.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
 _OURS_ALONE = "tensors.json"
 _COMMON_FILE, _COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
-_LARGEST_COMMON_BYTES = 2**30
 
-_FLAT_OPTIMIZER = "optimizer.distributed."
+FLAT_KEY = re.compile(
+    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.(?P<rest>.+)"
+)
+"""Of upstream's distributed optimizer: what belongs to no single parameter."""
+_STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<parameter>.+)")
+_OPTIMIZER_OBJECT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_.+")
 _LAYERS = re.compile(r"(?P<start>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
 _BEGINNINGS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -136,12 +140,13 @@ def _is_upstream(path: Path) -> bool:
 
 
 def translate_table(metadata: Metadata) -> UpstreamTable:
-    """Upstream's table of contents under our names; tensors only."""
+    """Upstream's table of contents under our names: the tensors that have the shapes of parameters."""
     translated: dict[str, Any] = {}
     slices: dict[str, SavedSlice] = {}
+    flat = find_flat_shards(metadata)
     for key, tensor in metadata.state_dict_metadata.items():
-        if isinstance(tensor, TensorStorageMetadata) and not key.startswith(_FLAT_OPTIMIZER):
-            for name, layer in _our_names(key, tuple(tensor.size)):
+        if isinstance(tensor, TensorStorageMetadata) and key not in flat and not FLAT_KEY.fullmatch(key):
+            for name, layer in our_names(key, tuple(tensor.size)):
                 chunks = [] if layer is None else _list_chunks(tensor, layer)
                 translated[name] = tensor if layer is None else _take_layer(tensor, chunks)
                 starts = {tuple(chunk.offsets[1:]): chunk.offsets[0] for chunk in chunks}
@@ -149,28 +154,39 @@ def translate_table(metadata: Metadata) -> UpstreamTable:
     return UpstreamTable(dataclasses.replace(metadata, state_dict_metadata=translated), slices)
 
 
+def find_flat_shards(metadata: Metadata) -> dict[str, str]:
+    """The keys of optimizer state that was saved flat, shard by shard, each with the key of the parameter that it
+    belongs to."""
+    table = metadata.state_dict_metadata
+    found: dict[str, str] = {}
+    for key, entry in table.items():
+        state = _STATE_KEY.fullmatch(key)
+        weight = None if state is None else table.get(state["parameter"])
+        if state is not None and isinstance(entry, TensorStorageMetadata) and isinstance(weight, TensorStorageMetadata):
+            # [cuts of each dimension, elements of a shard]
+            is_flat = len(entry.size) == len(weight.size) + 1 and math.prod(entry.size) == math.prod(weight.size)
+            found |= {key: state["parameter"]} if is_flat else {}
+    return found
+
+
 def explain_unusable_optimizer(metadata: Metadata) -> str | None:
     """Why the optimizer state cannot be read; None when it can."""
-    if any(key.startswith(_FLAT_OPTIMIZER) for key in metadata.state_dict_metadata):
-        return (
-            "its optimizer state lies in the flat buffers of upstream's distributed optimizer, which only the same "
-            "layout of upstream can read; save it there with --dist-ckpt-optim-fully-reshardable, or go on with a "
-            "fresh optimizer state: --no-load-optim"
-        )
-    if not any(key.startswith(OPTIMIZER_PREFIX) for key in metadata.state_dict_metadata):
+    if not any(FLAT_KEY.fullmatch(key) or _STATE_KEY.fullmatch(key) for key in metadata.state_dict_metadata):
         return "it holds no optimizer state; pass --no-load-optim or --finetune"
     return None
 
 
-def _our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
+def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     """Our names of what lies under a key of upstream's, each with its index in the stack."""
     prefix = ""
-    if key.startswith(OPTIMIZER_PREFIX):
-        kind = key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0]
-        prefix = f"{OPTIMIZER_PREFIX}{kind}."
-    found = _LAYERS.fullmatch(key.removeprefix(prefix))
+    state = _STATE_KEY.fullmatch(key)
+    if state is not None:
+        # The distributed optimizer calls its main parameters in some formats otherwise than the others.
+        kind = "fp32_param" if state["kind"] == "param" else state["kind"]
+        prefix, key = f"{OPTIMIZER_PREFIX}{kind}.", state["parameter"]
+    found = _LAYERS.fullmatch(key)
     if found is None:
-        return [(key, None)]
+        return [(prefix + key, None)]
     rest = found["rest"]
     for theirs, ours in _BEGINNINGS:
         if rest.startswith(theirs):
@@ -197,7 +213,14 @@ def _take_layer(stack: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
 
 def read_common_state(path: Path, metadata: Metadata) -> CommonState:
     """What a checkpoint says beside its tensors. Raises CheckpointError; nothing that is in it runs."""
-    return parse_common_state(_read_common(path, metadata), str(path))
+    common = parse_common_state(_read_common(path, metadata), str(path))
+    place = next((key for key in metadata.state_dict_metadata if _OPTIMIZER_OBJECT.fullmatch(key)), None)
+    if common.step_count is not None or place is None:
+        return common
+    # A distributed optimizer whose state lies in buckets saves its parameter groups in an object of their own.
+    groups = BoxReader(path, metadata).read_object(place)
+    groups = groups[0] if isinstance(groups, list) and len(groups) == 1 else groups
+    return dataclasses.replace(common, step_count=_find_step(groups))
 
 
 def parse_common_state(content: Any, where: str) -> CommonState:
@@ -223,24 +246,12 @@ def parse_common_state(content: Any, where: str) -> CommonState:
 def _read_common(path: Path, metadata: Metadata) -> Any:
     if (path / _COMMON_FILE).is_file():
         return read_restricted(path / _COMMON_FILE, str(path / _COMMON_FILE))
-    entry = metadata.state_dict_metadata.get(_COMMON_OBJECT)
-    place = (metadata.storage_data or {}).get(MetadataIndex(_COMMON_OBJECT))
-    if not isinstance(entry, BytesStorageMetadata) or place is None:
+    if not isinstance(metadata.state_dict_metadata.get(_COMMON_OBJECT), BytesStorageMetadata):
         raise CheckpointError(
             f"{path} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours; it holds neither "
             f"{_COMMON_OBJECT} nor {_COMMON_FILE}: it is none of upstream's"
         )
-    name, offset, length = place.relative_path, place.offset, place.length
-    if Path(name).name != name:
-        raise CheckpointError(f"{path}: the table of contents names the file {name!r} outside of it; refused")
-    where = f"{path / name} ({_COMMON_OBJECT})"
-    try:
-        with open(path / name, "rb") as file:
-            file.seek(offset)
-            content = file.read(min(length, _LARGEST_COMMON_BYTES))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{where} cannot be read: {error}") from None
-    return read_restricted(io.BytesIO(content), where)
+    return BoxReader(path, metadata).read_object(_COMMON_OBJECT)
 
 
 def _is_plain(value: Any) -> bool:
@@ -252,6 +263,8 @@ def _is_plain(value: Any) -> bool:
 def _find_step(optimizer: Any) -> int | None:
     """The number of updates: state.common_step, or `step` of a parameter group or of a parameter, wherever the
     optimizers are nested."""
+    if isinstance(optimizer, list):
+        return next((step for step in map(_find_step, optimizer) if step is not None), None)
     if not isinstance(optimizer, dict):
         return None
     state = optimizer.get("state")

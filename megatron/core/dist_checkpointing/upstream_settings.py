@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_legacy_weights
+from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_rank_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.upstream_dist import METADATA_NAME, find_upstream_checkpoint, read_common_state
 
@@ -21,4 +21,4 @@ def read_upstream_settings(root: Path, iteration: int | None) -> tuple[Path, dic
     file = find_legacy_file(root, iteration)
     if file is None:
         return None
-    return file.parent.parent, dict(read_legacy_weights(file).common.args)
+    return file.parent.parent, dict(read_rank_file(file).common.args)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config_base import get_settings
+from megatron.core.dist_checkpointing.agreement import with_everyone
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import (
     METADATA_NAME,
     CommonState,
@@ -19,7 +21,9 @@ from megatron.core.dist_checkpointing.upstream_dist import (
     find_setting,
     read_common_state,
 )
+from megatron.core.dist_checkpointing.upstream_optimizer import read_reshaped_state
 from megatron.core.errors import CheckpointError, ConfigError, say
+from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.run import Run
@@ -38,6 +42,15 @@ def read_common(path: Path, *, with_optimizer: bool) -> CommonState:
     if with_optimizer:
         check_optimizer(common, path)
     return common
+
+
+def read_reshaped_optimizer(path: Path, common: CommonState, world: Group) -> dict[str, LazyTensor]:
+    """The optimizer's tensors of a torch_dist checkpoint that are not saved in the shapes of the parameters, by key.
+
+    Every rank calls this. Raises CheckpointError on every rank where they cannot be put together.
+    """
+    reader = with_everyone(world, lambda: BoxReader(path, read_metadata(path / METADATA_NAME)))
+    return read_reshaped_state(reader, common.args, world)
 
 
 def check_optimizer(common: CommonState, path: Path) -> None:

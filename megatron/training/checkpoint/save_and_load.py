@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import non_persistent, serialization
-from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.directory import (
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import read_all_ranks
+from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
@@ -332,8 +332,13 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
     tensors = select_tensors(run, with_optimizer=with_optimizer)
-    _fill(run, path, changes, functools.partial(read_upstream_tensors, path, tensors, world))
-    if with_optimizer or settings.loads_main_params(run.config.model):
+    with_state = with_optimizer or settings.loads_main_params(run.config.model)
+    reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
+    flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
+    others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
+    _fill(run, path, changes, functools.partial(read_upstream_tensors, path, others, world))
+    on_every_rank(world, lambda: fill_from_full(flat.values(), reshaped))
+    if with_state:
         run.optimizer.after_load()
     else:
         run.optimizer.reload_model_params()
@@ -349,8 +354,11 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
     if with_optimizer:
         tensors = [*model.values(), *build_sharded_optimizer_state(run).values()]
 
+    # Every rank maps the files itself: a tensor cannot travel before it is read.
+    content = with_everyone(world, lambda: open_legacy(file, with_optimizer=with_optimizer))
+    content.locate_state(world)
+
     def fill() -> tuple[CommonState, int]:
-        content = read_all_ranks(file, tensors, with_optimizer=with_optimizer)
         changes = from_upstream.find_upstream_changes(content.common, run.config)
         refuse_another_function(changes, str(file), is_overridden=settings.override_model_settings)
         if with_optimizer:

@@ -1,0 +1,355 @@
+"""How upstream lays a model out over its ranks: which dimension of a tensor is cut, in which order the parameters of a
+rank are registered, and where they lie in the flat buffers of its distributed optimizer.
+
+    buffer of a model chunk    | bucket 0                                  | bucket 1 ...
+    parameters, last one first | output_layer | final_layernorm | fc2 | ...
+    each starts at a multiple of 64 elements of its bucket
+
+Nothing of this is written in a checkpoint; it follows from how upstream builds its modules and its gradient buffers
+(param_and_grad_buffer.py there), and from the sizes of the buckets, which are. Names are ours (upstream_dist.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.errors import CheckpointError
+
+_CUT_BY_ROWS = re.compile(
+    r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|eh_proj\.weight"
+    r"|(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias))"
+)
+_CUT_BY_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
+_ALIGNMENT = 64
+"""In elements: where a parameter of a bucket may start."""
+
+_NORM = "input_layernorm"
+_MODULES = (
+    _NORM,
+    "self_attention.core_attention", "self_attention.linear_proj",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.linear_qkv",
+    "self_attention.q_layernorm", "self_attention.k_layernorm", "self_attention.kv_layernorm",
+    "pre_mlp_layernorm", "mlp.router", "mlp.experts", "mlp.linear_fc1", "mlp.linear_fc2",
+    "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.shared_experts.gate_weight",
+)  # fmt: skip
+"""The modules of a layer in the order in which upstream's own implementation registers them."""
+_FUSED_MODULES = (
+    *(name for name in _MODULES[1:8]), _NORM, *_MODULES[8:],
+)  # fmt: skip
+"""The same with Transformer Engine, where the norm before a linear layer is part of it."""
+
+
+# ---- ranks
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """Over how many ranks a checkpoint of upstream's was written."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Model chunks of each pipeline stage."""
+    ep: int = 1
+    etp: int = 1
+    """Tensor-parallel size of the experts."""
+
+    @classmethod
+    def read(cls, args: Mapping[str, Any], where: str) -> SavedLayout:
+        """From the settings of the saved run. Raises CheckpointError, with `where` in it, for impossible ones."""
+        tp = _size(args, "tensor_model_parallel_size", where)
+        return cls(
+            tp,
+            _size(args, "pipeline_model_parallel_size", where),
+            _size(args, "virtual_pipeline_model_parallel_size", where),
+            _size(args, "expert_model_parallel_size", where),
+            _size(args, "expert_tensor_parallel_size", where, tp),
+        )
+
+    @property
+    def order_of_chunks(self) -> list[tuple[int, int]]:
+        """(stage, chunk of it) in the order of the layers."""
+        return [(stage, chunk) for chunk in range(self.vpp) for stage in range(self.pp)]
+
+
+def _size(args: Mapping[str, Any], name: str, where: str, default: int = 1) -> int:
+    value = args.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**20:
+        raise CheckpointError(f"{where}: its settings say {name} {value!r}; expected a positive number")
+    return value
+
+
+# ---- cuts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensor-parallel ranks share a tensor."""
+
+    dim: int | None = None
+    """The dimension that is cut; None where each rank has all of it."""
+    parts: int = 1
+    """Equal parts along it that are cut one by one: a gate and an up projection are two."""
+
+    def shard_shape(self, full: Sequence[int], ranks: int) -> tuple[int, ...] | None:
+        """Shape of one of the ranks' shards; None where they cannot have equal ones."""
+        if self.dim is None:
+            return tuple(full)
+        if self.dim >= len(full) or full[self.dim] % (ranks * self.parts):
+            return None
+        return (*full[: self.dim], full[self.dim] // ranks, *full[self.dim + 1 :])
+
+    def full_shape(self, shard: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """Shape of the tensor of which `shard` is one of the ranks' shapes."""
+        if self.dim is None or self.dim >= len(shard):
+            return tuple(shard)
+        return (*shard[: self.dim], shard[self.dim] * ranks, *shard[self.dim + 1 :])
+
+    def runs(self, size: int, ranks: int, rank: int) -> list[tuple[int, int, int]]:
+        """What a rank has of `size` rows or columns: (start in the tensor, start in the shard, length)."""
+        part, length = size // self.parts, size // self.parts // ranks
+        return [(number * part + rank * length, number * length, length) for number in range(self.parts)]
+
+
+def find_cut(name: str, *, is_gated: bool) -> Cut:
+    """How upstream cuts the tensor with this name, an expert's without the dimension of the experts."""
+    if _CUT_BY_COLUMNS.fullmatch(name):
+        return Cut(1)
+    if _CUT_BY_ROWS.fullmatch(name):
+        return Cut(0, 2 if is_gated and ".linear_fc1." in name else 1)
+    return Cut()
+
+
+def is_gated(args: Mapping[str, Any]) -> bool:
+    """Whether the first layer of the saved run's MLPs has a gate."""
+    return bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
+
+
+# ---- the order of parameters
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as one of upstream's ranks has it."""
+
+    name: str
+    """Of the tensor in the whole model that it is, or is a part of."""
+    shape: tuple[int, ...]
+    """Of this rank's shard."""
+    expert: int | None = None
+    """The expert in the tensor `name` that this is; None where that is not a stack of experts."""
+    is_alone: bool = False
+    """Whether it has a bucket of its own: a table that two pipeline stages share."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped: bool) -> list[Parameter]:
+    """The parameters of a model chunk in the order in which upstream registers them.
+
+    fused: norms are part of the linear layers after them (Transformer Engine). grouped: the first layers of all experts
+    come before their second ones. Raises CheckpointError for a name whose place is not known.
+    """
+    modules = {name: number for number, name in enumerate(_FUSED_MODULES if fused else _MODULES)}
+
+    def place(parameter: Parameter) -> tuple[int, ...]:
+        name = parameter.name
+        ending = int(name.endswith(".bias"))
+        if name.startswith("embedding."):
+            return (0, int("position_embeddings" in name))
+        found = _LAYER.fullmatch(name)
+        if found is not None:
+            module = next((module for module in modules if found["rest"].startswith(f"{module}.")), found["rest"])
+            if module not in modules:
+                raise CheckpointError(f"{name}: its place in upstream's flat buffers is not known")
+            second = int(".linear_fc2." in name)
+            inside = (second, parameter.expert or 0) if grouped else (parameter.expert or 0, second)
+            return (1, int(found["number"]), modules[module], *inside, ending)
+        if name.startswith("decoder.final_layernorm."):
+            return (2, ending)
+        if name.startswith("output_layer."):
+            return (3, ending)
+        raise CheckpointError(f"{name}: its place in upstream's flat buffers is not known")
+
+    return sorted(parameters, key=place)
+
+
+# ---- buckets
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies: elements [start, start + its number) of a bucket."""
+
+    bucket: int
+    start: int
+
+
+def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> list[Slot] | None:
+    """Where the parameters of a buffer lie, whose buckets have these sizes without what pads their ends.
+
+    parameters: as registered. None where they do not fill the buckets.
+    """
+    slots: list[Slot] = []
+    bucket, end = 0, 0
+    for parameter in reversed(parameters):
+        start = _align(end)
+        if bucket < len(sizes) and start + parameter.numel > sizes[bucket] and sizes[bucket] - end < _ALIGNMENT:
+            bucket, start = bucket + 1, 0
+        if bucket >= len(sizes) or start + parameter.numel > sizes[bucket]:
+            return None
+        slots.append(Slot(bucket, start))
+        end = start + parameter.numel
+    # A bucket that ends because the next parameter wants its own may be padded.
+    filled = bucket == len(sizes) - 1 and sizes[bucket] - end < _ALIGNMENT if sizes else not parameters
+    return slots[::-1] if filled else None
+
+
+def place_in_joined_buckets(parameters: Sequence[Parameter], total: int, bucket_size: int | None) -> list[Slot] | None:
+    """The same where the buckets were joined, without what pads their ends; of a single bucket 0.
+
+    total: elements. bucket_size: from which number of elements on upstream closed a bucket; None for never.
+    """
+    slots: list[Slot] = []
+    base = end = 0
+    for parameter in reversed(parameters):
+        start = base + _align(end - base)
+        if parameter.is_alone and end > base:
+            base = start
+        slots.append(Slot(0, start))
+        end = start + parameter.numel
+        if parameter.is_alone or (bucket_size is not None and end - base >= bucket_size):
+            base = end
+    return slots[::-1] if end == total else None
+
+
+def find_bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) -> int | None:
+    """From how many elements on upstream closed a bucket; None where it has only one."""
+    if not args.get("overlap_grad_reduce") or stage or chunk:
+        return None
+    number, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
+    if isinstance(number, int) and number > 0:
+        return elements // number
+    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * int(args.get("data_parallel_size") or 1))
+
+
+def _align(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
+
+
+# ---- the parameters of each model chunk
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """The whole model as upstream's ranks divide it."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the full parameters, by their names; experts in stacks."""
+    layout: SavedLayout
+    is_gated: bool
+    is_tied: bool
+    """Whether the output layer is the embedding's table."""
+
+    def list_parameters(self, layers: range, *, first: bool, last: bool, experts: bool | None) -> list[Parameter]:
+        """Of a model chunk with these layers, in no particular order.
+
+        first, last: of all chunks. experts: those of experts alone, the others alone, or (None) both. Raises
+        CheckpointError where a tensor cannot be cut.
+        """
+        found: list[Parameter] = []
+        for name, shape in self.shapes.items():
+            layer = _LAYER.fullmatch(name)
+            here = int(layer["number"]) in layers if layer else first if name.startswith("embedding.") else last
+            if here and experts in (None, self.is_expert(name)):
+                found += self._parameters_of(name, shape)
+        if self.is_tied and self.layout.pp > 1:
+            table = "embedding.word_embeddings.weight"
+            found = [dataclasses.replace(p, is_alone=p.name == table) for p in found]
+            if last and experts is not True and table in self.shapes:
+                copy = self._parameters_of(table, self.shapes[table])[0]
+                found.append(dataclasses.replace(copy, name="output_layer.weight", is_alone=True))
+        return found
+
+    @staticmethod
+    def is_expert(name: str) -> bool:
+        """Whether this is a stack of experts."""
+        return ".mlp.experts." in name
+
+    def ranks_of(self, name: str) -> int:
+        """How many ranks share the tensor, or each expert in it."""
+        return self.layout.etp if self.is_expert(name) and self.layout.ep > 1 else self.layout.tp
+
+    def cut_of(self, name: str) -> Cut:
+        """How they share it."""
+        return find_cut(name, is_gated=self.is_gated)
+
+    def _parameters_of(self, name: str, shape: tuple[int, ...]) -> list[Parameter]:
+        is_expert = self.is_expert(name)
+        shard = self.cut_of(name).shard_shape(shape[1:] if is_expert else shape, self.ranks_of(name))
+        if shard is None or (is_expert and shape[0] % self.layout.ep):
+            raise CheckpointError(f"{name} {shape} cannot be cut over the ranks that upstream's settings name")
+        if not is_expert:
+            return [Parameter(name, shard)]
+        return [Parameter(name, shard, expert) for expert in range(shape[0] // self.layout.ep)]
+
+    def divide(
+        self,
+        place: Callable[[int, int, list[Parameter]], list[Slot] | None],
+        arrange: Callable[..., list[Parameter]],
+        *,
+        experts: bool | None,
+    ) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
+        """Which parameters each (stage, chunk) has, and where they lie in its buffer; None where that cannot be.
+
+        place: finds slots for a stage, a chunk and its parameters as registered. Layers are dealt out in order; how
+        many each chunk has follows from the size of its buffer.
+        """
+        numbers = [int(found["number"]) for found in map(_LAYER.fullmatch, self.shapes) if found]
+        total, done = max(numbers, default=-1) + 1, 0
+        chunks = self.layout.order_of_chunks
+        divided: dict[tuple[int, int], list[tuple[Parameter, Slot]]] = {}
+        for position, (stage, chunk) in enumerate(chunks):
+            last = position == len(chunks) - 1
+            for count in [total - done] if last else _likely_first(total, len(chunks), total - done):
+                layers = range(done, done + count)
+                mine = self.list_parameters(layers, first=position == 0, last=last, experts=experts)
+                ordered = arrange(mine)
+                slots = place(stage, chunk, ordered)
+                if slots is not None:
+                    divided[stage, chunk] = list(zip(ordered, slots, strict=True))
+                    done += count
+                    break
+            else:
+                return None
+        return divided
+
+
+def _likely_first(total: int, chunks: int, left: int) -> list[int]:
+    """The numbers of layers that a chunk may have, the even share first."""
+    even = total // chunks
+    return sorted(range(left + 1), key=lambda count: (abs(count - even), count))
+
+
+def expert_of(parameter: Parameter, ep_rank: int, experts_per_rank: int) -> int | None:
+    """Its place among all experts, on this expert-parallel rank."""
+    return None if parameter.expert is None else ep_rank * experts_per_rank + parameter.expert
+
+
+def iterate_ranks(layout: SavedLayout, stage: int, *, experts: bool) -> Iterable[tuple[int, int, int]]:
+    """(number of the model-parallel rank, expert-parallel rank, tensor-parallel rank) of a stage's ranks."""
+    ep, tp = (layout.ep, layout.etp) if experts else (1, layout.tp)
+    for ep_rank, tp_rank in itertools.product(range(ep), range(tp)):
+        yield (stage * ep + ep_rank) * tp + tp_rank, ep_rank, tp_rank

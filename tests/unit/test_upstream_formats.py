@@ -1,0 +1,156 @@
+"""Upstream's checkpoints of every format and layout give the tensors that were saved.
+
+Of two formats there are real files (tests/golden); the others are written here, by a writer that follows upstream's
+rules and whose buckets are compared with the listing of a real checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.errors import CheckpointError
+from megatron.training.run import Run
+from tests.unit.tiny_training import prepare, values
+from tests.unit.upstream_files import Full, Writer
+
+DENSE = ("--ffn-hidden-size", "24", "--hidden-size", "24", "--num-layers", "4")
+GATED = (
+    *DENSE, "--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--position-embedding-type", "rope",
+    "--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "2",
+    "--num-attention-heads", "4",
+)  # fmt: skip
+EXPERTS = (*GATED, "--num-experts", "4", "--moe-router-topk", "2")
+PLAIN = Writer(layers=4)
+GATED_WRITER = Writer(layers=4, gated=True, biases=False, tied=False, positions=False, norm_bias=False)
+EXPERTS_WRITER = Writer(layers=4, gated=True, biases=False, tied=False, positions=False, norm_bias=False, experts=4)
+
+LAYOUTS: dict[str, tuple[tuple[str, ...], Writer, dict[str, Any]]] = {
+    "one rank": (DENSE, PLAIN, {}),
+    "tp 2": (DENSE, PLAIN, {"tp": 2}),
+    "tied over two stages": (DENSE, PLAIN, {"pp": 2, "te": True}),
+    "interleaved": (GATED, GATED_WRITER, {"pp": 2, "vpp": 2, "tp": 2}),
+    "uneven stages": (GATED, GATED_WRITER, {"pp": 2, "per_chunk": (1, 3), "te": True}),
+    "several buckets": (GATED, GATED_WRITER, {"bucket_size": 3000, "dp": 3}),
+    "experts": (EXPERTS, EXPERTS_WRITER, {"tp": 2}),
+    "expert parallel": (EXPERTS, EXPERTS_WRITER, {"ep": 2, "tp": 2, "pp": 2, "grouped": True, "te": True}),
+}
+FORMATS = (
+    "torch", "torch with distrib_optim.pt", "dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter",
+    "fully_sharded_model_space",
+)  # fmt: skip
+
+
+def write(root: Path, layout: str, kind: str, full: Full) -> Path:
+    _, writer, changes = LAYOUTS[layout]
+    writer = Writer(**{**vars(writer), **changes})
+    if kind.startswith("torch"):
+        return writer.write_torch(root, full, distributed=kind != "torch")
+    return writer.write_torch_dist(root, full, kind)
+
+
+@functools.cache
+def draw(flags: tuple[str, ...]) -> Full:
+    """Random contents for a run: weights that are rounded main parameters, and moments."""
+    run = prepare(*flags, "--bf16")
+    names = {name: tensor.shape for name, tensor in values(run) if " of " not in name}
+    generator = torch.Generator().manual_seed(1)
+    full = {kind: {n: torch.randn(s, generator=generator) for n, s in names.items()} for kind in
+            ("param", "exp_avg", "exp_avg_sq")}  # fmt: skip
+    full[""] = {name: tensor.bfloat16() for name, tensor in full["param"].items()}
+    return full
+
+
+def assert_loaded(run: Run, full: Full) -> None:
+    found = dict(values(run))
+    for name in full["param"]:
+        assert torch.equal(found[name], full[""][name]), name
+        assert torch.equal(found[f"main_param of {name}"], full["param"][name]), name
+        assert torch.equal(found[f"exp_avg of {name}"], full["exp_avg"][name]), name
+        assert torch.equal(found[f"exp_avg_sq of {name}"], full["exp_avg_sq"][name]), name
+
+
+# Every format in the hardest layouts, every layout in a format of each kind.
+CASES = [(kind, layout) for kind in FORMATS for layout in ("interleaved", "expert parallel")]
+CASES += [(kind, layout) for kind in ("torch with distrib_optim.pt", "dp_reshardable") for layout in LAYOUTS]
+
+
+@pytest.mark.flags("--load")
+@pytest.mark.parametrize(("kind", "layout"), sorted(set(CASES)))
+def test_everything_comes_back(kind: str, layout: str, tmp_path: Path) -> None:
+    flags = LAYOUTS[layout][0]
+    full = draw(flags)
+    write(tmp_path, layout, kind, full)
+    run = prepare(*flags, "--bf16", "--load", tmp_path)
+    assert (run.progress.iteration, run.optimizer.step_count, run.scheduler.num_steps) == (10, 10, 40)
+    assert_loaded(run, full)
+
+
+def test_main_parameters_without_the_optimizer(tmp_path: Path) -> None:
+    full = draw(DENSE)
+    write(tmp_path, "tp 2", "dp_reshardable", full)
+    flags = ("--bf16", "--load", tmp_path, "--no-load-optim", "--load-main-params-from-ckpt")
+    found = dict(values(prepare(*DENSE, *flags)))
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(found[f"main_param of {name}"], full["param"][name])
+    assert not found[f"exp_avg of {name}"].any()
+
+
+def test_the_writer_s_buckets_are_upstream_s(golden_dir: Path, tmp_path: Path) -> None:
+    """Sizes, and where parameters and the shares of two data-parallel ranks end, as a real checkpoint lists them."""
+    listing = json.loads((golden_dir / "ckpt" / "b_dp2_distopt_torch_dist.json").read_text())
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.param"
+    listed = listing["tensors"][bucket]
+    shapes = {
+        "embedding.word_embeddings.weight": (1000, 64), "output_layer.weight": (1000, 64),
+        "decoder.final_layernorm.weight": (64,), "input_layernorm.weight": (64,), "pre_mlp_layernorm.weight": (64,),
+        "self_attention.linear_proj.weight": (64, 64), "self_attention.linear_qkv.weight": (128, 64),
+        "mlp.linear_fc1.weight": (352, 64), "mlp.linear_fc2.weight": (64, 176),
+    }  # fmt: skip
+    names = [param.full for param in GATED_WRITER.registered(0, 0, 0)]
+    zeros = {name: torch.zeros(next(s for end, s in shapes.items() if name.endswith(end))) for name in names}
+    full = dict.fromkeys(("", "param", "exp_avg", "exp_avg_sq"), zeros)
+    GATED_WRITER.write_torch_dist(tmp_path, full, "dp_reshardable")
+    entry = read_metadata(tmp_path / "iter_0000010" / ".metadata").state_dict_metadata[
+        bucket.replace("(torch.float32, torch.float32)", "(torch.bfloat16, torch.float32)")
+    ]
+    assert list(entry.size) == listed["global_shape"]
+    assert [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks] == listed["chunks"]
+    numbers = listing["bytes_contents"]["optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1"]
+    assert numbers == [[{"(torch.float32, torch.float32)": ["int: 312960"]}]], "padded to 128 elements"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda path: path.with_name("distrib_optim.pt").unlink(), "distrib_optim.pt is missing"),
+        (lambda path: torch.save({0: {"f": {"param": torch.ones(64)}}}, path.with_name("distrib_optim.pt")),
+         "does not fill the flat buffers as upstream lays them out; save it there with --dist-ckpt-optim"),
+        (lambda path: torch.save({0: {"f": {"param": torch.ones(8, 8)}}}, path.with_name("distrib_optim.pt")),
+         "buffer 0 holds no flat tensors of one length"),
+        (lambda path: torch.save("text", path.with_name("distrib_optim.pt")), "holds no optimizer state"),
+    ],
+)  # fmt: skip
+def test_buffers_that_are_of_other_weights(change: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
+    write(tmp_path, "one rank", "torch with distrib_optim.pt", draw(DENSE))
+    change(tmp_path / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match=sentence):
+        prepare(*DENSE, "--bf16", "--load", tmp_path)
+    prepare(*DENSE, "--bf16", "--load", tmp_path, "--no-load-optim")
+
+
+def test_a_checkpoint_of_two_runs_is_refused(tmp_path: Path) -> None:
+    """The main parameters in the buffers tell that the weights are of another run."""
+    full, name = draw(DENSE), "decoder.layers.2.mlp.linear_fc1.weight"
+    other = {**full, "": {**full[""], name: full[""][name] + 1}}
+    for number, kind in enumerate(("torch with distrib_optim.pt", "dp_reshardable")):
+        write(tmp_path / str(number), "tp 2", kind, other)
+        with pytest.raises(CheckpointError, match=f"{name} differs from the main parameter in its flat buffers"):
+            prepare(*DENSE, "--bf16", "--load", tmp_path / str(number))
