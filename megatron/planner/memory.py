@@ -3,10 +3,11 @@
 The figures are those that users know from the reference system, in bytes of 16-bit training with float32 main weights
 and gradients. What a process really holds is measured by benchmarks/memory.py.
 
-    weights       a matrix is divided by tp, an expert's by ep etp, norms and routers are not; layers by pp. The most
-                  loaded stage has the embedding, and the output layer where it is the only one. Biases and learned
-                  positions do not count. 18 bytes each (weight 2, gradient 4, main weight 4, moments 8); with the
-                  distributed optimizer 6 + 12 / replicas, of which there are dp cp, of experts fewer.
+    weights       a matrix is divided by tp, an expert's by ep etp, norms, routers and projections to latent vectors are
+                  not; layers by pp. The most loaded stage has the embedding, and the output layer where it is the only
+                  one. Biases and learned positions do not count. 18 bytes each (weight 2, gradient 4, main weight 4,
+                  moments 8); with the distributed optimizer 6 + 12 / replicas, of which there are dp cp, of experts
+                  fewer.
     activations   with sequence parallelism s b h (18 + 4 f / h) / tp a layer, else s b h (10 + 24 / tp): attention
                   scores are not kept (Korthikanti et al., 2022, table 2, which the second form gives for f = 4 h);
                   the layers of min(pp, microbatches) microbatches under way; the ends.
@@ -43,7 +44,7 @@ class ParameterCounts:
     active_expert_matrices: int
     """Matrices of the experts that work on one token."""
     replicated: int
-    """Norms and routers, which tensor parallelism does not divide."""
+    """Norms, routers and projections to latent vectors, which tensor parallelism does not divide."""
     embedding: int
     """One table, padded."""
     output_layer: int
@@ -111,11 +112,9 @@ class MemoryEstimate:
 
 def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied: bool) -> ParameterCounts:
     """Parameters of a GPT model with `padded_vocab_size` rows of embedding; untied: with an output layer of its own."""
-    assert model.kv_channels is not None and model.num_query_groups is not None and model.ffn_hidden_size is not None
+    assert model.ffn_hidden_size is not None
     hidden, layers = model.hidden_size, model.num_layers
-    query, key_and_value = model.num_attention_heads * model.kv_channels, 2 * model.num_query_groups * model.kv_channels
-    gates = query if model.attention_output_gate else 0
-    attention = hidden * (query + gates + key_and_value) + query * hidden
+    attention, to_latents = count_attention(model)
     width_of_one = (3 if model.gated_linear_unit else 2) * hidden  # matrices of an MLP with one inner channel
     moe_layers = sum(has_experts(model, index + 1) for index in range(layers))
     experts = model.num_moe_experts or 0
@@ -127,10 +126,28 @@ def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied
         layer_matrices=layers * attention + width_of_one * ((layers - moe_layers) * model.ffn_hidden_size + shared),
         expert_matrices=moe_layers * experts * width_of_one * model.moe_ffn_hidden_size,
         active_expert_matrices=moe_layers * model.moe_router_topk * width_of_one * model.moe_ffn_hidden_size,
-        replicated=(2 * layers + 1) * norm + moe_layers * hidden * experts,
+        replicated=(2 * layers + 1) * norm + moe_layers * hidden * experts + layers * to_latents,
         embedding=embedding,
         output_layer=embedding if untied else 0,
     )
+
+
+def count_attention(model: TransformerConfig) -> tuple[int, int]:
+    """Elements of one layer's attention: of the matrices that tensor parallelism divides, and of what it does not.
+
+    The second are the projections to latent vectors and, as the reference system counts, a norm of each.
+    """
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    queries, output = heads * model.query_width, heads * model.value_width * hidden
+    if not model.multi_latent_attention:
+        assert model.num_query_groups is not None
+        gates = queries if model.attention_output_gate else 0
+        return hidden * (queries + gates + 2 * model.num_query_groups * model.query_width) + output, 0
+    to_heads = model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
+    to_latents = model.kv_lora_rank * (hidden + 1) + hidden * model.qk_pos_emb_head_dim
+    if model.q_lora_rank is None:
+        return hidden * queries + to_heads + output, to_latents
+    return model.q_lora_rank * queries + to_heads + output, to_latents + model.q_lora_rank * (hidden + 1)
 
 
 def estimate_memory(

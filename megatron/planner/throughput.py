@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
-from megatron.planner.memory import count_parameters
+from megatron.planner.memory import count_attention, count_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,11 @@ def count_training_flops_per_token(model: TransformerConfig, *, seq_length: int,
 
 def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
     """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
-    assert model.kv_channels is not None
     counts = count_parameters(model, padded_vocab_size=padded_vocab_size, untied=False)
     per_token = counts.layer_matrices + counts.active_expert_matrices + counts.embedding  # which is the output layer
-    return per_token, model.num_layers * 2 * model.num_attention_heads * model.kv_channels
+    per_token += model.num_layers * count_attention(model)[1]
+    # A query with a key, and its share of the value.
+    return per_token, model.num_layers * model.num_attention_heads * (model.query_width + model.value_width)
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:

@@ -449,7 +449,7 @@ def test_help_is_grouped() -> None:
     result = program("--help", "all")
     assert result.returncode == 0
     assert "--micro-batch-size N" in result.stdout and "--no-persist-layer-norm" in result.stdout
-    assert "--multi-latent-attention" not in result.stdout, "planned flags are in docs/flags.md"
+    assert "--fp8-recipe" not in result.stdout, "planned flags are in docs/flags.md"
 
 
 def test_reading_flags_does_not_import_torch() -> None:

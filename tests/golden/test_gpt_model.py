@@ -68,6 +68,29 @@ def test_first_iteration(style: str, variant: str, golden_data: Path) -> None:
         assert grad.double().sum().item() == pytest.approx(total, rel=1e-4, abs=1e-4 * norm), name
 
 
+@pytest.mark.flags("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--v-head-dim")
+def test_losses_of_latent_attention_beside_experts(golden_data: Path) -> None:
+    """train_d: as DeepSeek-V3, but for multi-token prediction, which does not concern the main head's losses."""
+    folder = golden_data / "train_d"
+    words = (folder / "args.txt").read_text().split()
+    # Of the run only the model; its data and multi-token prediction have no part in this.
+    first = words.index("--use-cpu-initialization")
+    last = words.index("--mtp-num-layers")
+    config = read_run_config([*COMMON.split(), *words[first:last]], {})
+    model = build_gpt_model(config, 1000)
+    weights = torch.load(folder / "init_rank0.pt", weights_only=True)
+    found = model.state_dict()
+    for name, value in found.items():
+        if ".mlp.experts." in name:  # ours in one tensor
+            layer, matrix = name.split(".experts.")
+            value.copy_(torch.stack([weights[f"{layer}.experts.local_experts.{i}.{matrix}"] for i in range(8)]))
+        elif not name.endswith("expert_bias"):
+            value.copy_(weights[name])
+    for batch in torch.load(folder / "batches_rank0.pt", weights_only=True):
+        losses = model(batch["input_ids"], batch["position_ids"], labels=batch["labels"])
+        torch.testing.assert_close(losses, batch["output"], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_weight_gradients_in_the_buffer(style: str, golden_data: Path) -> None:
     """With main_grad on every parameter the same gradients are found there, accumulated over the microbatches."""

@@ -41,6 +41,18 @@ EXPERTS = {
 
 # Styles that combine many options of the model; each with the layouts that its options concern.
 OPTIONS = {
+    # Latent attention with norms of the latent vectors, YaRN, values narrower than keys; widths that nothing divides.
+    "latent": """--multi-latent-attention --q-lora-rank 13 --kv-lora-rank 11 --qk-head-dim 6 --qk-pos-emb-head-dim 4
+        --v-head-dim 5 --qk-layernorm --position-embedding-type rope --rotary-scaling-factor 4 --mscale 0.8
+        --mscale-all-dim 0.9 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
+        --untie-embeddings-and-output-weights""",
+    # The same without latent vectors of queries and norms, beside experts as in DeepSeek-V3: groups of them, a bias.
+    "deepseek": """--multi-latent-attention --kv-lora-rank 11 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5
+        --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
+        --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq ([0]+[1]*3) --moe-ffn-hidden-size 24
+        --moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5
+        --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1""",
     "sandwich": """--disable-bias-linear --norm-placement both --normalization RMSNorm --apply-layernorm-1p
         --geglu --openai-gelu --activation-func-clamp-value 0.05 --glu-linear-offset 1 --embedding-multiplier 4
         --residual-multiplier 0.7 --logit-multiplier 0.8 --use-mup --mup-base-hidden-size 16

@@ -25,7 +25,8 @@ ITERATIONS = 10
 MICRO_BATCH = "--micro-batch-size 3"  # four microbatches for one replica
 TWO = "--micro-batch-size=2"  # so that three replicas share the batch
 ONE = "--micro-batch-size=1"  # so that four do
-# With tied embeddings, learned positions and biases; with untied ones, RoPE and fewer key-value heads than four ranks.
+# With tied embeddings, learned positions and biases; with untied ones, RoPE and fewer key-value heads than four ranks;
+# with latent attention, and with experts beside it.
 SMALL = {
     "gpt2": [
         "tp2", "tp2,sp", "tp4", "pp2", "pp2,vpp2", "pp2,--pipeline-schedule=zb-v", "tp2,pp2",
@@ -38,6 +39,12 @@ SMALL = {
         f"dp3,{TWO}", "dp2,dist-opt", f"dp4,dist-opt,overlap-all,--ddp-num-buckets=3,{ONE}",
         f"dp4,--use-megatron-fsdp,--num-distributed-optimizer-instances=2,{ONE}", "tp2,dp2",
     ],
+    "latent": [
+        "tp2", "tp2,sp", "cp2", "cp2,--cp-comm-type=all_gather", "cp2,--cp-comm-type=a2a",
+        "cp4,--cp-comm-type=a2a+p2p,--hierarchical-context-parallel-sizes 2 2", "pp2,vpp2",
+        "pp2,--pipeline-schedule=zb-v", "tp2,sp,pp2,--pipeline-schedule=zb-h1", "dp2,dist-opt", "dp2,fsdp2",
+    ],
+    "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip
 LARGE = [
     "tp4,sp", "pp4,--pipeline-schedule=zb-h1", "pp2,--pipeline-schedule=gpipe",
@@ -56,7 +63,9 @@ LARGE = [
 ]  # fmt: skip
 ROWS = [(style, layout) for style, layouts in SMALL.items() for layout in layouts]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
-    ROWS = [(style, layout) for layout in dict.fromkeys([*sum(SMALL.values(), []), *LARGE]) for style in STYLES]
+    every = dict.fromkeys([*sum((SMALL[style] for style in STYLES), []), *LARGE])
+    ROWS = [(style, layout) for layout in every for style in [*STYLES, "latent"]]
+    ROWS += [("deepseek", layout) for layout in SMALL["deepseek"]]
 
 
 def share(style: str, text: str) -> RankTrace:

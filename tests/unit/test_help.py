@@ -69,8 +69,8 @@ def test_words_are_looked_for_in_names_and_texts() -> None:
 
 
 def test_what_is_not_available_is_found_too() -> None:
-    text = format_help(["latent", "attention"])
-    assert re.search(r"Planned:\n(.*\n)*?  --multi-latent-attention +Comes with multi-latent attention", text)
+    text = format_help(["moe", "latent"])
+    assert re.search(r"Planned:\n(.*\n)*?  --moe-latent-size N +Comes with further options for experts", text)
     assert "Understood with a note:" in format_help(["router", "fusion"])
     assert "Not supported:" in format_help(["retro"])
 

@@ -91,7 +91,8 @@ _EFFECTIVE = (
     "--position-embedding-type"
 )
 BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
-         f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup")  # fmt: skip
+         f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup",
+         "--multi-latent-attention --position-embedding-type rope")  # fmt: skip
 
 
 @functools.cache

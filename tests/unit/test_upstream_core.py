@@ -187,7 +187,7 @@ def test_every_spec_builds_the_same_model(name: str) -> None:
 
 def test_what_specs_refuse() -> None:
     specs = use("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
-    for asked in ({"multi_latent_attention": True}, {"fp8": "hybrid"}, {"moe_use_legacy_grouped_gemm": True}):
+    for asked in ({"fp8": "hybrid"}, {"moe_use_legacy_grouped_gemm": True}):
         with pytest.raises(ConfigError, match="leave it out"):
             specs(**asked)
     block, layers = use("models.gpt.gpt_layer_specs", "get_gpt_decoder_block_spec", "get_gpt_decoder_layer_specs")

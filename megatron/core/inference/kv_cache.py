@@ -10,7 +10,7 @@ class KVCache:
 
     max_tokens: longest sequence; memory for it is taken at once when a layer first writes, in the layer's own shapes
     and number format. Keys and values of one layer take 2 * max_tokens * b * num_query_groups_per_rank * kv_channels
-    elements.
+    elements; latent attention keeps max_tokens * b * (kv_lora_rank + qk_pos_emb_head_dim) on each rank.
     """
 
     def __init__(self, max_tokens: int) -> None:

@@ -106,6 +106,42 @@ class ColumnParallelLinear(nn.Module):
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={self.tp_group.size()}"
 
 
+class ReplicatedLinear(nn.Module):
+    """y = x W^T with W [output_size, input_size] whole on every rank: no collective in forward or backward.
+
+    For narrow outputs that all ranks need. Every rank computes all outputs of the same tokens, and with SP those of its
+    own tokens, of which its gradient of the weight then is a partial sum.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initialiser,
+        tp_group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+        self.product = choose_product(config)
+        splits_tokens = config.sequence_parallel and group.size() > 1
+        self.weight = declare_parameter(
+            (output_size, input_size),
+            init=init_method,
+            dtype=parameter_dtype(config),
+            partial_grad_axes=("tp",) if splits_tokens else (),
+        )
+
+    def forward(self, input_: Tensor) -> LayerOutput:
+        """[s, b, input_size] -> [s, b, output_size], with SP of this rank's tokens; no bias."""
+        return multiply(self.product, input_, self.weight), None
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, replicated"
+
+
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with W [output_size, input_size / tp]: each rank adds a part to every output.
 

@@ -3,6 +3,7 @@
     Attention         what every kind shares: key-value cache, the core and its recomputation, gate, output projection
     SelfAttention     one packed projection of the hidden states to queries, keys and values
     CrossAttention    queries of the hidden states; keys and values of another sequence
+    MLASelfAttention  queries, keys and values of narrow latent vectors (multi_latent_attention.py)
 
 A further kind of attention is a subclass that says how wide its values are and writes `get_query_key_value_tensors`.
 
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
@@ -71,6 +72,8 @@ def uses_fused_rope(config: TransformerConfig) -> bool:
     """Whether split and rotation run as one operation; norms of queries and keys come in between, and a compiler fuses
     the elementary ones itself."""
     has_more = config.qk_layernorm or config.qk_l2_norm or config.attention_output_gate
+    # The norms of latent attention stand before its projections to heads.
+    has_more = has_more and not config.multi_latent_attention
     return config.apply_rope_fusion and not has_more and not config.compile
 
 
@@ -98,9 +101,8 @@ class Attention(MegatronModule):
         super().__init__(config)
         self.groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         heads, query_groups = config.num_attention_heads, config.num_query_groups
-        assert config.kv_channels is not None
         self.layer_number, self.attention_type = layer_number, attention_type
-        self.head_width = config.kv_channels
+        self.head_width = config.query_width
         tp_size = self.groups.tp.size()
         problems = list(config.head_problems(tp_size))
         if problems:  # of real groups, whatever the config says
@@ -203,6 +205,11 @@ class SelfAttention(Attention):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """See Attention."""
+        if config.multi_latent_attention:
+            raise ConfigError(
+                "--multi-latent-attention needs a layer with MLASelfAttention, and the layer's spec has SelfAttention; "
+                "make it by get_gpt_layer_local_spec(multi_latent_attention=True)"
+            )
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
         self.q_layernorm = self._build_head_norm(submodules.q_layernorm, config.num_attention_heads)
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
@@ -241,9 +248,7 @@ class SelfAttention(Attention):
         if self.config.qk_norm_scope == "head":
             # Each rank normalises its own heads.
             of_head = build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
-            for param in of_head.parameters():
-                # Of another kind than the layers' norms, so that optimizers and checkpoints can tell them apart.
-                place(param, dataclasses.replace(get_placement(param, ""), kind="qk_norm"))
+            mark_as_query_key_norm(of_head)
             return of_head
         tp_group = self.groups.tp
         assert heads % tp_group.size() == 0, f"{heads} heads cannot be normalised together on {tp_group.size()} ranks"
@@ -293,7 +298,7 @@ class CrossAttention(Attention):
     ) -> None:
         """See Attention. Raises ConfigError for what only self-attention has."""
         # Refused instead of ignored: the weights of a model that asks for them would not mean what they say.
-        for name in ("attention_output_gate", "qk_layernorm", "qk_l2_norm"):
+        for name in ("attention_output_gate", "qk_layernorm", "qk_l2_norm", "multi_latent_attention"):
             if getattr(config, name):
                 raise ConfigError(f"cross-attention has no --{name.replace('_', '-')}; leave it out")
         super().__init__(config, submodules, layer_number, attn_mask_type, "cross", cp_comm_type, pg_collection)
@@ -332,6 +337,13 @@ class CrossAttention(Attention):
         query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
         packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
         return query, packed[..., 0, :], packed[..., 1, :]
+
+
+def mark_as_query_key_norm(norm: nn.Module) -> None:
+    """Say that the parameters of a norm are of another kind than those of the layers' norms, so that optimizers and
+    checkpoints can tell them apart."""
+    for param in norm.parameters():
+        place(param, dataclasses.replace(get_placement(param, ""), kind="qk_norm"))
 
 
 def _key_and_value(width: int) -> tuple[Part, Part]:

@@ -134,3 +134,65 @@ def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Rotation | 
     """`split_qkv`, then `apply_rotary` on queries and keys, in the memory of `packed`, which is overwritten."""
     result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(packed, heads_per_group, rotation)
     return result
+
+
+# ---- latent attention: a part of each head is rotated, and key heads share that part
+
+
+def join_latent_heads(
+    query: Tensor, expanded: Tensor, positions: Tensor, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate, and put each key head together, by elementary operations.
+
+    query [s, b, n, d + p], whose last p channels are rotated; expanded [s, b, n, d + dv], each head's key channels
+    without position and its value; positions [s, b, 1, p], the key channels that all heads share. Returns query
+    [s, b, n, d + p], key [s, b, n, d + p] and value [s, b, n, dv].
+    """
+    shared = positions.shape[-1]
+    plain = query.shape[-1] - shared
+    if rotation is not None:
+        query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], rotation)), dim=-1)
+        positions = apply_rotary(positions, rotation)
+    positions = positions.expand(-1, -1, query.shape[2], -1)
+    key = torch.cat((expanded[..., :plain], positions), dim=-1)
+    # A copy: as a view it would keep the key channels beside it in memory until backward, a second time.
+    return query, key, expanded[..., plain:].contiguous()
+
+
+class _RotateAndJoin(torch.autograd.Function):
+    """`join_latent_heads` that rotates queries where they lie, and writes each key once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, expanded: Tensor, positions: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.rotation, ctx.plain = rotation, query.shape[-1] - positions.shape[-1]
+        # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
+        query = query.detach()
+        key = torch.empty_like(query)
+        key[..., : ctx.plain] = expanded[..., : ctx.plain]
+        key[..., ctx.plain :] = positions if rotation is None else apply_rotary(positions, rotation)
+        if rotation is not None:
+            _rotate_(query[..., ctx.plain :], rotation)
+        return query, key, expanded[..., ctx.plain :].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Any:
+        rotation, plain = ctx.rotation, ctx.plain
+        grad_expanded = torch.cat((grad_key[..., :plain], grad_value), dim=-1)
+        grad_positions = grad_key[..., plain:].sum(dim=2, keepdim=True)
+        if rotation is None:
+            return grad_query, grad_expanded, grad_positions, None
+        turned_query, turned_positions = torch.empty_like(grad_query), torch.empty_like(grad_positions)
+        turned_query[..., :plain] = grad_query[..., :plain]
+        _rotate_back_into(turned_query[..., plain:], grad_query[..., plain:], rotation)
+        _rotate_back_into(turned_positions, grad_positions, rotation)
+        return turned_query, grad_expanded, turned_positions, None
+
+
+def rotate_and_join_latent_heads(
+    query: Tensor, expanded: Tensor, positions: Tensor, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`join_latent_heads` in the memory of `query`, which is overwritten."""
+    result: tuple[Tensor, Tensor, Tensor] = _RotateAndJoin.apply(query, expanded, positions, rotation)
+    return result

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_base import flag, get_settings, name_multiples, restore
+from megatron.core.config_base import derived, flag, get_settings, name_multiples, restore
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
+from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
-from megatron.core.transformer.config_fields.positions import PositionFields
+from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.recompute import RecomputeFields
 from megatron.core.transformer.layer_patterns import has_dense_layers, has_windows, pattern_problems
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    RecomputeFields, PipelineFields, MoEFields, MuPFields, InitializationFields, PositionFields, AttentionFields
+    RecomputeFields, PipelineFields, MoEFields, MuPFields, InitializationFields, LatentAttentionFields, AttentionFields
 ):
     """Shape, number formats and kernels of a transformer.
 
@@ -37,20 +39,45 @@ class TransformerConfig(
         return self.embedding_multiplier * (self.mup_embedding_mult if self.use_mup else 1.0)
 
     @property
+    def query_width(self) -> int:
+        """Channels of a query and of a key head."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        assert self.kv_channels is not None
+        return self.kv_channels
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value head."""
+        return self.v_head_dim if self.multi_latent_attention else self.query_width
+
+    @property
     def attention_scale(self) -> float:
         """Factor on attention scores: softmax_scale, muP's, or 1 / sqrt(width of a head)."""
-        assert self.kv_channels is not None
         if self.softmax_scale is not None:
             return self.softmax_scale
         # muP divides by the width, not by its root: trained queries and keys are no longer independent of each other.
-        return self.mup_attention_scale(self.kv_channels) if self.use_mup else self.kv_channels**-0.5
+        scale = self.mup_attention_scale(self.query_width) if self.use_mup else self.query_width**-0.5
+        if not self.multi_latent_attention:
+            return scale
+        # Only a part of a head is rotated here: YaRN's factor goes to the scores (DeepSeek-V2, section 3.1.4).
+        return scale * compute_yarn_magnitude(self.rotary_scaling_factor, self.mscale_all_dim) ** 2
 
     @property
     def rotary_width(self) -> int:
         """Channels of a query or key head that rotary positions concern; of them --rotary-percent are rotated. A kind
         of attention that rotates a part of a head of its own has a config that says otherwise."""
-        assert self.kv_channels is not None
-        return self.kv_channels
+        return self.qk_pos_emb_head_dim if self.multi_latent_attention else self.query_width
+
+    @property
+    def rotates_neighbours(self) -> bool:
+        """Whether rotary positions turn neighbouring channels instead of the two halves of a head."""
+        return self.rotary_interleaved or self.multi_latent_attention
+
+    def choose_rotary_base(self, base: float, percent: float) -> tuple[float, float]:
+        """Return the base of rotary frequencies and the share of rotated channels, given those that a model was built
+        with."""
+        return base, percent
 
     @property
     def logit_scale(self) -> float:
@@ -159,3 +186,46 @@ class TransformerConfig(
         }
         # Settings of kind "layout" say how the model is divided, and never what it computes.
         return restore(type(self), kept | changes)
+
+
+def _with_default(name: str, value: Any) -> Any:
+    """A field of TransformerConfig with another default."""
+    inherited = next(field for field in dataclasses.fields(TransformerConfig) if field.name == name)
+    return dataclasses.field(default=value, metadata=inherited.metadata)
+
+
+@dataclass(kw_only=True)
+class MLATransformerConfig(TransformerConfig):
+    """A TransformerConfig of latent attention with upstream's names and defaults for programs in Python; the command
+    line has others, and makes a TransformerConfig."""
+
+    multi_latent_attention: bool = _with_default("multi_latent_attention", True)
+    normalization: str = _with_default("normalization", "RMSNorm")
+    q_lora_rank: int | None = _with_default("q_lora_rank", 512)
+    kv_lora_rank: int = _with_default("kv_lora_rank", 512)
+    position_embedding_type: str = _with_default("position_embedding_type", "rope")
+    rotary_scaling_factor: float = _with_default("rotary_scaling_factor", 40.0)
+    rotary_base: float = derived(10000.0, kind="function")
+    """Base of the rotary frequencies, in place of GPTModel's argument."""
+    rotary_percent: float = derived(1.0, kind="function")
+    """Share of the rotated channels that is rotated, in place of GPTModel's argument."""
+    original_max_position_embeddings: int = derived(4096, kind="function")
+    """yarn_original_max_position_embeddings, where that is not given."""
+    beta_fast: float = derived(32.0, kind="function")
+    """yarn_beta_fast, where that is not given."""
+    beta_slow: float = derived(1.0, kind="function")
+    """yarn_beta_slow, where that is not given."""
+    cache_mla_latents: bool = derived(False, kind="kernel")
+    """Says nothing: generation always keeps latent vectors."""
+    mla_down_proj_fusion: bool = derived(False, kind="kernel")
+    """Says nothing: the numbers are the same."""
+
+    def derive(self) -> None:
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+            if getattr(self, f"yarn_{name}") is None:
+                setattr(self, f"yarn_{name}", getattr(self, name))
+        super().derive()
+
+    def choose_rotary_base(self, base: float, percent: float) -> tuple[float, float]:
+        """See TransformerConfig."""
+        return self.rotary_base, self.rotary_percent

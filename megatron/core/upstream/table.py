@@ -43,7 +43,7 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.models.common.embeddings": {
         "RotaryEmbedding": f"{_EMBEDDINGS}.rotary_pos_embedding",
         "YarnRotaryEmbedding": f"{_EMBEDDINGS}.yarn_rotary_pos_embedding",
-        "_yarn_get_mscale": f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:_magnitude",
+        "_yarn_get_mscale": "megatron.core.transformer.config_fields.positions:compute_yarn_magnitude",
     },
     "megatron.core.models.common.embeddings.rope_utils": _in(_BATCHES, "get_pos_emb_on_this_cp_rank"),
     "megatron.core.models.common.language_module.language_module": _in(
@@ -130,9 +130,6 @@ ABSENT: dict[str, str] = {
     "megatron.core.transformer.moe.router_replay": _REPLAY,
     "megatron.core.transformer.moe.router_trace": _REPLAY,
     "megatron.core.transformer.multi_token_prediction": _MTP,
-    "megatron.core.transformer.transformer_config.MLATransformerConfig": (
-        "it waits for multi-head latent attention; use TransformerConfig"
-    ),
     "megatron.core.utils.StragglerDetector": "slow ranks show in --timing-log-level 2 with --timing-log-option all",
     "megatron.core.utils.configure_nvtx_profiling": "--nvtx-ranges names the parts of a step in profiles",
     "megatron.energon": "its data loaders are not used; a dataset of your own does as examples/custom_dataset.py shows",

@@ -25,8 +25,6 @@ class GPTModelFlags(CheckedConfig):
 
     max_position_embeddings: int | None = flag(None, minimum=1, unit="tokens")
     """Longest sequence the model has positions for."""
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="shorthand", needs=_ROTARY)
-    """Which rotary positions, where --position-embedding-type rope asks for some."""
     # Switches from here on stand for values of TransformerConfig; flags/derive.py puts those in.
     use_rotary_position_embeddings: bool = flag(False, kind="shorthand")
     """Earlier spelling of --position-embedding-type rope."""

@@ -27,26 +27,31 @@ def positions_reach_the_sequence(run: RunConfig) -> Iterator[str]:
 def rotation_takes_pairs(run: RunConfig) -> Iterator[str]:
     """Rotary positions turn pairs of a head's channels."""
     model = run.model
-    if model.position_embedding_type not in ("rope", "yarn") or model.kv_channels is None:
+    is_latent = model.multi_latent_attention
+    if model.position_embedding_type not in ("rope", "yarn") or (model.kv_channels is None and not is_latent):
         return
     # Rounded down, as the model does it.
-    rotated = int(model.kv_channels * run.gpt.rotary_percent)
+    rotated = int(model.rotary_width * run.gpt.rotary_percent)
     if rotated < 2 or rotated % 2:
         yield (
             f"{run.say('position_embedding_type')} rotates pairs of channels, but {run.say('rotary_percent')} of "
-            f"{model.kv_channels} channels per head is {rotated}; use an even number, through --kv-channels or "
-            "--rotary-percent"
+            f"{model.rotary_width} channels per head is {rotated}; use an even number, through "
+            f"{'--qk-pos-emb-head-dim' if is_latent else '--kv-channels'} or --rotary-percent"
         )
+
+
+def latent_attention_has_no_groups(run: RunConfig) -> Iterator[str]:
+    """Every head of latent attention has keys and values of its own."""
+    if run.model.multi_latent_attention and run.gpt.group_query_attention:
+        yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
 
 
 def rotary_positions_are_scaled_once(run: RunConfig) -> Iterator[str]:
     """YaRN is one way to stretch rotary positions, --use-rope-scaling another."""
-    if run.model.position_embedding_type != "yarn":
-        return
-    if run.gpt.rope_type == "rope":
-        yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
-    if run.gpt.use_rope_scaling:
-        yield "--use-rope-scaling and --position-embedding-type yarn both scale rotary frequencies; keep one"
+    if run.gpt.use_rope_scaling and run.model.uses_yarn():
+        # With latent attention rope means YaRN.
+        remedy = "add --rope-type rope, or leave it out" if run.model.multi_latent_attention else "keep one"
+        yield f"--use-rope-scaling and --position-embedding-type yarn both scale rotary frequencies; {remedy}"
 
 
 def scores_can_be_measured(run: RunConfig) -> Iterator[str]:
@@ -117,7 +122,8 @@ def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
 
 
 MODEL_RELATIONS = (
-    positions_reach_the_sequence, rotation_takes_pairs, rotary_positions_are_scaled_once, scores_can_be_measured,
+    positions_reach_the_sequence, rotation_takes_pairs, latent_attention_has_no_groups,
+    rotary_positions_are_scaled_once, scores_can_be_measured,
     optimizer_fits_the_model, optimizer_formats_fit_the_model, recomputation_is_said_once,
     vocabulary_divides_over_the_ranks,
 )  # fmt: skip

@@ -58,8 +58,6 @@ def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
 
 
 def _layers(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    if planned["multi_latent_attention"] and run.gpt.group_query_attention:
-        yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
     positions = run.model.position_embedding_type
     if planned["mtp_num_layers"] and positions not in ("rope", "yarn", "none"):
         yield f"{planned.say('mtp_num_layers')} works with --position-embedding-type rope or none, not {positions}"

@@ -76,8 +76,6 @@ def _positions(run: RunConfig) -> None:
     model, gpt = run.model, run.gpt
     if gpt.use_rotary_position_embeddings:
         model.position_embedding_type = "rope"
-    if gpt.rope_type == "yarn" and model.position_embedding_type == "rope":
-        model.position_embedding_type = "yarn"
     if not gpt.add_position_embedding and model.position_embedding_type == "learned_absolute":
         model.position_embedding_type = "none"
 

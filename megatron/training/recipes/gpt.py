@@ -200,7 +200,7 @@ def read_layer_spec(words: Sequence[str] | None, config: TransformerConfig) -> M
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     if words is None or list(words) == ["local"]:
-        return get_gpt_layer_local_spec()
+        return get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
     found = _import_named(*words)
     if callable(found) and not isinstance(found, ModuleSpec):
         found = found(config) if inspect.signature(found).parameters else found()

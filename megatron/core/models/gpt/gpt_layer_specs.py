@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 
 from megatron.core.errors import ConfigError
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +30,40 @@ def get_moe_module_spec() -> ModuleSpec:
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=shared_experts))
 
 
+def get_self_attention_spec() -> ModuleSpec:
+    """Return the spec of attention with one packed projection to queries, keys and values."""
+    return ModuleSpec(
+        module=SelfAttention,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            # Named here for every model; a config without --qk-layernorm leaves them unbuilt.
+            q_layernorm=build_norm,
+            k_layernorm=build_norm,
+        ),
+    )
+
+
+def get_latent_attention_spec() -> ModuleSpec:
+    """Return the spec of latent attention, whose projections to latent vectors are whole on every rank."""
+    return ModuleSpec(
+        module=MLASelfAttention,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            # As above: --qk-layernorm says whether they are built.
+            q_layernorm=build_norm,
+            kv_layernorm=build_norm,
+        ),
+    )
+
+
 def get_gpt_layer_local_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool | None = False,
@@ -43,22 +78,13 @@ def get_gpt_layer_local_spec(
 
     A layer takes num_experts, qk_layernorm, normalization and qk_l2_norm from its config (num_moe_experts, ...), so
     that one spec serves all layers; where they are given here, building the layer raises ConfigError unless the config
-    says the same. moe_grouped_gemm: how experts are computed is up to the config; the numbers are the same. Raises
-    ConfigError for what does not exist yet: multi_latent_attention, fp8, moe_use_legacy_grouped_gemm.
+    says the same. multi_latent_attention: the layer is for a config with latent attention, and for no other.
+    moe_grouped_gemm: how experts are computed is up to the config; the numbers are the same. Raises ConfigError for
+    what does not exist: fp8, moe_use_legacy_grouped_gemm.
     """
     # Refused rather than dropped: a layer without them would train another model than the caller asked for.
-    _refuse_unsupported(multi_latent_attention, fp8, moe_use_legacy_grouped_gemm)
-    self_attention = ModuleSpec(
-        module=SelfAttention,
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            # Named here for every model; a config without --qk-layernorm leaves them unbuilt.
-            q_layernorm=build_norm,
-            k_layernorm=build_norm,
-        ),
-    )
+    _refuse_unsupported(fp8, moe_use_legacy_grouped_gemm)
+    self_attention = get_latent_attention_spec() if multi_latent_attention else get_self_attention_spec()
     asked = {
         "num_moe_experts": num_experts,
         "qk_layernorm": qk_layernorm,
@@ -146,14 +172,13 @@ def get_gpt_decoder_block_spec(
         )
     if qk_l2_norm and not config.qk_l2_norm:
         raise ConfigError("qk_l2_norm is the config's to say: TransformerConfig(qk_l2_norm=True)")
+    is_latent = config.multi_latent_attention
     if use_transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec()
+        return get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=is_latent)
+    return get_gpt_layer_local_spec(multi_latent_attention=is_latent)
 
 
-def _refuse_unsupported(multi_latent_attention: bool | None, fp8: str | None, legacy_gemm: bool | None) -> None:
-    if multi_latent_attention:
-        raise ConfigError("multi_latent_attention waits for multi-head latent attention; leave it out")
+def _refuse_unsupported(fp8: str | None, legacy_gemm: bool | None) -> None:
     if fp8:
         raise ConfigError("fp8 waits for the FP8 recipes; leave it out")
     if legacy_gemm:

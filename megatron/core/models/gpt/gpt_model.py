@@ -233,13 +233,17 @@ def _rotary_embeddings(
 
     stretch: interpolation factor and base. llama3_scaling: whether, and its factor.
     """
-    if position_embedding_type not in ("rope", "yarn"):
+    # Latent attention rotates whatever else the model is told about positions.
+    kind = config.position_embedding_type if config.multi_latent_attention else position_embedding_type
+    if kind not in ("rope", "yarn"):
         return None, None
-    shape = (config.rotary_width, rotary_percent, config.rotary_interleaved)
+    interpolation, base = stretch
+    base, rotary_percent = config.choose_rotary_base(base, rotary_percent)
+    shape = (config.rotary_width, rotary_percent, config.rotates_neighbours)
     everywhere = (
-        YarnRotaryEmbedding(*shape, *stretch, **_yarn_options(config))
-        if position_embedding_type == "yarn"
-        else RotaryEmbedding(*shape, *stretch, *llama3_scaling)
+        YarnRotaryEmbedding(*shape, interpolation, base, **_yarn_options(config))
+        if config.uses_yarn(kind)
+        else RotaryEmbedding(*shape, interpolation, base, *llama3_scaling)
     )
     if config.rotary_base_local is None:
         return everywhere, None

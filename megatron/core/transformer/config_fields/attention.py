@@ -13,6 +13,10 @@ from megatron.core.transformer.config_fields.architecture import ArchitectureFie
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
 _QK_CLIP = Needs("--qk-clip", lambda run: run.qk_clip)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
+_HEAD_WIDTH = Needs(
+    "attention other than --multi-latent-attention, whose widths are --qk-head-dim and --v-head-dim",
+    lambda run: not run.multi_latent_attention,
+)
 
 
 def comm_type_problem(kind: str) -> str | None:
@@ -29,8 +33,11 @@ class AttentionFields(ArchitectureFields):
     """Query heads."""
     num_query_groups: int = flag(None, minimum=0, maximum=65536, kind="shape")
     """Key-value heads (grouped-query attention); as many as query heads when not given or 0."""
-    kv_channels: int = flag(None, minimum=1, maximum=65536, kind="shape")
+    kv_channels: int = flag(None, minimum=1, maximum=65536, kind="shape", needs=_HEAD_WIDTH)
     """Width of one head; hidden size / heads when not given."""
+    multi_latent_attention: bool = flag(False, kind="shape")
+    """Make queries, keys and values of narrow latent vectors, of which generation keeps one for each token instead of
+    all keys and values (MLA; DeepSeek-V2, 2024)."""
     attention_dropout: float = flag(0.1, minimum=0, maximum=1, kind="numerics")
     """Dropout on attention probabilities."""
     qk_layernorm: bool = flag(False, kind="shape")
@@ -134,16 +141,17 @@ class AttentionFields(ArchitectureFields):
         yield from self.head_problems(self.tensor_model_parallel_size)
         yield from self._norms_of_queries_and_keys()
         yield from self._context_exchange_is_known()
-        # A norm after the projection would divide the clipped weights' factor out again.
         if self.qk_clip:
             yield from self.score_measuring_problems("--qk-clip")
+            # A norm after the projection would divide the clipped weights' factor out again. Those of latent attention
+            # stand before it.
             for name in ("qk_layernorm", "qk_l2_norm"):
-                if getattr(self, name):
+                if getattr(self, name) and not self.multi_latent_attention:
                     yield f"--qk-clip scales weights, which {self.say(name)} makes good again; leave one of the two out"
 
     def _heads_divide_the_width(self) -> Iterator[str]:
         heads, groups, width = self.num_attention_heads, self.num_query_groups, self.hidden_size
-        if heads and width and self.kv_channels is None:
+        if heads and width and self.kv_channels is None and not self.multi_latent_attention:
             yield (
                 f"{self.say('hidden_size')} is not divisible by {self.say('num_attention_heads')}; "
                 f"use a multiple of {heads}, or give --kv-channels"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,8 +13,28 @@ from megatron.core.transformer.config_fields.attention import AttentionFields
 
 # YaRN is rotary, too: what rope needs is there with either.
 _ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
-_YARN = Needs("--position-embedding-type yarn", lambda run: run.position_embedding_type == "yarn")
+_YARN = Needs(
+    "--position-embedding-type yarn",
+    lambda run: is_yarn(run.position_embedding_type, run.rope_type, run.multi_latent_attention),
+)
+# The scores of latent attention have a factor of these two whatever its positions are, as upstream has it.
+_STRETCHED = Needs("--position-embedding-type yarn", lambda run: _YARN.met(run) or run.multi_latent_attention)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
+
+
+def is_yarn(position_embedding_type: str, rope_type: str | None, multi_latent_attention: bool) -> bool:
+    """Whether positions are rotary with YaRN's frequencies. With latent attention rope means them, unless rope_type
+    says otherwise; upstream keeps the word rope there, and so do we."""
+    if position_embedding_type != "rope":
+        return position_embedding_type == "yarn"
+    return rope_type == "yarn" or (rope_type is None and multi_latent_attention)
+
+
+def compute_yarn_magnitude(scale: float = 1.0, mscale: float = 1.0) -> float:
+    """YaRN's factor on queries and keys for sequences that are `scale` times as long: 0.1 x mscale x ln(scale) + 1,
+    which keeps the softmax as sharp (Peng et al., 2023, section 3.4)."""
+    # A sequence that is not stretched needs no correction.
+    return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -22,10 +43,13 @@ class PositionFields(AttentionFields):
 
     rotary_interleaved: bool = flag(False, kind="function", needs=_ROTARY)
     """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="function", needs=_ROTARY)
+    """Which rotary positions, where --position-embedding-type rope asks for some; with --multi-latent-attention yarn
+    when not given."""
     rotary_base_local: int | None = flag(None, minimum=1, kind="function", needs=(_ROTARY, _WINDOW))
     """Base of the rotary frequencies in layers with a sliding window, where they are neither scaled nor interpolated
     (Gemma 3); those layers are like the others when not given."""
-    rotary_scaling_factor: float = flag(1.0, minimum=1, kind="function", needs=_YARN)
+    rotary_scaling_factor: float = flag(1.0, minimum=1, kind="function", needs=_STRETCHED)
     """YaRN: how much longer than the original sequences are (Peng et al., 2023)."""
     yarn_original_max_position_embeddings: int | None = flag(
         None, minimum=1, unit="tokens", kind="function", needs=_YARN
@@ -41,8 +65,9 @@ class PositionFields(AttentionFields):
     mscale: float = flag(1.0, minimum=0, kind="function", needs=_YARN)
     """YaRN: queries and keys are multiplied by (0.1 x this x ln(factor) + 1), divided by the same of
     --mscale-all-dim."""
-    mscale_all_dim: float = flag(0.0, minimum=0, kind="function", needs=_YARN)
-    """YaRN: the divisor's share, see --mscale."""
+    mscale_all_dim: float = flag(0.0, minimum=0, kind="function", needs=_STRETCHED)
+    """YaRN: the divisor's share, see --mscale. With --multi-latent-attention, scores are multiplied by the square of
+    (0.1 x this x ln(factor) + 1)."""
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_ROTARY)
     """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
     position_embedding_type: str = flag(
@@ -54,15 +79,35 @@ class PositionFields(AttentionFields):
     """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
     before (YaRN; Peng et al., 2023), or not at all."""
 
+    def derive(self) -> None:
+        super().derive()
+        if self.position_embedding_type not in ("rope", "yarn"):
+            return
+        # One word for one thing, so that runs which say it in either way are found to be the same: upstream's.
+        if self.multi_latent_attention:
+            self.rope_type = self.rope_type or "yarn"
+            if self.rope_type == "yarn":
+                self.position_embedding_type = "rope"
+        elif self.rope_type == "yarn" or self.rope_type == self.position_embedding_type:
+            self.position_embedding_type, self.rope_type = self.rope_type, None
+
+    def uses_yarn(self, kind: str | None = None) -> bool:
+        """Whether rotary positions are YaRN's. kind: the positions that a model is built with; the config's when
+        None."""
+        kind = self.position_embedding_type if kind is None else kind
+        return is_yarn(kind, self.rope_type, self.multi_latent_attention)
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.rope_type == "rope" and self.position_embedding_type == "yarn":
+            yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
         # With the kind as an argument, because a model may be built with other positions than its config names.
         yield from self.position_problems(self.position_embedding_type)
 
     def position_problems(self, kind: str) -> Iterator[str]:
         """What is missing for positions of this kind: the config's, or those that a model is built with."""
         # No default would do: a wrong length still trains, with the wrong frequencies stretched.
-        if kind == "yarn" and self.yarn_original_max_position_embeddings is None:
+        if self.uses_yarn(kind) and self.yarn_original_max_position_embeddings is None:
             yield (
                 "--position-embedding-type yarn needs --yarn-original-max-position-embeddings, the longest sequence of "
                 "the training before, such as 4096"

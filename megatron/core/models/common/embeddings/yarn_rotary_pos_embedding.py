@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 
 
 class YarnRotaryEmbedding(RotaryEmbedding):
@@ -52,7 +53,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         kept = 1 - _ramp(max(first, 0), min(last, 2 * pairs - 1), pairs, self.inv_freq)
         self.inv_freq = self.plain_inv_freq * (kept + (1 - kept) / scaling_factor)
         # Upstream's name beside the base class's: the same factor.
-        self.mscale = self.magnitude = _magnitude(scaling_factor, mscale) / _magnitude(scaling_factor, mscale_all_dim)
+        magnitude, divisor = (compute_yarn_magnitude(scaling_factor, share) for share in (mscale, mscale_all_dim))
+        self.mscale = self.magnitude = magnitude / divisor
 
 
 def _ramp(first: float, last: float, count: int, like: Tensor) -> Tensor:
@@ -60,8 +62,3 @@ def _ramp(first: float, last: float, count: int, like: Tensor) -> Tensor:
     # Equal ends, which rounding may give, would divide by zero.
     width = max(last - first, 0.001)
     return ((torch.arange(count, dtype=like.dtype, device=like.device) - first) / width).clamp(0, 1)
-
-
-def _magnitude(scale: float = 1.0, mscale: float = 1.0) -> float:
-    # A sequence that is not stretched needs no correction of the softmax.
-    return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
