@@ -38,6 +38,9 @@ def hang_on_rank_1(directory: Path) -> None:
 def die_on_rank_1(directory: Path) -> None:
     (directory / str(os.getpid())).touch()
     if dist.get_rank() == 1:
+        # Not before the other one has said its number, too.
+        while len(os.listdir(directory)) < 2:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
