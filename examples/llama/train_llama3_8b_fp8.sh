@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Llama 3 8B in FP8: another name of train_llama3_8b_h100_fp8.sh, with its arguments.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/train_llama3_8b_h100_fp8.sh" "$@"

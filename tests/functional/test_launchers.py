@@ -1,0 +1,313 @@
+"""The scripts of examples/ that start a training on a cluster: what they run and refuse, and small, on this machine.
+
+MEGATRON_ALL_LAUNCHERS=1 bash tests/run.sh tests/functional/test_launchers.py      trains every script's small run
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.training.flags.read import examine, read_run_config
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+FP8 = ("llama/train_llama3_8b_fp8.sh", "llama/train_llama3_8b_h100_fp8.sh")
+SCRIPTS = {
+    "pretrain_gpt_distributed.sh": 8,
+    "llama/train_llama_70b.sh": 64,
+    "llama/train_llama3_70b.sh": 64,
+    "gpt3/train_gpt3.sh 350m": 8,
+    "gpt3/train_gpt3.sh 6.7b": 32,
+    "gpt3/train_gpt3.sh 175b": 512,
+    "mixtral/train_mixtral_8x7b.sh": 64,
+    "mixtral/train_mixtral_8x22b.sh": 128,
+    "qwen/train_qwen3_30b_a3b.sh": 32,
+}
+"""Script and argument -> processes."""
+TRAINED = ("llama/train_llama_70b.sh", "mixtral/train_mixtral_8x7b.sh")
+SHELL_FILES = sorted(EXAMPLES.rglob("*.sh"))
+MISSING = ("DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "MERGE_FILE")
+
+
+def run(script: str | Path, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script with its arguments, without variables of this process's own job."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_", "WORLD_SIZE"))
+    }
+    environment = kept | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | variables
+    file, *arguments = shlex.split(str(script))
+    command = ["bash", str(EXAMPLES / file), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def dry_run(script: str, **variables: str) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options, and the flags of pretrain_gpt.py."""
+    finished = run(script, DRY_RUN="1", GPUS_PER_NODE="8", **variables)
+    assert finished.returncode == 0, finished.stderr
+    words = shlex.split(finished.stdout)
+    program = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    assert words[0] == "torchrun"
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in words[1:program])
+    return options, words[program + 1 :]
+
+
+# ---- the whole command
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_command_has_no_problems_at_full_size(script: str) -> None:
+    options, flags = dry_run(script)
+    world_size = int(options["nproc_per_node"]) * int(options["nnodes"])
+    assert world_size == SCRIPTS[script]
+    examination = examine(flags, {"WORLD_SIZE": str(world_size)})
+    assert [problem.text for problem in examination.problems] == []
+
+
+def test_the_script_for_70_billion_parameters_has_these_flags() -> None:
+    flags = """
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --context-parallel-size 1 --sequence-parallel
+        --num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096
+        --micro-batch-size 1 --global-batch-size 1024 --lr 3e-4 --train-iters 100000 --lr-decay-style cosine
+        --lr-warmup-iters 2000 --weight-decay 0.1 --clip-grad 1.0 --bf16 --use-mcore-models
+        --transformer-impl transformer_engine --data-path /path/to/data --vocab-file /path/to/vocab.json
+        --merge-file /path/to/merges.txt
+    """
+    options, found = dry_run("llama/train_llama_70b.sh")
+    assert found == flags.split()
+    assert (options["nproc_per_node"], options["nnodes"]) == ("8", "8")
+
+
+@pytest.mark.parametrize("script", FP8)
+def test_scripts_for_fp8_say_that_it_is_not_there_yet(script: str) -> None:
+    finished = run(script, LAPTOP="1")
+    assert finished.returncode == 2
+    assert "--fp8-format hybrid is planned, not available yet" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    # Nothing else stands against them.
+    _, flags = dry_run(script)
+    problems = [problem.text for problem in examine(flags, {"WORLD_SIZE": "8"}).problems]
+    assert problems and all(problem.startswith("--fp8-") for problem in problems)
+
+
+def test_several_nodes_without_slurm() -> None:
+    where = {"NNODES": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1234", "NODE_RANK": "1"}
+    options, _ = dry_run("pretrain_gpt_distributed.sh", **where)
+    assert options == {
+        "nproc_per_node": "8", "nnodes": "2", "node_rank": "1", "master_addr": "node0", "master_port": "1234",
+    }  # fmt: skip
+
+
+# ---- what is missing
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "sentence"),
+    [
+        ("llama/train_llama3_70b.sh", {}, "the variable DATA_PATH is not set; give the prefix of a dataset"),
+        ("llama/train_llama3_70b.sh", {"DATA_PATH": "/path/to/data"}, "DATA_PATH=/path/to/data is a placeholder"),
+        ("llama/train_llama3_70b.sh", {"DATA_PATH": "/nothing/here"}, "DATA_PATH: /nothing/here.idx does not exist"),
+        ("gpt3/train_gpt3.sh 5b", {}, "GPT-3 5b is not known; use 125m, 350m"),
+        ("launch/start.sh --preset gpt2", {}, "no GPU was found; set GPUS_PER_NODE, or LAPTOP=1"),
+        ("launch/start.sh --preset gpt2", {"GPUS_PER_NODE": "1", "NNODES": "2"}, "MASTER_ADDR is not set"),
+        ("launch/start.sh --preset gpt2", {"GPUS_PER_NODE": "1", "SLURM_JOB_ID": "7"}, "there is no srun"),
+        ("launch/slurm.sh", {}, "give the training script"),
+        ("launch/slurm.sh nothing.sh", {}, "nothing.sh does not exist"),
+        ("launch/slurm.sh README.md", {}, "this is no SLURM job; submit it"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(script: str, variables: dict[str, str], sentence: str) -> None:
+    if shutil.which("nvidia-smi") and "no GPU" in sentence or shutil.which("srun") and "no srun" in sentence:
+        pytest.skip("this machine has it")
+    finished = run(script, **variables)
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("error: ") and sentence in line
+
+
+# ---- small, on this machine
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_small_run_trains(script: str) -> None:
+    if script not in TRAINED and os.environ.get("MEGATRON_ALL_LAUNCHERS") != "1":
+        small = shlex.split(run(script, LAPTOP="1", DRY_RUN="1").stdout)
+        processes = next(word for word in small if word.startswith("--nproc_per_node=")).partition("=")[2]
+        flags = small[next(index for index, word in enumerate(small) if word.endswith("pretrain_gpt.py")) + 1 :]
+        assert read_run_config(flags, {"WORLD_SIZE": processes}).world_size == int(processes) <= 4
+        return
+    finished = run(script, LAPTOP="1")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "iteration        5/       5" in finished.stdout
+
+
+# ---- SLURM, by commands that stand for its own
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a batch script of two nodes; its commands write what they were called with."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    calls = tmp_path / "calls"
+    stubs = {
+        # One process of the step, here; its number is what scancel sends signals to.
+        "srun": f"""
+            echo "srun $*" >> {calls}
+            while [ "${{1#--}}" != "$1" ]; do shift; done
+            export SLURM_STEP_ID=0 SLURM_NODEID=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1
+            echo $$ > {tmp_path}/step
+            exec "$@"
+        """,
+        "scancel": f'echo "scancel $*" >> {calls}; kill -USR1 "$(cat {tmp_path}/step)"',
+        "scontrol": f"""
+            echo "scontrol $*" >> {calls}
+            [ "$1" != show ] || printf 'node3\\nnode4\\n'
+        """,
+    }
+    for name, text in stubs.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{textwrap.dedent(text)}")
+        (commands / name).chmod(0o755)
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    yield {
+        "PATH": path, "SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[3-4]",
+        "GPUS_PER_NODE": "8",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_batch_script_reaches_all_nodes(slurm: dict[str, str], launcher: str) -> None:
+    finished = run("launch/start.sh --preset gpt2", DRY_RUN="1", LAUNCHER=launcher, **slurm)
+    words = shlex.split(finished.stdout)
+    assert words[:3] == ["srun", "--nodes=2", "--kill-on-bad-exit=1"]
+    tasks = {"torchrun": "--ntasks-per-node=1", "srun": "--ntasks-per-node=8"}
+    assert words[3] == tasks[launcher] and words[-2:] == ["--preset", "gpt2"]
+
+
+def test_each_node_of_a_step_starts_its_own_torchrun(slurm: dict[str, str], tmp_path: Path) -> None:
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text(f'#!/usr/bin/env bash\necho "$*" > {tmp_path}/torchrun\n')
+    torchrun.chmod(0o755)
+    assert run("launch/start.sh --preset gpt2", **slurm).returncode == 0
+    assert (tmp_path / "torchrun").read_text().split()[:-3] == [
+        "--nproc_per_node=8", "--nnodes=2", "--node_rank=1", "--master_addr=node3", "--master_port=20123",
+    ]  # fmt: skip
+
+
+def test_a_job_saves_when_its_time_is_up_and_goes_back_into_the_queue(slurm: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    checkpoints = tmp_path / "checkpoints"
+    script.write_text(
+        f"source {EXAMPLES}/launch/start.sh\n"
+        "start --preset gpt2 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 "
+        "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 1000000 --lr 1e-3 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --log-interval 1 "
+        f"--save {checkpoints} --load {checkpoints} ${{EXTRA_FLAGS}}\n"
+    )
+    command = ["bash", str(EXAMPLES / "launch" / "slurm.sh"), str(script)]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        job = subprocess.Popen(command, cwd=ROOT, env=os.environ | slurm, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while "iteration        2/" not in log.read_text():
+                assert job.poll() is None, log.read_text()
+            job.send_signal(10)  # SIGUSR1, as of --signal=B:USR1@300
+            assert job.wait(120) == 0, log.read_text()
+        finally:
+            job.kill()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-2:] == ["scancel --signal=USR1 123", "scontrol requeue 123"]
+    assert "saved; back into the queue" in log.read_text()
+    assert int((checkpoints / "latest_checkpointed_iteration.txt").read_text()) >= 2
+
+
+# ---- files
+
+
+def test_shell_files_are_sound() -> None:
+    for file in SHELL_FILES:
+        subprocess.run(["bash", "-n", str(file)], check=True)
+        assert (
+            file.read_text()
+            .splitlines()[1]
+            .startswith(("# SPDX-License-Identifier: Apache-2.0", "# From a fresh clone"))
+        )
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    files = [str(file) for file in SHELL_FILES]
+    # SC1091, SC2154: what start.sh sets; SC2086: EXTRA_FLAGS is meant to be several words.
+    found = subprocess.run([shellcheck, "--exclude=SC1091,SC2086,SC2154", *files], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def read_manifests(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLES / "launch" / "kubernetes" / name).read_text()))
+
+
+def list_nodes() -> list[tuple[str, int, dict[str, Any]]]:
+    """(manifest, nodes, specification of a pod)."""
+    (operator,) = read_manifests("pytorchjob.yaml")
+    replicas = operator["spec"]["pytorchReplicaSpecs"]
+    nodes = sum(replica["replicas"] for replica in replicas.values())
+    found = [("pytorchjob.yaml", nodes, replica["template"]["spec"]) for replica in replicas.values()]
+    _, job = read_manifests("indexed_job.yaml")
+    return [*found, ("indexed_job.yaml", job["spec"]["completions"], job["spec"]["template"]["spec"])]
+
+
+@pytest.mark.parametrize(("name", "nodes", "pod"), list_nodes())
+def test_a_pod_has_what_a_node_of_a_run_needs(name: str, nodes: int, pod: dict[str, Any]) -> None:
+    (container,) = pod["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    if name == "pytorchjob.yaml":
+        assert read_manifests(name)[0]["spec"]["nprocPerNode"] == str(gpus)
+    else:
+        assert variables["GPUS_PER_NODE"] == str(gpus) and variables["NNODES"] == str(nodes)
+        service, job = read_manifests(name)
+        assert variables["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+        assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert [problem.text for problem in examine(container["args"], {"WORLD_SIZE": str(nodes * gpus)}).problems] == []
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    for flag in container["args"]:
+        _, _, value = flag.partition("=")
+        if value.startswith("/"):
+            assert any(value.startswith(path) and "persistentVolumeClaim" in volume for path, volume in mounts.items())
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname" and spread["maxSkew"] == 1
+
+
+@pytest.mark.parametrize("network", ["nvlink", "infiniband", "efa", "ethernet"])
+def test_variables_of_a_network(network: str) -> None:
+    def call(*arguments: str) -> str:
+        command = [sys.executable, str(ROOT / "tools" / "env.py"), "--network", network, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    variables = {entry["name"]: entry for entry in json.loads(call("--format", "json", "--interface", "eth7"))}
+    expected = {
+        "nvlink": {"NCCL_P2P_LEVEL": "NVL"},
+        "infiniband": {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_CROSS_NIC": "0"},
+        "efa": {"FI_PROVIDER": "efa", "NCCL_SOCKET_IFNAME": "eth7"},
+        "ethernet": {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth7"},
+    }[network]
+    assert {name: variables[name]["value"] for name in expected} == expected
+    assert all(entry["reason"] for entry in variables.values())
+    # What the site has set wins.
+    printed = subprocess.run(
+        ["bash", "-c", f"{call('--format', 'shell')}\necho $NCCL_DEBUG"], env={"NCCL_DEBUG": "INFO"}, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert printed.stdout == "INFO\n"
