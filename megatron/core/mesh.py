@@ -61,6 +61,9 @@ class RankGrid:
     """Where each sequence is shared by a number of ranks of its own, the most of them: 1, 2, 4, ... neighbours among
     the ranks of `dp` x `cp`, up to this number; 0 where all sequences are shared by `cp` ranks."""
 
+    embedding_stages: tuple[int, ...] | None = None
+    """Stages that hold a copy of the word embedding's weight; the first and the last one when None."""
+
     optimizer_instances: int = 1
     """Copies of the divided optimizer state among the replicas of the model."""
 
@@ -130,7 +133,8 @@ class RankGrid:
             return [list(range(self.world_size))]
         # No axes: some ranks are in none of these groups.
         if axes == "embd":
-            return [_ends(stages) for stages in self.groups("pp")]
+            held = self.embedding_stages or (0, self.pp - 1)
+            return [[stages[place] for place in sorted(set(held))] for stages in self.groups("pp")]
         if axes == "pos_embd":
             return [stages[:1] for stages in self.groups("pp")]
         wanted = set(axes.split("-"))
@@ -315,7 +319,3 @@ def _groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]:
     inside = offsets([axis for axis in sizes if axis in wanted])
     starts = offsets([axis for axis in sizes if axis not in wanted])
     return [[start + step for step in inside] for start in starts]
-
-
-def _ends(stages: list[int]) -> list[int]:
-    return stages if len(stages) == 1 else [stages[0], stages[-1]]

@@ -4,10 +4,10 @@ The figures are those that users know from the reference system, in bytes of 16-
 and gradients. What a process really holds is measured by benchmarks/memory.py.
 
     weights       a matrix is divided by tp, an expert's by ep etp, norms, routers and projections to latent vectors are
-                  not; layers by pp. The most loaded stage has the embedding, and the output layer where it is the only
-                  one. Biases and learned positions do not count. 18 bytes each (weight 2, gradient 4, main weight 4,
-                  moments 8); with the distributed optimizer 6 + 12 / replicas, of which there are dp cp, of experts
-                  fewer.
+                  not; layers by pp. The most loaded stage has the embedding, the output layer where it is the only one,
+                  and multi-token prediction, of which the transformer layers count. Biases and learned positions do not
+                  count. 18 bytes each (weight 2, gradient 4, main weight 4, moments 8); with the distributed optimizer
+                  6 + 12 / replicas, of which there are dp cp, of experts fewer.
     activations   with sequence parallelism s b h (18 + 4 f / h) / tp a layer, else s b h (10 + 24 / tp): attention
                   scores are not kept (Korthikanti et al., 2022, table 2, which the second form gives for f = 4 h);
                   the layers of min(pp, microbatches) microbatches under way; the ends.
@@ -34,8 +34,8 @@ _ALLOCATOR_SHARE = 1.05  # of the form without sequence parallelism, which count
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """Elements of the whole model."""
+class LayerCounts:
+    """Elements of some layers."""
 
     layer_matrices: int
     """Matrices of attention, dense MLPs and shared experts."""
@@ -45,25 +45,40 @@ class ParameterCounts:
     """Matrices of the experts that work on one token."""
     replicated: int
     """Norms, routers and projections to latent vectors, which tensor parallelism does not divide."""
+
+    @property
+    def sum_of_all(self) -> int:
+        """Elements of all kinds."""
+        return self.layer_matrices + self.expert_matrices + self.replicated
+
+    @property
+    def idle(self) -> int:
+        """What does not work on a given token."""
+        return self.expert_matrices - self.active_expert_matrices
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Elements of the whole model."""
+
+    decoder: LayerCounts
+    """All layers and the final norm."""
+    prediction: LayerCounts
+    """Transformer layers of multi-token prediction."""
     embedding: int
     """One table, padded."""
     output_layer: int
     """0 where it shares the embedding."""
 
     @property
-    def transformer_block(self) -> int:
-        """Elements of all layers and the final norm."""
-        return self.layer_matrices + self.expert_matrices + self.replicated
-
-    @property
     def total(self) -> int:
         """Elements of the whole model."""
-        return self.transformer_block + self.embedding + self.output_layer
+        return self.decoder.sum_of_all + self.prediction.sum_of_all + self.embedding + self.output_layer
 
     @property
     def idle(self) -> int:
         """What does not work on a given token."""
-        return self.expert_matrices - self.active_expert_matrices
+        return self.decoder.idle + self.prediction.idle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,23 +127,33 @@ class MemoryEstimate:
 
 def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied: bool) -> ParameterCounts:
     """Parameters of a GPT model with `padded_vocab_size` rows of embedding; untied: with an output layer of its own."""
+    first_further = model.num_layers + 1
+    embedding = padded_vocab_size * model.hidden_size
+    return ParameterCounts(
+        decoder=count_layers(model, range(1, first_further), has_final_norm=True),
+        prediction=count_layers(model, range(first_further, first_further + model.count_layers_with_weights())),
+        embedding=embedding,
+        output_layer=embedding if untied else 0,
+    )
+
+
+def count_layers(model: TransformerConfig, numbers: range, *, has_final_norm: bool = False) -> LayerCounts:
+    """Parameters of the transformer layers with these numbers, counted from 1; those of multi-token prediction follow
+    the decoder's."""
     assert model.ffn_hidden_size is not None
-    hidden, layers = model.hidden_size, model.num_layers
+    hidden, layers = model.hidden_size, len(numbers)
     attention, to_latents = count_attention(model)
     width_of_one = (3 if model.gated_linear_unit else 2) * hidden  # matrices of an MLP with one inner channel
-    moe_layers = sum(has_experts(model, index + 1) for index in range(layers))
+    moe_layers = sum(has_experts(model, number) for number in numbers)
     experts = model.num_moe_experts or 0
     shared = moe_layers * (model.moe_shared_expert_intermediate_size or 0)
     # LayerNorm has a bias beside the weight, RMSNorm has none.
     norm = (2 if model.normalization == "LayerNorm" else 1) * hidden
-    embedding = padded_vocab_size * hidden
-    return ParameterCounts(
+    return LayerCounts(
         layer_matrices=layers * attention + width_of_one * ((layers - moe_layers) * model.ffn_hidden_size + shared),
         expert_matrices=moe_layers * experts * width_of_one * model.moe_ffn_hidden_size,
         active_expert_matrices=moe_layers * model.moe_router_topk * width_of_one * model.moe_ffn_hidden_size,
-        replicated=(2 * layers + 1) * norm + moe_layers * hidden * experts + layers * to_latents,
-        embedding=embedding,
-        output_layer=embedding if untied else 0,
+        replicated=(2 * layers + has_final_norm) * norm + moe_layers * hidden * experts + layers * to_latents,
     )
 
 
@@ -159,12 +184,15 @@ def estimate_memory(
     """
     stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     counts = count_parameters(model, padded_vocab_size=workload.padded_vocab_size, untied=workload.has_output_layer)
-    dense = (counts.layer_matrices / ranks + counts.replicated) / stages
+    decoder, prediction = counts.decoder, counts.prediction
+    dense = (decoder.layer_matrices / ranks + decoder.replicated) / stages
     expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
-    experts = counts.expert_matrices / expert_ranks / stages
+    experts = decoder.expert_matrices / expert_ranks / stages
+    further_experts = prediction.expert_matrices / expert_ranks
     # The first stage has the embedding, the last one the output layer; the first is the fuller of the two, because more
     # microbatches wait there.
     ends = (counts.embedding + (counts.output_layer if stages == 1 else 0)) / ranks
+    ends += prediction.layer_matrices / ranks + prediction.replicated
     num_replicas = workload.data_parallel_size * model.context_parallel_size
     # Experts take their ranks from data, context and tensor parallelism together, which leaves fewer replicas.
     num_expert_replicas = num_replicas * ranks / expert_ranks
@@ -174,10 +202,10 @@ def estimate_memory(
     layer = _estimate_layer_activations(model, tokens)
     return MemoryEstimate(
         parameters=counts,
-        most_loaded_shard=dense + experts + ends,
+        most_loaded_shard=dense + experts + further_experts + ends,
         other_shards=dense + experts,
         weight_and_optimizer=(dense + ends) * _count_parameter_bytes(num_replicas, divides)
-        + experts * _count_parameter_bytes(num_expert_replicas, divides),
+        + (experts + further_experts) * _count_parameter_bytes(num_expert_replicas, divides),
         layer_activations=layer,
         activations=_estimate_activations(model, layer, tokens, workload),
         microbatches_in_flight=None if stages == 1 else stages * in_flight,
@@ -232,10 +260,12 @@ def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
     """The estimate in the lines that users know from the reference system; MB are 1024 x 1024 bytes."""
     counts = memory.parameters
     form = "" if model.sequence_parallel else " (precise, without SP)"
+    block = counts.decoder.sum_of_all
+    further = f"Number of parameters in mtp block in billions: {counts.prediction.sum_of_all / _BILLION:.2f}"
     lines = [
-        f"Number of parameters in transformer block in billions: {counts.transformer_block / _BILLION:.2f}",
-        "Number of active parameters in transformer block in billions: "
-        f"{(counts.transformer_block - counts.idle) / _BILLION:.2f}",
+        f"Number of parameters in transformer block in billions: {block / _BILLION:.2f}",
+        f"Number of active parameters in transformer block in billions: {(block - counts.decoder.idle) / _BILLION:.2f}",
+        *([] if model.mtp_num_layers is None else [further]),
         "Number of parameters in embedding layers in billions: "
         f"{(counts.embedding + counts.output_layer) / _BILLION:.2f}",
         f"Total number of parameters in billions: {counts.total / _BILLION:.2f}",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
-from megatron.planner.memory import count_attention, count_parameters
+from megatron.planner.memory import count_attention, count_layers
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,8 @@ def count_training_flops_per_token(model: TransformerConfig, *, seq_length: int,
     """Floating-point operations of forward and backward for one token of a sequence of `seq_length` tokens.
 
     padded_vocab_size: rows of the output layer over all ranks. Of a layer's experts those count that work on a token,
-    and the shared one; routers do not.
+    and the shared one; routers do not. Multi-token prediction has for each further token a layer, its projection with
+    three norms, and the output layer once more.
     """
     per_token, per_pair = count_products(model, padded_vocab_size=padded_vocab_size)
     return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + per_pair * seq_length // 2)
@@ -40,11 +41,14 @@ def count_training_flops_per_token(model: TransformerConfig, *, seq_length: int,
 
 def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
     """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
-    counts = count_parameters(model, padded_vocab_size=padded_vocab_size, untied=False)
-    per_token = counts.layer_matrices + counts.active_expert_matrices + counts.embedding  # which is the output layer
-    per_token += model.num_layers * count_attention(model)[1]
+    depths, hidden = model.mtp_num_layers or 0, model.hidden_size
+    layers = model.num_layers + depths
+    counts = count_layers(model, range(1, layers + 1))
+    per_token = counts.layer_matrices + counts.active_expert_matrices + layers * count_attention(model)[1]
+    per_token += (1 + depths) * padded_vocab_size * hidden  # the output layer
+    per_token += depths * (2 * hidden * hidden + 3 * hidden)
     # A query with a key, and its share of the value.
-    return per_token, model.num_layers * model.num_attention_heads * (model.query_width + model.value_width)
+    return per_token, layers * model.num_attention_heads * (model.query_width + model.value_width)
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:

@@ -203,10 +203,12 @@ def _select_accepted(function: Callable[..., Any], offered: dict[str, Any]) -> d
 
 
 def tie_chunks(modules: Sequence[nn.Module]) -> None:
-    """Where one process has the embedding and, in another chunk, the output layer that shares its weight: share it."""
-    for module in modules[1:]:
-        if getattr(module, "needs_embedding_of_first_chunk", False):
-            module.share_embedding_of(modules[0])  # type: ignore[operator]
+    """Where one process has the embedding and, in a later chunk, another use of its weight (the tied output layer,
+    multi-token prediction): share it."""
+    for module in modules:
+        owner = getattr(module, "embedding_owner_chunk", None)
+        if owner is not None:
+            module.share_embedding_of(modules[owner])  # type: ignore[operator]
 
 
 def build_executor(

@@ -39,6 +39,18 @@ EXPERTS = {
         --moe-z-loss-coeff 0.01 --moe-permute-fusion --moe-grouped-gemm""",
 }
 
+# Multi-token prediction: two further tokens, tied and with biases; one, untied and without; and with experts whose
+# router has biases that learn.
+FURTHER = {
+    "tied": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --mtp-num-layers 2
+        --mtp-loss-scaling-factor 0.5""",
+    "untied": """--position-embedding-type rope --group-query-attention --num-query-groups 2 --disable-bias-linear
+        --untie-embeddings-and-output-weights --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5""",
+    "experts": EXPERTS["moe"].replace("--moe-layer-freq 2", "--moe-layer-freq ([0]+[1]*3)")
+    + """ --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01""",
+}
+
 # Styles that combine many options of the model; each with the layouts that its options concern.
 OPTIONS = {
     # Latent attention with norms of the latent vectors, YaRN, values narrower than keys; widths that nothing divides.

@@ -120,9 +120,9 @@ def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
     assert [chunk.pg_collection.pp.rank() for chunk in chunks] == list(range(stages))
     counts = count_whole(get_placement(param) for chunk in chunks for param in chunk.parameters())
     experts = counts.of_experts.get("matrix", 0)
-    assert counts["matrix"] == formula.layer_matrices
-    assert experts == formula.expert_matrices
-    assert counts["norm"] + counts["router"] == formula.replicated
+    assert counts["matrix"] == formula.decoder.layer_matrices
+    assert experts == formula.decoder.expert_matrices
+    assert counts["norm"] + counts["router"] == formula.decoder.replicated
     assert (counts["embedding"], counts["head"]) == (formula.embedding, formula.output_layer)
     if model.num_moe_experts:
         idle = counts.total - counts.count_active(model.moe_router_topk, model.num_moe_experts)
@@ -130,8 +130,8 @@ def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
     assert counts.total - formula.total == counts["vector"] + counts["positions"]
     first = count_on_rank(chunks[:1])
     ep, etp = model.expert_model_parallel_size, model.expert_tensor_parallel_size or model.tensor_model_parallel_size
-    assert first["matrix"] * stages * model.tensor_model_parallel_size == formula.layer_matrices
-    assert first.of_experts.get("matrix", 0) * stages * ep * etp == formula.expert_matrices
+    assert first["matrix"] * stages * model.tensor_model_parallel_size == formula.decoder.layer_matrices
+    assert first.of_experts.get("matrix", 0) * stages * ep * etp == formula.decoder.expert_matrices
     assert first["embedding"] * model.tensor_model_parallel_size == formula.embedding
 
 

@@ -34,7 +34,7 @@ LEFT_OUT = {
     "Attention": "pp_layer_offset name",
     "DistributedDataParallel": "disable_bucketing full_param_layout",
     "FullyParallelLoadStrategyWrapper": "per_rank_object_load pg_cache_path pg_cache_create",
-    "GPTModel": "logit_dtype scatter_embedding_sequence_parallel mtp_block_spec",
+    "GPTModel": "logit_dtype scatter_embedding_sequence_parallel",
     "IndexedDataset": "object_storage_config s3_config fast_cache_load sequences_per_dataset dtype_code",
     "RotaryEmbedding": "use_cpu_initialization cp_group",
     "SelfAttention": "pp_layer_offset name",

@@ -228,8 +228,8 @@ def _find_fsdp_modules(module: nn.Module) -> Iterator[Any]:
 def find_sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterator[list[nn.Module]]:
     """The layers (elements of module lists), and the parts before and after them, embedding and output layer.
 
-    Parts of layers come before the layer that keeps the rest. A weight that embedding and output layer share belongs to
-    the whole network, as everything that is in no unit.
+    Parts of layers come before the layer that keeps the rest. Embedding and output layer that share their weight, or
+    are used several times in a forward pass, belong to the whole network, as everything that is in no unit.
     """
     layers = list(_find_layers(module))
     if config.megatron_fsdp_enable_fine_grained_param_gather:
@@ -240,7 +240,7 @@ def find_sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterat
     # After their parts: fully_shard takes the inner modules before those around them.
     yield from _join_layers(layers, config.suggested_communication_unit_size or 0)
     # A tied weight in two units would have two owners that gather and free it.
-    if not getattr(module, "share_embeddings_and_output_weights", False):
+    if not getattr(module, "reuses_end_weights", False):
         for child in module.children():
             if next(_find_layers(child), None) is None and _count_elements(child) > 0:
                 yield [child]

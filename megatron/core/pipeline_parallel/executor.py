@@ -179,7 +179,16 @@ class Executor:
         if getattr(config, "fp32_residual_connection", False):
             dtype = torch.float32
         blocking = not self.pipeline.overlap
-        return P2PTransfers(self.groups.pp, shape, dtype, current_device(), blocking=blocking)
+        count_states = getattr(config, "count_states_between_stages", None)
+        states = [1] * (self.stages.count - 1) if count_states is None else count_states(self.stages)
+
+        def shape_of(transfer: Transfer) -> tuple[int, ...]:
+            """What goes forward comes from this stage when it is sent, and gradients go the same way back."""
+            stage = self.stages.index(self.groups.pp.rank(), transfer.chunk)
+            leaves = (transfer.what == "F") == (transfer.kind == "send")
+            return (shape[0] * states[stage if leaves else stage - 1], *shape[1:])
+
+        return P2PTransfers(self.groups.pp, shape_of, dtype, current_device(), blocking=blocking)
 
     def _collect_loss(self, result: tuple[Any, ...], num_microbatches: int, outputs: RunOutputs) -> Tensor:
         """File the microbatch's loss dict and return its share of the step's loss.

@@ -8,7 +8,7 @@ late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,22 @@ TensorKey = tuple[str, int, int]
 class P2PTransfers:
     """One step's sends and receives of this rank.
 
-    tensor_shape, dtype, device: of every tensor that is exchanged. blocking: wait for transfers as soon as they are
-    posted; else for a receive when its tensor is taken, and for a send when enough others have been posted after it.
+    shape_of: of the tensor of a transfer. dtype, device: of every tensor. blocking: wait for transfers as soon as they
+    are posted; else for a receive when its tensor is taken, and for a send when enough others have been posted after
+    it.
     """
 
     def __init__(
-        self, group: Group, tensor_shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, blocking: bool
+        self,
+        group: Group,
+        shape_of: Callable[[Transfer], tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        blocking: bool,
     ) -> None:
         self.group, self.blocking = group, blocking
-        self.tensor_shape, self.dtype, self.device = tuple(tensor_shape), dtype, device
+        self.shape_of, self.dtype, self.device = shape_of, dtype, device
         self._receives: dict[TensorKey, tuple[Any, Tensor]] = {}
         self._sends: deque[tuple[Any, Tensor]] = deque()
 
@@ -65,20 +72,19 @@ class P2PTransfers:
         assert not self._receives, f"received and never used: {sorted(self._receives)}"
 
     def _begin(self, transfer: Transfer, outgoing: MutableMapping[TensorKey, Tensor]) -> Any:
-        key = (transfer.what, transfer.microbatch, transfer.chunk)
+        key, shape = (transfer.what, transfer.microbatch, transfer.chunk), self.shape_of(transfer)
         if transfer.kind == "send":
             tensor = outgoing.pop(key)
             # The receiver has allocated this shape unasked; another one would be garbage there, or a hang.
-            assert tensor.shape == self.tensor_shape and tensor.dtype == self.dtype, (
-                f"a stage gives {tuple(tensor.shape)} {tensor.dtype}; "
-                f"the next one expects {self.tensor_shape} {self.dtype}"
+            assert tensor.shape == shape and tensor.dtype == self.dtype, (
+                f"a stage gives {tuple(tensor.shape)} {tensor.dtype}; the next one expects {shape} {self.dtype}"
             )
             # A view, such as a gradient that autograd left transposed, would be sent in the order of its memory.
             tensor = tensor.contiguous()
             work = send(tensor, self.group, transfer.peer, transfer.tag)
             self._sends.append((work, tensor))
             return work
-        tensor = torch.empty(self.tensor_shape, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         work = receive(tensor, self.group, transfer.peer, transfer.tag)
         self._receives[key] = (work, tensor)
         return work

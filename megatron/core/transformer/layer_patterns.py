@@ -1,4 +1,5 @@
-"""Which layers have a sliding window, rotary positions, experts: arithmetic on layer numbers, counted from 1.
+"""Which layers have a sliding window, rotary positions, experts: arithmetic on layer numbers, counted from 1. Layers of
+multi-token prediction, whose numbers follow those of the decoder, are as its last layer is.
 
 | setting                       | value      | meaning                                                        |
 |-------------------------------|------------|----------------------------------------------------------------|
@@ -35,11 +36,17 @@ class HasPatterns(Protocol):
     def moe_layer_freq(self) -> LayerPattern: ...
 
 
+def find_pattern_place(config: HasPatterns, layer_number: int) -> int:
+    """The decoder's layer that this one is like: itself, or the last one for layers of multi-token prediction."""
+    return min(layer_number, config.num_layers) if config.num_layers else layer_number
+
+
 def find_window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
     """Return how many tokens before itself a token sees in this layer; None where it sees all."""
     # -1 is upstream's word for a window without an end.
     if config.window_size is None or config.window_size[0] < 0:
         return None
+    layer_number = find_pattern_place(config, layer_number)
     full = config.window_attn_skip_freq
     # Every n-th layer is full; a list, the other way round, has 1 for a window and 0 for a full layer.
     is_full = isinstance(full, int) and layer_number % full == 0
@@ -55,7 +62,7 @@ def has_windows(config: HasPatterns) -> bool:
 
 def choose_rotary_kind(config: HasPatterns, layer_number: int) -> Literal["global", "local", "none"]:
     """Choose a layer's rotary positions: the model's (global), those of layers with a window (local), or none."""
-    skipped = config.no_rope_freq
+    skipped, layer_number = config.no_rope_freq, find_pattern_place(config, layer_number)
     # Here a list has the sense of the number: the n-th layer, and a 1, have no rotary positions.
     if isinstance(skipped, int) and layer_number % skipped == 0:
         return "none"
@@ -69,7 +76,7 @@ def has_experts(config: HasPatterns, layer_number: int) -> bool:
     """Whether this layer has a mixture of experts in place of a dense MLP."""
     if config.num_moe_experts is None:
         return False
-    every = config.moe_layer_freq
+    every, layer_number = config.moe_layer_freq, find_pattern_place(config, layer_number)
     # Unlike the patterns above, counting begins with the first layer, as upstream has it.
     return (layer_number - 1) % every == 0 if isinstance(every, int) else bool(every[layer_number - 1])
 

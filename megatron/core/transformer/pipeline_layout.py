@@ -20,6 +20,7 @@ from megatron.core.mesh import VirtualStages
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
+    from megatron.core.transformer.config_fields.pipeline import PipelineFields
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Bounds what `(((t)*999)*999)*999` may write out, before the memory is there to notice.
@@ -33,7 +34,11 @@ class StageContent(NamedTuple):
     """Global layer indices, from 0."""
     has_embedding: bool
     has_loss: bool
-    """Final norm, output layer and loss."""
+    """Output layer and loss."""
+    has_prediction: bool = False
+    """The layers of multi-token prediction, which follow the decoder's last layer."""
+    ends_decoder: bool = False
+    """The final norm: before multi-token prediction where there is any, else before the output layer."""
 
 
 def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
@@ -58,19 +63,61 @@ def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> li
         counts = _even_counts(config, config.num_layers, shape)
     else:
         counts = _uneven_counts(config, config.num_layers, shape)
-    ends = list(accumulate(counts))
+    ends, last = list(accumulate(counts)), shape.count - 1
+    decoder_end = find_decoder_end(config, shape)
     return [
-        StageContent(range(end - count, end), has_embedding=stage == 0, has_loss=stage == shape.count - 1)
+        StageContent(
+            range(end - count, end),
+            has_embedding=stage == 0,
+            has_loss=stage == last,
+            has_prediction=config.mtp_num_layers is not None and stage == decoder_end,
+            ends_decoder=stage == decoder_end,
+        )
         for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
     ]
 
 
-def find_layers_of_stage(config: TransformerConfig, pp_group: Group, vp_stage: int | None = None) -> range:
-    """Global layer indices, from 0, of this process; with several chunks, of its chunk `vp_stage`."""
+def find_decoder_end(config: PipelineFields, shape: VirtualStages) -> int:
+    """Find the virtual stage of the final norm, and of multi-token prediction, if any: the last one unless a layout
+    says otherwise."""
+    written = config.pipeline_model_parallel_layout
+    stages = [] if written is None else parse_layout(written)
+    return next((index for index, stage in enumerate(stages) if "m" in stage), shape.count - 1)
+
+
+class EmbeddingUse(NamedTuple):
+    """Where the word embedding's weight lies in a pipeline: it is looked up in on the first stage, once more for
+    multi-token prediction, and it is the output layer where the two are tied."""
+
+    ranks: tuple[int, ...]
+    """Processes of the pipeline that hold it, ascending; with several of them their gradients are to be summed."""
+    owner_chunk: dict[int, int]
+    """Process -> the first of its chunks that uses it, from which later ones take it."""
+
+
+def find_embedding_use(config: TransformerConfig, shape: VirtualStages, *, is_tied: bool) -> EmbeddingUse:
+    """Find the processes and chunks that hold the word embedding's weight."""
+    owners: dict[int, int] = {}
+    for stage, content in enumerate(build_pipeline_layout(config, shape)):
+        if content.has_embedding or content.has_prediction or (content.has_loss and is_tied):
+            rank, chunk = shape.holder(stage)
+            owners.setdefault(rank, chunk)
+    return EmbeddingUse(tuple(sorted(owners)), owners)
+
+
+def find_content_of_stage(config: TransformerConfig, pp_group: Group, vp_stage: int | None = None) -> StageContent:
+    """What lies on this process; with several chunks, on its chunk `vp_stage`."""
+    shape = fit_virtual_stages(config, pp_group)
+    return build_pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)]
+
+
+def fit_virtual_stages(config: TransformerConfig, pp_group: Group) -> VirtualStages:
+    """The pipeline that the settings describe, over the processes of a group: a model may be built on groups of its
+    own, whatever its config says."""
     shape = build_virtual_stages(config)
-    if shape.stages != pp_group.size():  # a model on its own process groups, whatever its config says
-        shape = VirtualStages(pp_group.size(), shape.chunks, shape.folded)
-    return build_pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)].layers
+    if shape.stages == pp_group.size():
+        return shape
+    return VirtualStages(pp_group.size(), shape.chunks, shape.folded)
 
 
 def parse_layout(text: str) -> list[str]:
@@ -110,6 +157,8 @@ def layout_problem(stages: list[str]) -> str | None:
         return "must begin with the one embedding (E) and end with the one loss (L), such as Ett|ttL"
     if not stages[0] or not stages[-1]:
         return "leaves the first or the last stage empty; begin with E and end with L"
+    if len([stage for stage in stages if "m" in stage]) > 1 or "t" in whole.partition("m")[2]:
+        return "must have all m (multi-token prediction) on one stage, behind the last layer (t), such as Ett|ttmL"
     return None
 
 

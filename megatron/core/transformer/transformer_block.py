@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.pipeline_layout import find_layers_of_stage
+from megatron.core.transformer.pipeline_layout import find_content_of_stage
 from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,10 +35,12 @@ class TransformerBlock(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        """spec: of one layer. post_process: the last stage, which holds the final norm."""
+        """spec: of one layer. post_process: the last stage, which holds the final norm, unless multi-token prediction
+        comes between."""
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        layers = find_layers_of_stage(config, groups.pp, vp_stage)
+        content = find_content_of_stage(config, groups.pp, vp_stage)
+        layers = content.layers
         # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
         self.first_layer = layers.start
         self.rotary_kinds = [choose_rotary_kind(config, index + 1) for index in layers]
@@ -50,7 +52,8 @@ class TransformerBlock(MegatronModule):
             build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
         )
         assert config.hidden_size is not None
-        self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and post_process else None
+        ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
+        self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and ends_decoder else None
 
     def global_parameter_name(self, name: str) -> str:
         """layers.0.mlp -> layers.8.mlp where this stage begins with the model's ninth layer (`NamesParameters`)."""
@@ -82,7 +85,7 @@ class TransformerBlock(MegatronModule):
             return hidden_states
 
         # One stream around all layers: switching it inside would copy the generator's state for each dropout.
-        with self._random_stream():
+        with open_random_stream(self.config, self.training, self.tp_group):
             for layers, is_recomputed in self.units:
                 # Mask, angles and documents come along in the closure: hidden states alone have gradients.
                 unit = functools.partial(run, layers)
@@ -95,8 +98,9 @@ class TransformerBlock(MegatronModule):
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
 
-    def _random_stream(self) -> AbstractContextManager[None]:
-        """With sequence parallelism ranks hold different tokens, so that all dropout in the layers is a rank's own."""
-        config = self.config
-        draws = self.training and max(config.hidden_dropout, config.attention_dropout) > 0.0
-        return model_parallel_stream(self.tp_group.size()) if draws and config.sequence_parallel else nullcontext()
+
+def open_random_stream(config: TransformerConfig, training: bool, tp_group: Group) -> AbstractContextManager[None]:
+    """The stream that dropout inside of layers draws from: with sequence parallelism ranks hold different tokens, so
+    that it is a rank's own."""
+    draws = training and max(config.hidden_dropout, config.attention_dropout) > 0.0
+    return model_parallel_stream(tp_group.size()) if draws and config.sequence_parallel else nullcontext()

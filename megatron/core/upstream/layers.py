@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.routing import choose_experts
-from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
+from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -31,6 +31,33 @@ def get_transformer_layer_offset(
 ) -> int:
     """Number of the first layer, counted from 0, of a pipeline stage or of a chunk of it."""
     return layers_of(config, vp_stage, pp_rank).start
+
+
+def get_mtp_ranks(pp_ranks: list[int], config: TransformerConfig) -> list[int]:
+    """Which of a pipeline's ranks, given in the order of its stages, hold layers of multi-token prediction."""
+    if config.mtp_num_layers is None:
+        return []
+    shape = build_virtual_stages(config)
+    layout = build_pipeline_layout(config, shape)
+    return [pp_ranks[shape.holder(stage)[0]] for stage, content in enumerate(layout) if content.has_prediction]
+
+
+def mtp_on_this_rank(
+    layout: str | None = None,
+    mtp_num_layers: int | None = None,
+    ignore_virtual: bool = True,
+    vp_stage: int | None = None,
+) -> bool:
+    """Whether this process holds layers of multi-token prediction. layout: --pipeline-model-parallel-layout; they are
+    on the last stage when None. ignore_virtual: ask of all chunks of the process, else of its chunk vp_stage."""
+    if not mtp_num_layers:
+        return False
+    groups = ProcessGroupCollection.current()
+    if layout is None:
+        return groups.is_last_stage
+    stage = next((index for index, text in enumerate(parse_layout(layout)) if "m" in text), None)
+    chunk, rank = (None, None) if stage is None else divmod(stage, groups.pp.size())
+    return rank == groups.pp.rank() and (ignore_virtual or chunk == (vp_stage or 0))
 
 
 def is_layer_window_attention(

@@ -78,6 +78,7 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.transformer.transformer_block": _in(
         _LAYERS, "get_num_layers_to_build", "get_transformer_layer_offset"
     ),
+    "megatron.core.transformer.multi_token_prediction": _in(_LAYERS, "get_mtp_ranks", "mtp_on_this_rank"),
     "megatron.core.transformer.transformer_layer": _in(_LAYERS, "get_transformer_layer_offset"),
     "megatron.core.transformer.utils": _in(_LAYERS, "is_layer_window_attention"),
     "megatron.core.utils": _in(
@@ -94,7 +95,6 @@ DEFINED: dict[str, dict[str, str]] = {
     | _in(_BATCHES, "flatten_batch_for_packed_sequences", "get_batch_on_this_cp_rank", "get_batch_on_this_tp_rank"),
 }
 
-_MTP = "it waits for multi-token prediction; leave out mtp_num_layers"
 _MULTIMODAL = "models are of text only; build your own from the layers, as examples/custom_model.py does"
 _HYBRID = "it waits for hybrid models (Mamba); GPTModel has attention layers"
 _TE = "layers are not built from Transformer Engine; take ColumnParallelLinear and RowParallelLinear"
@@ -114,7 +114,6 @@ ABSENT: dict[str, str] = {
     "megatron.core.extensions.transformer_engine_spec_provider": _TE,
     "megatron.core.models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding": _MULTIMODAL,
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": _OTHER_ATTENTION,
-    "megatron.core.models.gpt.gpt_layer_specs.get_gpt_mtp_block_spec": _MTP,
     "megatron.core.models.gpt.heterogeneous": "all layers of a model have one spec; leave out the heterogeneous config",
     "megatron.core.models.hybrid": _HYBRID,
     "megatron.core.models.multimodal": _MULTIMODAL,
@@ -129,7 +128,9 @@ ABSENT: dict[str, str] = {
     ),
     "megatron.core.transformer.moe.router_replay": _REPLAY,
     "megatron.core.transformer.moe.router_trace": _REPLAY,
-    "megatron.core.transformer.multi_token_prediction": _MTP,
+    "megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper": (
+        "the log has the losses by name (mtp_1 loss, ...); GPTModel.mtp_loss.take_sums() returns those of this process"
+    ),
     "megatron.core.utils.StragglerDetector": "slow ranks show in --timing-log-level 2 with --timing-log-option all",
     "megatron.core.utils.configure_nvtx_profiling": "--nvtx-ranges names the parts of a step in profiles",
     "megatron.energon": "its data loaders are not used; a dataset of your own does as examples/custom_dataset.py shows",

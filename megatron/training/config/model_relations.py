@@ -54,6 +54,17 @@ def rotary_positions_are_scaled_once(run: RunConfig) -> Iterator[str]:
         yield f"--use-rope-scaling and --position-embedding-type yarn both scale rotary frequencies; {remedy}"
 
 
+def further_tokens_can_be_predicted(run: RunConfig) -> Iterator[str]:
+    """Multi-token prediction needs positions that are no table, and sequences that have further tokens."""
+    depths, length = run.model.mtp_num_layers, run.data.seq_length
+    yield from run.model.prediction_problems(run.model.position_embedding_type)
+    if depths is not None and length is not None and depths >= length:
+        yield (
+            f"{run.say('mtp_num_layers')} reaches beyond the end of every sequence of {run.say('seq_length')}; "
+            f"use less than {length}"
+        )
+
+
 def scores_can_be_measured(run: RunConfig) -> Iterator[str]:
     """Where the largest attention scores can be measured, and clipping lasts."""
     model = run.model
@@ -123,7 +134,7 @@ def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
 
 MODEL_RELATIONS = (
     positions_reach_the_sequence, rotation_takes_pairs, latent_attention_has_no_groups,
-    rotary_positions_are_scaled_once, scores_can_be_measured,
+    rotary_positions_are_scaled_once, further_tokens_can_be_predicted, scores_can_be_measured,
     optimizer_fits_the_model, optimizer_formats_fit_the_model, recomputation_is_said_once,
     vocabulary_divides_over_the_ranks,
 )  # fmt: skip

@@ -269,7 +269,6 @@ RELATIONS = (
 def combinations_to_come(run: RunConfig) -> Iterator[str]:
     """Settings that are each available, but not yet together: they are planned, not wrong."""
     model, ddp, optimizer = run.model, run.ddp, run.optimizer
-    yield from model.layers_to_come()
     if model.num_moe_experts is None:
         return
     drops_by_position = model.moe_expert_capacity_factor is not None and model.moe_token_drop_policy == "position"

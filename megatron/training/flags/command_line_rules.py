@@ -36,7 +36,6 @@ class PlannedFlags:
 def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     """Everything that stands against planned flags beside their status."""
     yield from _number_formats(run, planned)
-    yield from _layers(run, planned)
     yield from _expert_communication(run, planned)
     yield from _checkpoints(run)
 
@@ -55,12 +54,6 @@ def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
         yield "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
     if planned["optimizer_cpu_offload"] and not run.optimizer.use_precision_aware_optimizer:
         yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer"
-
-
-def _layers(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    positions = run.model.position_embedding_type
-    if planned["mtp_num_layers"] and positions not in ("rope", "yarn", "none"):
-        yield f"{planned.say('mtp_num_layers')} works with --position-embedding-type rope or none, not {positions}"
 
 
 def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:

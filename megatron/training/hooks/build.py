@@ -17,6 +17,7 @@ from megatron.training.hooks.measures import (
     ExpertsHook,
     LayerNormsHook,
     MemoryHook,
+    PredictionHook,
     StepHook,
     TrafficHook,
     ZerosHook,
@@ -29,7 +30,7 @@ from megatron.training.run import Hook, HookContext
 
 HOOKS: tuple[type[Hook], ...] = (
     # Phase.MEASURE; values appear in the log in this order
-    StepHook,
+    StepHook, PredictionHook,
     ZerosHook, ExpertsHook, AttentionLogitsHook, TrafficHook, BalanceHook, LayerNormsHook, TimingHook, MemoryHook,
     PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
     # Phase.WRITE

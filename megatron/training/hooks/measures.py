@@ -16,6 +16,7 @@ from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_z
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
 from megatron.planner.throughput import build_yardstick
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.config.container import RunConfig
@@ -133,7 +134,9 @@ class ExpertsHook(Hook):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record means over microbatches, replicas and layers."""
         model = run.config.model
-        layers = [index + 1 for index in range(model.num_layers) if has_experts(model, index + 1)]
+        # Layers of multi-token prediction, the last ones, count as others.
+        count = model.num_layers + model.count_layers_with_weights()
+        layers = [number for number in range(1, count + 1) if has_experts(model, number)]
         # A coefficient of 0 switches a loss off.
         names = [LOSS_NAMES[kind] for kind, coefficient in read_loss_coefficients(model).items() if coefficient]
         if not names:
@@ -156,6 +159,33 @@ class ExpertsHook(Hook):
                 own[layers.index(router.layer_number), names.index(name)] += summed
         all_reduce(own, run.groups.world)  # each process has what its own tokens add to its own layers' losses
         return own * run.batch_size.micro_batch_size / samples
+
+
+class PredictionHook(Hook):
+    """Multi-token prediction: `mtp_1 loss`, ..., the mean loss of each further token. Every rank takes part."""
+
+    phase = Phase.MEASURE
+    is_collective = True
+
+    def __init__(self, depths: int) -> None:
+        self.depths = depths
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> PredictionHook | None:
+        """Return the hook for --mtp-num-layers; None where it is not asked for."""
+        return None if config.model.mtp_num_layers is None else cls(config.model.mtp_num_layers)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record means over the tokens of the global batch that count."""
+        sums = torch.zeros(self.depths, 2, device=run.device)
+        for part in (part for chunk in run.model for part in chunk.module.modules()):
+            taken = part.take_sums() if isinstance(part, MultiTokenPredictionLoss) else None
+            if taken is not None:
+                sums += taken
+        # Tensor-parallel ranks have equal sums, which their tokens make up for; other stages add nothing.
+        all_reduce(sums, run.groups.world)
+        means = sums[:, 0] / sums[:, 1].clamp(min=1)
+        run.metrics.record_losses({f"mtp_{depth} loss": mean for depth, mean in enumerate(means.unbind(), start=1)})
 
 
 def list_routers(run: Run) -> Iterator[TopKRouter]:

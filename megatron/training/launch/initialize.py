@@ -24,6 +24,7 @@ from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.pipeline_layout import build_virtual_stages, find_embedding_use
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
@@ -172,9 +173,18 @@ def build_rank_grid(config: RunConfig, world_size: int) -> RankGrid:
         pp=model.pipeline_model_parallel_size,
         folded=model.pipeline_schedule == "zb-v",
         order=PIPELINE_BEFORE_DATA_ORDER if config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        embedding_stages=_find_embedding_stages(config),
         optimizer_instances=instances,
         hybrid_cp=_count_ranks_of_longest_sequence(config),
     )
+
+
+def _find_embedding_stages(config: RunConfig) -> tuple[int, ...] | None:
+    """Stages that hold the word embedding's weight; None for the usual ones, its first and its last use."""
+    if config.model.mtp_num_layers is None:
+        return None
+    is_tied = not config.gpt.untie_embeddings_and_output_weights
+    return find_embedding_use(config.model, build_virtual_stages(config.model), is_tied=is_tied).ranks
 
 
 def _count_ranks_of_longest_sequence(config: RunConfig) -> int:

@@ -115,12 +115,14 @@ def build_gpt_model(
 
     pre_process, post_process: the chunk holds the embedding, the output layer.
     """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     assert config.gpt.max_position_embeddings is not None, "checked by read_run_config"
+    layer_spec = read_layer_spec(config.gpt.spec, config.model)
     return GPTModel(
         config=config.model,
-        transformer_layer_spec=read_layer_spec(config.gpt.spec, config.model),
+        transformer_layer_spec=layer_spec,
         vocab_size=padded_vocab_size,
         max_sequence_length=config.gpt.max_position_embeddings,
         pre_process=pre_process,
@@ -132,6 +134,7 @@ def build_gpt_model(
         rope_scaling=config.gpt.use_rope_scaling,
         rope_scaling_factor=config.gpt.rope_scaling_factor,
         seq_len_interpolation_factor=config.gpt.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=get_gpt_mtp_block_spec(config.model, layer_spec),
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )

@@ -62,9 +62,11 @@ class LanguageModule(MegatronModule):
         return layer
 
     @staticmethod
-    def share_gradient_with_last_stage(word_embeddings: nn.Parameter) -> None:
-        """Mark the first stage's embedding: the last stage holds a copy, and both gradients are to be summed."""
-        place(word_embeddings, dataclasses.replace(get_placement(word_embeddings), partial_grad_axes=("embd",)))
+    def share_gradient(word_embeddings: nn.Parameter, *, is_copy: bool) -> None:
+        """Mark an embedding of which several stages hold a copy: their gradients are to be summed. is_copy: this is
+        not the first stage's."""
+        placement = get_placement(word_embeddings)
+        place(word_embeddings, dataclasses.replace(placement, is_copy=is_copy, partial_grad_axes=("embd",)))
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32 or with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from megatron.core.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -11,6 +12,12 @@ from megatron.core.transformer.core_attention.dot_product_attention import DotPr
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -176,6 +183,37 @@ def get_gpt_decoder_block_spec(
     if use_transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=is_latent)
     return get_gpt_layer_local_spec(multi_latent_attention=is_latent)
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: ModuleSpec | Sequence[ModuleSpec],
+    use_transformer_engine: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> ModuleSpec | None:
+    """What GPTModel takes as mtp_block_spec: a layer like the decoder's last one for each further token, or one for
+    all with mtp_use_repeated_layer; None without multi-token prediction.
+
+    spec: of a decoder layer, or of each of them. use_transformer_engine, vp_stage, pp_rank: part of upstream's
+    signature; GPTModel builds the block on the stage where it lies.
+    """
+    if config.mtp_num_layers is None:
+        return None
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=build_norm,
+            hnorm=build_norm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=spec if isinstance(spec, ModuleSpec) else spec[-1],
+            layer_norm=build_norm,
+        ),
+    )
+    layers = [layer] * config.count_layers_with_weights()
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+    )
 
 
 def _refuse_unsupported(fp8: str | None, legacy_gemm: bool | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,15 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.parameters import initialise_parameters
+from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
+from megatron.core.transformer.multi_token_prediction import LayerInputs, MultiTokenPredictionLoss, TokenShift
+from megatron.core.transformer.pipeline_layout import (
+    build_pipeline_layout,
+    find_embedding_use,
+    fit_virtual_stages,
+)
 from megatron.core.transformer.rotary import Rotation
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,13 +50,15 @@ class GPTModel(LanguageModule):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
         """Upstream's signature.
 
         vocab_size: with padding. max_sequence_length: of learned positions. pre_process, post_process: this stage has
-        the embedding, the output layer. parallel_output: logits stay split over the vocabulary.
+        the embedding, the output layer. parallel_output: logits stay split over the vocabulary. mtp_block_spec: of
+        multi-token prediction (`get_gpt_mtp_block_spec`), built on the stage where it lies.
         """
         super().__init__(config, pg_collection)
         if fp16_lm_cross_entropy:
@@ -65,13 +74,9 @@ class GPTModel(LanguageModule):
         self.position_embedding_type, self.logit_scale = position_embedding_type, config.logit_scale
         # Set by the pipeline before each forward, because upstream's forward has no argument for it.
         self._input_tensor: Tensor | None = None
-        self._embedding_elsewhere: tuple[Tensor, ...] = ()
-        is_folded = config.pipeline_schedule == "zb-v" and self.pg_collection.pp.size() > 1
-        # In a V the loss lies on the first process, beside the embedding: tied weights are one tensor, and no copy is
-        # needed.
-        self.needs_embedding_of_first_chunk = (
-            share_embeddings_and_output_weights and post_process and not pre_process and is_folded
-        )
+        self._embedding_elsewhere: tuple[LanguageModelEmbedding, ...] = ()
+        embedding_holders = self._find_place_in_pipeline(vp_stage)
+        _check_prediction(config, mtp_block_spec, position_embedding_type, is_here=self.predicts_further)
         # Angles are computed, not drawn or loaded: they have values also where the parameters have no memory yet.
         with torch.device(current_device()):
             self.rotary_pos_emb, self.local_rotary_pos_emb = _rotary_embeddings(
@@ -82,7 +87,7 @@ class GPTModel(LanguageModule):
                 (rope_scaling, rope_scaling_factor),
             )
         with torch.device("meta" if config.init_model_with_meta_device else current_device()):
-            if pre_process:
+            if (pre_process or self.predicts_further) and self.embedding_owner_chunk is None:
                 self.embedding = LanguageModelEmbedding(
                     config,
                     vocab_size,
@@ -90,8 +95,8 @@ class GPTModel(LanguageModule):
                     add_position_embedding=position_embedding_type == "learned_absolute",
                     tp_group=self.pg_collection.tp,
                 )
-                if share_embeddings_and_output_weights and not post_process and not is_folded:
-                    self.share_gradient_with_last_stage(self.embedding.word_embeddings.weight)
+                if embedding_holders > 1:
+                    self.share_gradient(self.embedding.word_embeddings.weight, is_copy=not pre_process)
             self.decoder = TransformerBlock(
                 config,
                 transformer_layer_spec,
@@ -99,15 +104,39 @@ class GPTModel(LanguageModule):
                 pg_collection=self.pg_collection,
                 vp_stage=vp_stage,
             )
+            if self.predicts_further and mtp_block_spec is not None:
+                self.mtp = build_module(mtp_block_spec, config=config, pg_collection=self.pg_collection)
             if post_process:
+                if config.mtp_num_layers is not None:
+                    self.mtp_loss = MultiTokenPredictionLoss(config)
                 self.output_layer = self.build_output_layer(
                     vocab_size,
                     is_tied=share_embeddings_and_output_weights,
-                    has_embedding=pre_process or self.needs_embedding_of_first_chunk,
+                    has_embedding=self._finds_embedding,
                     parallel_output=parallel_output,
                 )
         # Last, when the whole tree of modules exists: initial numbers depend on the parameters' global names.
         self._initialise()
+
+    def _find_place_in_pipeline(self, vp_stage: int | None) -> int:
+        """Find what this chunk shares with others; returns how many processes of the pipeline hold the embedding."""
+        pp, chunk, config = self.pg_collection.pp, vp_stage or 0, self.config
+        shape, is_tied = fit_virtual_stages(config, pp), self.share_embeddings_and_output_weights
+        stage = shape.index(pp.rank(), chunk)
+        self.states_in = config.count_states_between_stages(shape)[stage - 1] if stage else 1
+        """Hidden states that come from the stage before: one, or one and those of multi-token prediction."""
+        self.predicts_further = build_pipeline_layout(config, shape)[stage].has_prediction
+        """Whether the layers of multi-token prediction lie here."""
+        self.reuses_end_weights = is_tied or config.mtp_num_layers is not None
+        """Whether embedding or output layer are used more than once in a forward pass."""
+        use = find_embedding_use(config, shape, is_tied=is_tied)
+        needs_embedding = self.pre_process or self.predicts_further or (is_tied and self.post_process)
+        owner = use.owner_chunk.get(pp.rank(), chunk)
+        self.embedding_owner_chunk: int | None = owner if needs_embedding and owner != chunk else None
+        """The earlier chunk of this process whose word embedding this one shares: in a V the loss lies on the first
+        process, beside the embedding, and tied weights are one tensor. None where this chunk needs none, or has one."""
+        self._finds_embedding = self.pre_process or self.predicts_further or self.embedding_owner_chunk is not None
+        return len(use.ranks)
 
     def _initialise(self) -> None:
         """Name and fill the parameters as the config says."""
@@ -120,16 +149,21 @@ class GPTModel(LanguageModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight that embedding and output layer share, or on the last stage its copy; None where it is neither."""
-        if self.pre_process:
-            return self.embedding.word_embeddings.weight
-        if self._embedding_elsewhere:
-            return self._embedding_elsewhere[0]
+        embedding = self._find_embedding()
+        if embedding is not None:
+            return embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
-    def share_embedding_of(self, first_chunk: GPTModel) -> None:
-        """Share the embedding of another chunk on this process, which stays its owner."""
-        # In a tuple, so that this module does not register it as a parameter of its own.
-        self._embedding_elsewhere = (first_chunk.embedding.word_embeddings.weight,)
+    def _find_embedding(self) -> LanguageModelEmbedding | None:
+        """This chunk's embedding, or that of an earlier chunk on this process; None where there is neither."""
+        if self._embedding_elsewhere:
+            return self._embedding_elsewhere[0]
+        return getattr(self, "embedding", None)
+
+    def share_embedding_of(self, chunk: GPTModel) -> None:
+        """Share the embedding of an earlier chunk on this process, which stays its owner."""
+        # In a tuple, so that this module does not register it as a part of its own.
+        self._embedding_elsewhere = (chunk.embedding,)
 
     def forward(
         self,
@@ -147,7 +181,8 @@ class GPTModel(LanguageModule):
         input_ids, position_ids, labels: [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True where a position may
         not be seen; causal when None. With context parallelism s is this rank's tokens (context_parallel/sharding.py),
         and a mask has all keys: [b or 1, 1, s, s * cp]. decoder_input: hidden states [s, b, h] in place of the
-        embedding. loss_mask: part of upstream's signature; the caller weights the loss. packed_seq_params: the
+        embedding. loss_mask: [b, s], tokens that count in the losses of multi-token prediction, all when None; the
+        caller weights the language-model loss, which alone is returned. packed_seq_params: the
         documents that are packed into one sequence (b = 1), in place of a mask; with context parallelism bounds in the
         whole sequence. On a stage without output layer: hidden states [s, b, h].
         """
@@ -162,7 +197,7 @@ class GPTModel(LanguageModule):
             sequence = packed_seq_params.cp_group
         if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
             self._check_length(input_ids.shape[1] * self.pg_collection.cp.size())
-        hidden_states = self._hidden_states_in(input_ids, position_ids, decoder_input)
+        hidden_states, further = self._hidden_states_in(input_ids, position_ids, decoder_input)
         offset = 0 if inference_context is None else inference_context.sequence_len_offset
         rotation, local_rotation = (
             self._rotation(angles, hidden_states, offset, sequence)
@@ -175,20 +210,57 @@ class GPTModel(LanguageModule):
         hidden_states = self.decoder(
             hidden_states, attention_mask, rotation, inference_context, local_rotation, packed_seq_params
         )
+        shift = None
+        if self.config.mtp_num_layers is not None and inference_context is None:
+            shift = TokenShift(sequence, packed_seq_params, self._sequence_length(hidden_states, sequence))
+        # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
+        if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
+            inputs = LayerInputs(attention_mask, rotation, local_rotation, packed_seq_params)
+            further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, inputs)
         if not self.post_process:
-            return hidden_states
+            return hidden_states if not further else self._join_states([hidden_states, *further])
+        if labels is None:
+            return self._compute_logits(hidden_states).transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
+        if shift is not None:
+            hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)
+        return self.compute_language_model_loss(labels, self._compute_logits(hidden_states))
+
+    def _compute_logits(self, hidden_states: Tensor, *, detaches_weight: bool = False) -> Tensor:
+        """[s, b, h] -> [s, b, v / tp]. detaches_weight: the output layer gets no gradient."""
         # Handed over in each call, because the output layer of a tied model has no weight of its own.
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if detaches_weight:
+            weight = self.output_layer.weight if weight is None else weight
+            assert weight is not None, "one of the two has it"
+            weight = weight.detach()
         if self.logit_scale != 1.0:
             hidden_states = hidden_states * self.logit_scale  # cheaper here than on the logits
-        logits, _ = self.output_layer(hidden_states, weight)  # [s, b, v / tp]
+        logits: Tensor = self.output_layer(hidden_states, weight)[0]
         bound = self.config.final_logit_softcapping
-        if bound is not None:
-            # Before the loss and before sampling alike: it is a part of the model.
-            logits = bound * torch.tanh(logits / bound)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
-        return self.compute_language_model_loss(labels, logits)
+        # Before the loss and before sampling alike: it is a part of the model.
+        return logits if bound is None else bound * torch.tanh(logits / bound)
+
+    def _attach_further_losses(
+        self, hidden_states: Tensor, further: Sequence[Tensor], labels: Tensor, loss_mask: Tensor | None,
+        shift: TokenShift,
+    ) -> Tensor:  # fmt: skip
+        """Hidden states of the language-model loss whose backward also is that of the losses of further tokens.
+
+        further: for each depth its hidden states, [s, b, h].
+        """
+        mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+        for depth, states in enumerate(further):
+            labels, mask = shift(labels), shift(mask)
+            logits = self._compute_logits(states, detaches_weight=self.config.mtp_detach_heads)
+            losses = self.compute_language_model_loss(labels, logits)
+            hidden_states = self.mtp_loss.attach(hidden_states, depth, losses, mask, shift.sequence)
+        return hidden_states
+
+    def _join_states(self, states: list[Tensor]) -> Tensor:
+        """What goes to the stage of the loss: hidden states of all depths, one below the other, [(1 + depths) s, b, h],
+        in the number format in which stages exchange."""
+        joined = torch.cat(states)
+        return joined.float() if self.config.fp32_residual_connection else joined
 
     def _rotation(
         self, angles: RotaryEmbedding | None, hidden_states: Tensor, offset: int, sequence: Group
@@ -199,14 +271,20 @@ class GPTModel(LanguageModule):
         length = self._sequence_length(hidden_states, sequence)
         return angles.build_rotation(length, offset, hidden_states.device, sequence)
 
-    def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None) -> Tensor:
+    def _hidden_states_in(
+        self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The decoder's input [s, b, h]; and where multi-token prediction lies on an earlier stage, its hidden states
+        of each depth."""
         if decoder_input is not None:
-            return decoder_input
-        if not self.pre_process:
-            assert self._input_tensor is not None, "this stage has no embedding; call set_input_tensor() first"
-            return self._input_tensor
-        hidden_states: Tensor = self.embedding(input_ids, position_ids)
-        return hidden_states
+            return decoder_input, []
+        if self.pre_process:
+            return self.embedding(input_ids, position_ids), []
+        assert self._input_tensor is not None, "this stage has no embedding; call set_input_tensor() first"
+        if self.states_in == 1:
+            return self._input_tensor, []
+        hidden_states, *further = self._input_tensor.to(parameter_dtype(self.config)).chunk(self.states_in)
+        return hidden_states, further
 
     def _check_length(self, length: int) -> None:
         has_positions = self.pre_process and self.position_embedding_type == "learned_absolute"
@@ -220,6 +298,20 @@ class GPTModel(LanguageModule):
         """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return int(hidden_states.shape[0]) * parts * sequence.size()
+
+
+def _check_prediction(
+    config: TransformerConfig, spec: ModuleSpec | None, position_embedding_type: str, *, is_here: bool
+) -> None:
+    """Raises ConfigError for multi-token prediction that cannot be built. is_here: whether this chunk has it."""
+    problems = list(config.prediction_problems(position_embedding_type))
+    if is_here and spec is None:
+        problems.append(
+            f"mtp_num_layers {config.mtp_num_layers} needs the layers of multi-token prediction; give GPTModel "
+            "mtp_block_spec=get_gpt_mtp_block_spec(config, layer_spec)"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _rotary_embeddings(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import flag, name_divisors, name_multiples
-from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, schedule_problem
+from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages, schedule_problem
 from megatron.core.setting import Needs
-from megatron.core.transformer.config_fields.architecture import ArchitectureFields
-from megatron.core.transformer.pipeline_layout import layout_problem, parse_layout
+from megatron.core.transformer.config_fields.mtp import MTPFields
+from megatron.core.transformer.pipeline_layout import find_decoder_end, layout_problem, parse_layout
 
 _INTERLEAVED = Needs(
     "the interleaved schedule, --num-virtual-stages-per-pipeline-rank",
@@ -20,7 +20,7 @@ _STAGES = Needs("--pipeline-model-parallel-size", lambda run: run.pipeline_model
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
-class PipelineFields(ArchitectureFields):
+class PipelineFields(MTPFields):
     """Pipeline stages and schedule."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"] | None = flag(None, kind="layout")
@@ -49,7 +49,8 @@ class PipelineFields(ArchitectureFields):
     account_for_loss_in_pipeline_split: bool = flag(False, kind="layout")
     """Count output layer and loss as one layer when layers are dealt out: the last stage gets one less."""
     pipeline_model_parallel_layout: str | None = flag(None, kind="layout")
-    """What lies on each stage: E embedding, t layer, L loss, stages divided by |, repetition as in Ett|(tt|)*2L."""
+    """What lies on each stage: E embedding, t layer, m multi-token prediction, L loss, stages divided by |, repetition
+    as in Ett|(tt|)*2mL."""
     overlap_p2p_comm: bool = flag(
         True,
         names=("--overlap-p2p-communication",),
@@ -75,12 +76,20 @@ class PipelineFields(ArchitectureFields):
         """Whether the schedule computes weight gradients apart from input gradients."""
         return self.pipeline_schedule in DEFERS_WEIGHT_GRADIENTS
 
+    def count_states_between_stages(self, shape: VirtualStages) -> list[int]:
+        """How many hidden states [s, b, h] travel together, one below the other, from each virtual stage to the next:
+        one, and behind multi-token prediction one more for each further token."""
+        end = find_decoder_end(self, shape)
+        return [1 + (self.mtp_num_layers or 0) if stage >= end else 1 for stage in range(shape.count - 1)]
+
     def derive(self) -> None:
         super().derive()
         # The size of the virtual pipeline follows from whichever of four flags says it; None stands for one chunk.
         chunks = self._chunks_per_stage()
         if chunks is not None:
             self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+        if self._predicts_apart():
+            self.mtp_standalone = True
 
     def _chunks_per_stage(self) -> int | None:
         """What the other fields say about it; None where they say nothing, or numbers that do not fit."""
@@ -100,6 +109,7 @@ class PipelineFields(ArchitectureFields):
         chunks = self.virtual_pipeline_model_parallel_size or 1
         yield from self.division_problems(self.pipeline_model_parallel_size, chunks)
         yield from self._layout_says_all()
+        yield from self._predictions_have_a_place()
         yield from self._chunks_are_possible()
         yield from self._schedule_fits_the_stages()
         yield from self._weight_gradients_can_wait()
@@ -191,10 +201,6 @@ class PipelineFields(ArchitectureFields):
     def _written_layout_fits(self, layout: str, stages: int, chunks: int) -> Iterator[str]:
         parts = parse_layout(layout)
         problem = layout_problem(parts)
-        # First, because an `m` is no mistake of the user's: its sentence says that it is still to come.
-        if "m" in layout:
-            yield from self.layers_to_come()
-            return
         if problem is not None:
             yield f"{self.say('pipeline_model_parallel_layout')} {problem}"
             return
@@ -211,13 +217,25 @@ class PipelineFields(ArchitectureFields):
         if layers != self.num_layers:
             yield f"{self.say('pipeline_model_parallel_layout')} has {layers} layers (t), but {self.say('num_layers')}"
 
-    def layers_to_come(self) -> Iterator[str]:
-        """Layers of a written layout that are planned, rather than wrong."""
-        if "m" in (self.pipeline_model_parallel_layout or ""):
+    def _predictions_have_a_place(self) -> Iterator[str]:
+        """--mtp-num-layers and --mtp-standalone beside the m of a written layout."""
+        layout = self.pipeline_model_parallel_layout
+        written = 0 if layout is None else sum(part.count("m") for part in parse_layout(layout))
+        asked = self.mtp_num_layers or 0
+        if layout is not None and written != asked:
             yield (
-                f"{self.say('pipeline_model_parallel_layout')} has multi-token prediction (m), which is not available "
-                "yet; leave it out"
+                f"{self.say('pipeline_model_parallel_layout')} has {written} layers of multi-token prediction (m), but "
+                f"{self.say('mtp_num_layers') if asked else '--mtp-num-layers is not given'}; write one m for each"
             )
+        elif self.mtp_standalone and not self._predicts_apart():
+            yield (
+                "--mtp-standalone needs a --pipeline-model-parallel-layout with the m before the stage of the loss, "
+                "such as Ettt|m|L"
+            )
+
+    def _predicts_apart(self) -> bool:
+        """Whether the written layout has multi-token prediction on another virtual stage than the loss."""
+        return "m" in "".join(parse_layout(self.pipeline_model_parallel_layout or "")[:-1])
 
     def _layout_says_all(self) -> Iterator[str]:
         others = (

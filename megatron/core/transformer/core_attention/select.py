@@ -28,6 +28,7 @@ from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.ring import RingAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
+from megatron.core.transformer.layer_patterns import find_pattern_place
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -68,7 +69,7 @@ def build_attention_backend(
 def choose_comm_type(config: TransformerConfig, layer_number: int) -> str:
     """How layer `layer_number`, counted from 1, exchanges: one type for all layers, or one for each."""
     types = config.cp_comm_type
-    return types[0] if len(types) == 1 else types[layer_number - 1]
+    return types[0] if len(types) == 1 else types[find_pattern_place(config, layer_number) - 1]
 
 
 def build_core_attention(

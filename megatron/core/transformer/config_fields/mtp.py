@@ -1,0 +1,49 @@
+"""Multi-token prediction (DeepSeek-V3, 2024, section 2.2): beside the next token, some of those after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config_base import flag
+from megatron.core.setting import Needs
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+
+_PREDICTION = Needs("--mtp-num-layers", lambda run: run.mtp_num_layers is not None)
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class MTPFields(ArchitectureFields):
+    """Multi-token prediction."""
+
+    mtp_num_layers: int | None = flag(None, minimum=0, maximum=1024, kind="shape")
+    """Tokens that are predicted beyond the next one, each by one more layer after the decoder, whose losses train the
+    model as well (DeepSeek-V3, section 2.2); none when not given or 0. Positions must be rotary, or none."""
+    mtp_loss_scaling_factor: float = flag(0.1, minimum=0, kind="numerics", needs=_PREDICTION)
+    """Weight of the mean of these losses beside the language-model loss."""
+    mtp_use_repeated_layer: bool = flag(False, kind="shape", needs=_PREDICTION)
+    """One layer, used again for each further token, instead of a layer for each."""
+    mtp_detach_heads: bool = flag(False, kind="numerics", needs=_PREDICTION)
+    """The losses of further tokens train their own layers only: embedding, decoder and output layer, which they use,
+    get no gradient from them."""
+    mtp_standalone: bool = flag(False, kind="layout", needs=_PREDICTION)
+    """These layers lie on another pipeline stage than the loss. Follows from --pipeline-model-parallel-layout, with an
+    m for each of them, such as Ettt|m|L; given without such a layout it is refused."""
+
+    def normalize(self) -> None:
+        super().normalize()
+        # As for experts: scripts write 0 for a model without.
+        self.mtp_num_layers = self.mtp_num_layers or None
+
+    def count_layers_with_weights(self) -> int:
+        """Layers of multi-token prediction that have weights of their own."""
+        return min(self.mtp_num_layers or 0, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
+
+    def prediction_problems(self, positions: str) -> Iterator[str]:
+        """What stands against multi-token prediction with positions of this kind: the run's, or those that a model is
+        built with."""
+        # A token that is read one position early would need another learned position than in the decoder.
+        if self.mtp_num_layers is not None and positions not in ("rope", "yarn", "none"):
+            yield (
+                f"{self.say('mtp_num_layers')} works with --position-embedding-type rope, yarn or none, not {positions}"
+            )

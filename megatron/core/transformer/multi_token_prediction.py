@@ -1,0 +1,263 @@
+"""Multi-token prediction: layers after the decoder that predict further tokens, and train it to look ahead.
+
+    x_0 = decoder(embedding of t_i), normalised                   output layer -> t_{i+1}: the language-model loss
+    x_k = layer_k( W [norm(embedding of t_{i+k}) ; norm(x_{k-1})] ), normalised     output layer -> t_{i+k+1}: loss k
+
+for each depth k = 1, 2, ...; embedding and output layer are the model's own. Source: DeepSeek-V3, 2024, section 2.2,
+equations 21 to 25; x_0 is read behind the decoder's final norm, as upstream has it. The losses are never returned: they
+hang on x_0 and get their gradient when the language-model loss comes through there (auxiliary_loss.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
+from megatron.core.collectives import all_gather_into_tensor, all_reduce
+from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_sequence
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.layer_patterns import choose_rotary_kind
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.rotary import Rotation
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import open_random_stream
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# ---- tokens, one place earlier
+
+
+class TokenShift:
+    """Moves what belongs to the tokens of a sequence one place towards its beginning, document by document.
+
+        tokens        a b c | d e f g          two documents, packed into one sequence
+        shifted       b c 0 | e f g 0
+
+    sequence: the ranks that share it, each with two pieces (context_parallel/sharding.py); the first token of a piece
+    comes from the rank that has it. A new object for each microbatch, whose documents it knows.
+    """
+
+    def __init__(self, sequence: Group, packed_seq_params: PackedSeqParams | None, length: int) -> None:
+        """length: tokens of the whole sequence."""
+        self.sequence = sequence
+        self.ends: Tensor | None = None
+        """Whether a document ends with this rank's token, bool [s]; None where the sequence is not packed."""
+        if packed_seq_params is not None:
+            ends = torch.zeros(length, dtype=torch.bool)
+            ends[torch.tensor(packed_seq_params.documents(length).bounds[1:]) - 1] = True
+            self.ends = shard_sequence(ends, sequence.rank(), sequence.size())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[b, s] -> [b, s], zero where a document ends."""
+        pieces = x.chunk(2, dim=1) if self.sequence.size() > 1 else (x,)
+        following = self._find_following(pieces)
+        shifted = torch.cat(
+            [part for piece, first in zip(pieces, following, strict=True) for part in (piece[:, 1:], first[:, None])], 1
+        )
+        return shifted if self.ends is None else shifted.masked_fill(self.ends.to(x.device), 0)
+
+    def _find_following(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """For each of our pieces what stands behind its last token, [b]; zeros behind the sequence."""
+        zeros = torch.zeros_like(pieces[0][:, 0])
+        ranks = self.sequence.size()
+        if ranks == 1:
+            return [zeros]
+        # Of every piece the first token alone: whole sequences need not travel.
+        own = torch.stack([piece[:, 0] for piece in pieces])  # [2, b]
+        gathered = own.new_empty(2 * ranks, own.shape[1])
+        all_gather_into_tensor(gathered, own, self.sequence)
+        places = [piece for rank in range(ranks) for piece in list_pieces_of_rank(rank, ranks)]
+        firsts = dict(zip(places, gathered.unbind(), strict=True))
+        return [firsts.get(piece + 1, zeros) for piece in list_pieces_of_rank(self.sequence.rank(), ranks)]
+
+
+# ---- the layers
+
+
+class LayerInputs(NamedTuple):
+    """What every layer reads beside hidden states; as in TransformerBlock.forward."""
+
+    attention_mask: Tensor | None
+    rotation: Rotation | None
+    local_rotation: Rotation | None
+    packed_seq_params: PackedSeqParams | None
+
+
+@dataclass
+class MultiTokenPredictionLayerSubmodules:
+    """The parts of one depth: specs or classes."""
+
+    enorm: Any
+    hnorm: Any
+    eh_proj: Any
+    mtp_model_layer: Any
+    """A transformer layer."""
+    layer_norm: Any
+
+
+@dataclass
+class MultiTokenPredictionBlockSubmodules:
+    """layer_specs: a ModuleSpec for each layer with weights of its own."""
+
+    layer_specs: list[ModuleSpec]
+
+
+class MultiTokenPredictionLayer(MegatronModule):
+    """One depth: the embedding of a further token joins the hidden states, and a transformer layer follows."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """layer_number: the depth, counted from 1. In the whole model the transformer layer inside is counted on from
+        the decoder's last one, whose kind it has (layer_patterns.py)."""
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        assert config.hidden_size is not None and config.num_layers is not None
+        self.layer_number, self.tp_group = layer_number, groups.tp
+        number = config.num_layers + layer_number
+        self.rotary_kind = choose_rotary_kind(config, number)
+        self.enorm = build_module(submodules.enorm, config, config.hidden_size)
+        self.hnorm = build_module(submodules.hnorm, config, config.hidden_size)
+        self.eh_proj = build_module(
+            submodules.eh_proj,
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=input_initialiser(config),
+            bias=False,
+            gather_output=True,
+            tp_group=groups.tp,
+        )
+        self.mtp_model_layer = build_module(
+            submodules.mtp_model_layer, config=config, layer_number=number, pg_collection=groups
+        )
+        self.final_layernorm = build_module(submodules.layer_norm, config, config.hidden_size)
+        policy = ActivationPolicy(config)
+        # One layer is a unit of its own, which `block`, counting the layers of a stage, says nothing about.
+        self.is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+        self.divides_unit_inputs = policy.divides_unit_inputs
+
+    def forward(self, hidden_states: Tensor, decoder_input: Tensor, inputs: LayerInputs) -> Tensor:
+        """Hidden states of the depth before, and the embedding of the further tokens, [s, b, h] each -> [s, b, h]."""
+        run = functools.partial(self._run, inputs=inputs)
+        if not self.is_recomputed:
+            return run(hidden_states, decoder_input)
+        result: Tensor = checkpoint(run, self.divides_unit_inputs, hidden_states, decoder_input, tp_group=self.tp_group)
+        return result
+
+    def _run(self, hidden_states: Tensor, decoder_input: Tensor, *, inputs: LayerInputs) -> Tensor:
+        joined = torch.cat([self.enorm(decoder_input), self.hnorm(hidden_states)], dim=-1)  # [s, b, 2 h]
+        hidden_states, _ = self.eh_proj(joined)
+        if self.config.sequence_parallel:
+            # The projection has gathered the sequence to multiply it by its part of the columns.
+            hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
+        if self.config.fp32_residual_connection:
+            hidden_states = hidden_states.float()
+        rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": None}
+        hidden_states = self.mtp_model_layer(
+            hidden_states, inputs.attention_mask, rotations[self.rotary_kind], None, inputs.packed_seq_params
+        )
+        normalised: Tensor = self.final_layernorm(hidden_states)
+        return normalised
+
+
+class MultiTokenPredictionBlock(MegatronModule):
+    """All depths, one after the other: [s, b, h] -> a list of [s, b, h], one for each further token."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionBlockSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        self.tp_group = groups.tp
+        self.layers = nn.ModuleList(
+            build_module(spec, config=config, layer_number=number, pg_collection=groups)
+            for number, spec in enumerate(submodules.layer_specs, start=1)
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        embedding: Callable[[Tensor, Tensor], Tensor],
+        shift: TokenShift,
+        inputs: LayerInputs,
+    ) -> list[Tensor]:
+        """input_ids, position_ids: [b, s] int64, of the tokens that the decoder has read. hidden_states: its output
+        behind the final norm, [s, b, h]. embedding: the model's, (input_ids, position_ids) -> [s, b, h]."""
+        detaches, found = self.config.mtp_detach_heads, []
+        if detaches:
+            hidden_states = hidden_states.detach()
+        for depth in range(self.config.mtp_num_layers or 0):
+            input_ids = shift(input_ids)
+            decoder_input = embedding(input_ids, position_ids)
+            with open_random_stream(self.config, self.training, self.tp_group):
+                # One layer for all depths with mtp_use_repeated_layer.
+                hidden_states = self.layers[depth % len(self.layers)](
+                    hidden_states, decoder_input.detach() if detaches else decoder_input, inputs
+                )
+            found.append(hidden_states)
+        return found
+
+
+# ---- the losses
+
+
+class MultiTokenPredictionLoss(MegatronModule):
+    """Hangs the losses of further tokens on the hidden states of the language-model loss, and sums them up for the log.
+
+    Their weight is mtp_loss_scaling_factor / depths, each being a mean over the tokens of a microbatch that count.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.auxiliary_loss_scale = AuxiliaryLossScale()
+        self._sums: Tensor | None = None
+
+    def attach(self, hidden_states: Tensor, depth: int, losses: Tensor, loss_mask: Tensor, sequence: Group) -> Tensor:
+        """The hidden states [s, b, h], whose backward also is that of this depth's losses.
+
+        depth: counted from 0. losses [b, s] float32, of each token; loss_mask [b, s], which of them count. sequence:
+        the ranks that share the sequence.
+        """
+        depths = self.config.mtp_num_layers
+        assert depths is not None
+        loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum().float()
+        if self.training and not is_recomputing():
+            self._add(depth, torch.stack([loss_sum.detach(), num_tokens]))
+        share = loss_sum * (self.config.mtp_loss_scaling_factor / depths)
+        if not self.config.calculate_per_token_loss:
+            if sequence.size() > 1:
+                # A mean over the whole sequence, of which each rank has a part.
+                all_reduce(num_tokens, sequence)
+            share = share / num_tokens.clamp(min=1)
+        return attach_auxiliary_loss(hidden_states, share, self.auxiliary_loss_scale)
+
+    def _add(self, depth: int, sums: Tensor) -> None:
+        if self._sums is None:
+            self._sums = sums.new_zeros(self.config.mtp_num_layers or 0, 2)
+        self._sums[depth] += sums
+
+    def take_sums(self) -> Tensor | None:
+        """For each depth the sum of its losses in training, and how many tokens they are of, float32 [depths, 2], since
+        the last call; None where there was no microbatch."""
+        taken, self._sums = self._sums, None
+        return taken
