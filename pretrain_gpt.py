@@ -7,6 +7,7 @@ torch is imported only after the flags have been read, so that help and mistakes
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -33,9 +34,11 @@ __all__ = ["forward_step", "loss_func", "model_provider", "train", "train_valid_
 
 def train(config: RunConfig) -> Run:
     """Train the GPT model that the settings describe; returns the finished run."""
+    from megatron.bridge.running import HuggingFaceFiles
     from megatron.training.training import run_recipe
 
-    return run_recipe(config, build_gpt_recipe(config))
+    # Handed over here, as training stands below the bridge: for --load hf:DIR and --save-hf.
+    return run_recipe(config, dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles()))
 
 
 def main() -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.bridge.tensor_files import read_json
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
@@ -27,6 +26,7 @@ from megatron.core.placement import Placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.save_and_load import CONFIG, STATE
 from megatron.training.config.container import RunConfig
+from megatron.training.recipes.hf_config import read_json
 from megatron.training.run import Progress
 
 

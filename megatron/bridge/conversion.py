@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,93 +21,26 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.checkpoints import DeferredTensor, OpenCheckpoint, fresh_directory, read_carried, write_checkpoint
+from megatron.bridge.entries import Entry, count_values, list_entries, list_their_shapes
 from megatron.bridge.progress import Progress
-from megatron.bridge.rows import is_per_expert, join, list_names, split
-from megatron.bridge.settings import build_config_json, build_empty_model, read_settings
-from megatron.bridge.tensor_files import TensorDirectory, is_buffer, open_tensors, read_json, write_tensors
+from megatron.bridge.settings import build_config_json, read_settings
+from megatron.bridge.tensor_files import TensorDirectory, is_buffer, open_tensors, write_tensors
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
-from megatron.core.placement import Placement, get_placement
-from megatron.core.tensor_parallel.parameters import declare_vocabulary
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.placement import Box
 from megatron.training.checkpoint.tokenizer_assets import DIRECTORY as TOKENIZER
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.families import find_family
-from megatron.training.recipes.family import Family, Row, find_row
+from megatron.training.recipes.family import Family, find_row
+from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
 
 CARRIED = "huggingface"
 """Directory of a checkpoint for the files of the source that only Hugging Face's programs read."""
-CONFIG_JSON = "config.json"
 _CARRIED_FILES = (CONFIG_JSON, "generation_config.json")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _GPT2_PREFIX = "transformer."
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of ours, and the tensors in their files that hold its values."""
-
-    placement: Placement
-    row: Row
-    names: list[list[str]]
-    """A list for each expert, or a single one."""
-    config: TransformerConfig
-
-    @property
-    def key(self) -> str:
-        """Our name."""
-        return self.placement.name
-
-    def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Our tensor from theirs."""
-        if not is_per_expert(self.row):
-            return join(self.row, self.config, [read(name) for name in self.names[0]]).contiguous()
-        ours: Tensor | None = None
-        # Filled expert by expert: all of them beside their stack would be twice the memory.
-        for expert, names in enumerate(self.names):
-            part = join(self.row, self.config, [read(name) for name in names])
-            if ours is None:
-                ours = torch.empty((len(self.names), *part.shape), dtype=part.dtype, device=part.device)
-            ours[expert] = part
-        assert ours is not None
-        return ours
-
-    def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield their names and tensors."""
-        parts: Iterable[Tensor] = ours if is_per_expert(self.row) else [ours]
-        for names, part in zip(self.names, parts, strict=True):
-            yield from zip(names, split(self.row, self.config, part), strict=True)
-
-
-def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Entry]:
-    """The parameters of the model with these settings. Raises ConfigError for one that the family has no row for."""
-    model = build_empty_model(config, vocab_size)
-    # All rows are tokens here; how many rows a run adds to them as padding is its own business.
-    declare_vocabulary(model, vocab_size)
-    entries, experts = [], config.model.num_moe_experts or 1
-    for name, parameter in model.named_parameters():
-        placement = get_placement(parameter, name)
-        row = find_row(family, placement.name)
-        if row is None:
-            raise ConfigError(f"{family.name}: no row of the table of families says where {placement.name} is stored")
-        entries.append(Entry(placement, row, list_names(row, placement.name, experts), config.model))
-    return entries
-
-
-def count_values(entries: Iterable[Entry]) -> int:
-    """Numbers in the model."""
-    return sum(math.prod(entry.placement.logical_shape) for entry in entries)
-
-
-def list_their_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in their files."""
-    return {
-        name: tuple(tensor.shape)
-        for entry in entries
-        for name, tensor in entry.split(torch.empty(entry.placement.logical_shape, device="meta"))
-    }
 
 
 # ---- import
@@ -130,6 +62,10 @@ class Source:
         """A tensor by its name in the table."""
         return self.tensors.read(self.aliases.get(name, name))
 
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor, by its name in the table: (start, length) for each dimension."""
+        return self.tensors.read_box(self.aliases.get(name, name), box)
+
     def find_dtype(self, entry: Entry) -> torch.dtype:
         """The number format of a parameter of ours. Raises CheckpointError where their tensors have several."""
         stored = {n: self.tensors.contents[self.aliases.get(n, n)] for names in entry.names for n in names}
@@ -143,14 +79,14 @@ class Source:
         return first.dtype
 
 
-def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1) -> Source:
+def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1, asked_by: str = "--input-path") -> Source:
     """Look at a Hugging Face directory, without reading weights, and check all that can be checked.
 
-    tensor_ranks, stages: a layout that the model must be able to have. Raises CheckpointError or ConfigError for
-    missing files and tensors, other shapes, unknown models.
+    tensor_ranks, stages: a layout that the model must be able to have. asked_by: what named the path, for errors.
+    Raises CheckpointError or ConfigError for missing files and tensors, other shapes, unknown models.
     """
     if problem := explain_no_directory(path):
-        raise CheckpointError(f"--input-path {path} {problem}")
+        raise CheckpointError(f"{asked_by} {path} {problem}")
     where = path / CONFIG_JSON
     fields = read_json(where)
     if "quantization_config" in fields:
@@ -301,7 +237,7 @@ def export_model(
     files = carried | checkpoint.list_attachments(TOKENIZER)
     with fresh_directory(output) as temporary:
         write_hf_directory(
-            temporary, model.entries, model.config_json, files, checkpoint.read,
+            temporary, model.entries, model.config_json, files, split_all(model.entries, checkpoint.read),
             lambda key: checkpoint.contents[key].dtype,
         )  # fmt: skip
         if verify:
@@ -317,12 +253,15 @@ def write_hf_directory(
     entries: list[Entry],
     config_json: Mapping[str, object],
     files: Mapping[str, Path],
-    read: Callable[[str], Tensor],
+    tensors: Iterator[tuple[str, Tensor]],
     get_dtype: Callable[[str], torch.dtype],
+    *,
+    by_a_run: bool = False,
 ) -> None:
     """Fill an empty directory with a model: config.json, other files to copy by their names there, and the weights.
 
-    read, get_dtype: a parameter of ours, and its number format, by our name. Raises StorageError.
+    tensors: theirs with their names, in the order of the entries. get_dtype: number format of a parameter of ours, by
+    our name. by_a_run: a later run may replace the directory. Raises StorageError.
     """
     shapes = {
         name: (get_dtype(entry.key), shape)
@@ -331,11 +270,10 @@ def write_hf_directory(
     }  # fmt: skip
     progress = Progress("converting", count_values(entries))
 
-    def generate() -> Iterator[tuple[str, Tensor]]:
-        for entry in entries:
-            ours = read(entry.key)
-            yield from entry.split(ours)
-            progress.advance(ours)
+    def watch() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor
+            progress.advance(tensor)
 
     with storage_errors(f"writing {directory}"):
         # Sorted and indented, as transformers writes it.
@@ -343,8 +281,14 @@ def write_hf_directory(
         write_file(directory / CONFIG_JSON, content.encode())
         for name, file in files.items():
             shutil.copyfile(file, directory / name)
-    write_tensors(directory, shapes, generate())
+    write_tensors(directory, shapes, watch(), by_a_run=by_a_run)
     progress.end()
+
+
+def split_all(entries: Iterable[Entry], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield their names and tensors. read: a parameter of ours, by our name."""
+    for entry in entries:
+        yield from entry.split(read(entry.key))
 
 
 # ---- the proof

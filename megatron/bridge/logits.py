@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.bridge.checkpoints import OpenCheckpoint
-from megatron.bridge.conversion import count_values, list_entries
-from megatron.bridge.tensor_files import read_json
+from megatron.bridge.entries import count_values, list_entries
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError
@@ -20,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.hf_config import read_json
 
 TOLERANCE = 1e-4
 """Largest difference, as a share of the largest logit: float32 in many layers, added in another order."""

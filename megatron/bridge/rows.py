@@ -6,13 +6,16 @@ All of it only moves elements, so a round trip is exact in every number format, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.family import Row
+
+_NEAR_ROWS = 8
+"""Rows that lie no farther apart are read together with those between them."""
 
 
 def list_names(row: Row, parameter: str, num_experts: int) -> list[list[str]]:
@@ -64,6 +67,24 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
         if len(row.theirs) == 1:
             tensors = [torch.cat(tensors)]
     return [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in tensors]
+
+
+def find_their_rows(
+    row: Row, config: TransformerConfig, num_rows: int, start: int, length: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Where rows [start, start + length) of ours, of `num_rows`, lie in their tensors.
+
+    Yields (number of the tensor in the row's names, rows of it, counted after transposing it, their places among ours,
+    from `start` on) for rows that lie near each other, ascending in their tensor.
+    """
+    # All forms but transposing only move rows, so the numbers of our rows, taken apart like a bias, tell which went
+    # where.
+    for number, ours in enumerate(split(row, config, torch.arange(num_rows))):
+        theirs = ((ours >= start) & (ours < start + length)).nonzero().flatten()
+        gaps = (theirs.diff() > _NEAR_ROWS).nonzero().flatten() + 1
+        for part in torch.tensor_split(theirs, gaps):
+            if len(part):
+                yield number, part, ours[part] - start
 
 
 def _get_heads(config: TransformerConfig) -> tuple[int, int]:

@@ -20,12 +20,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.differences import find_changes
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.flags.read import read_run_config
-from megatron.training.recipes.families import FAMILIES, find_family
-from megatron.training.recipes.family import Family, build_flags
+from megatron.training.recipes.families import FAMILIES
+from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.hf_config import find_family_of, find_length, list_model_flags
 
 # What a run needs that no model says; a run that starts from the result has flags of its own.
-_RUN_FLAGS = "--micro-batch-size 1 --train-iters 1 --lr 1e-5 --attention-dropout 0 --hidden-dropout 0"
+_RUN_FLAGS = "--micro-batch-size 1 --train-iters 1 --lr 1e-5"
 # Our settings do not name them, and what transformers assumes for them may lie beyond the vocabulary.
 _UNNAMED_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 _PRECISION = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
@@ -39,42 +40,13 @@ def read_settings(
     source: the fields of the config.json `where`. tensor_ranks, stages: a layout that the model must be able to have.
     Raises ConfigError or CheckpointError for a model that cannot be built, and for a layout that cannot be.
     """
-    family = _find_family(source, where)
-    vocab_size = source.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 2:
-        raise CheckpointError(f"{where}: vocab_size is {vocab_size!r}; it must be the number of the embedding's rows")
-    try:
-        flags = " ".join(build_flags(family, source)).split()
-    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, IndexError) as error:
-        raise CheckpointError(f"{where} has fields that describe no {family.name} model: {error}") from None
-    # Learned positions end with their table, and files of a family without a limit have none.
-    length = next((source[name] for name in ("max_position_embeddings", "n_positions") if source.get(name)), 2048)
-    argv = [*flags, *_RUN_FLAGS.split(), "--mock-data", "--seq-length", str(length), *_PRECISION.get(dtype, [])]
-    if "--max-position-embeddings" not in argv:
-        argv += ["--max-position-embeddings", str(length)]
-    argv += _list_tokenizer_flags(where.parent, vocab_size)
+    length = find_length(source)
+    argv = [*list_model_flags(source, where), *_RUN_FLAGS.split(), "--mock-data", "--seq-length", str(length)]
+    argv += _PRECISION.get(dtype, [])
     if tensor_ranks * stages > 1:
         layout = ["--tensor-model-parallel-size", str(tensor_ranks), "--pipeline-model-parallel-size", str(stages)]
         read_run_config([*argv, *layout], {"WORLD_SIZE": str(tensor_ranks * stages)})
     return read_run_config(argv, {})
-
-
-def _find_family(source: Mapping[str, Any], where: Path) -> Family:
-    try:
-        return find_family(str(source.get("model_type")))
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-def _list_tokenizer_flags(directory: Path, vocab_size: int) -> list[str]:
-    """The directory's tokenizer where it has one; the vocabulary has all rows of the embedding in any case."""
-    if (directory / "tokenizer.json").is_file():
-        found = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(directory.resolve())]
-        return [*found, "--vocab-size", str(vocab_size)]
-    if (directory / "tokenizer.model").is_file():
-        path = str((directory / "tokenizer.model").resolve())
-        return ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", path, "--vocab-size", str(vocab_size)]
-    return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size)]
 
 
 def build_empty_model(config: RunConfig, vocab_size: int) -> nn.Module:
@@ -98,7 +70,7 @@ def build_config_json(
     if carried is not None:
         # The older name is understood by all releases.
         kept = {**carried, "vocab_size": vocab_size, "dtype" if "dtype" in carried else "torch_dtype": number_format}
-        family = _find_family(carried, Path("config.json"))
+        family = find_family_of(carried, Path("config.json"))
         # As long as it says what the model is, nothing in it needs another form.
         if not _find_losses(family, kept, config, dtype):
             return family, kept

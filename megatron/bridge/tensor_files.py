@@ -7,6 +7,8 @@ and a file is checked against its length before anything is believed.
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
 import os
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.errors import CheckpointError
+from megatron.core.placement import Box
+from megatron.training.recipes.hf_config import read_json
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -31,6 +35,11 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 _SHARD_BYTES = 5_000_000_000
+_BY_A_RUN = "pretrain_gpt.py --save-hf"
+_SMALLEST_READ = 4096
+"""Bytes: a page, the least that is read from a disk anyway."""
+_LARGEST_READ = 16_000_000
+"""Bytes that are read at once beside those that are wanted."""
 _INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -53,6 +62,9 @@ class TensorDirectory(Protocol):
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError."""
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor: (start, length) for each dimension. No more than that is read where it is worth it."""
 
 
 def open_tensors(directory: Path) -> TensorDirectory:
@@ -89,18 +101,6 @@ def _find_shards(directory: Path, stem: str, suffix: str) -> dict[Path, set[str]
     return shards
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a JSON document. Raises CheckpointError."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-        raise CheckpointError(f"{path} {reason}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}; it must hold an object with fields")
-    return content
-
-
 class _SafetensorsFiles:
     def __init__(self, shards: Mapping[Path, set[str] | None]) -> None:
         self.contents: dict[str, StoredTensor] = {}
@@ -111,21 +111,52 @@ class _SafetensorsFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError."""
+        return self.read_box(name, tuple((0, length) for length in self.contents[name].shape))
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor: (start, length) for each dimension. Raises CheckpointError."""
         stored = self.contents[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        view = _view_bytes(tensor)
+        # The last dimension that is cut: what lies in one step of it is contiguous.
+        cut = max((dim for dim, span in enumerate(box) if span != (0, stored.shape[dim])), default=0)
+        strides = [math.prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(box))]
+        if cut > 0 and box[cut][1] * strides[cut] < _SMALLEST_READ:
+            return self._read_wider(name, box, cut)
+        part = torch.empty([length for _, length in box], dtype=stored.dtype)
+        view, begin = _view_bytes(part), 0
+        run = len(view) // max(1, math.prod(length for _, length in box[:cut]))
         try:
             with open(stored.file, "rb", buffering=0) as file:
-                file.seek(stored.offset)
-                done = 0
-                while done < len(view):
-                    count = file.readinto(view[done:])  # type: ignore[attr-defined]
-                    if not count:
-                        raise CheckpointError(f"{stored.file} ends inside {name}; download it again")
-                    done += count
+                for leading in itertools.product(*(range(start, start + length) for start, length in box[:cut])):
+                    place = (*leading, box[cut][0]) if box else ()
+                    offset = sum(index * stride for index, stride in zip(place, strides, strict=False))
+                    _read_bytes(file, stored.offset + offset, view[begin : begin + run], name)
+                    begin += run
         except OSError as error:
             raise CheckpointError(f"{stored.file} cannot be read: {error.strerror or error}") from error
-        return tensor
+        return part
+
+    def _read_wider(self, name: str, box: Box, cut: int) -> Tensor:
+        """The same by reading more than is asked for: single elements from all over a file would take longer."""
+        stored = self.contents[name]
+        whole = box[:cut] + tuple((0, length) for length in stored.shape[cut:])
+        row = math.prod(length for _, length in whole[1:]) * stored.dtype.itemsize
+        step = max(1, _LARGEST_READ // max(1, row))
+        first, count = whole[0]
+        part = torch.empty([length for _, length in box], dtype=stored.dtype)
+        for start in range(first, first + count, step):
+            rows = (start, min(step, first + count - start))
+            part[start - first :][: rows[1]] = self.read_box(name, (rows, *whole[1:])).narrow(cut, *box[cut])
+        return part
+
+
+def _read_bytes(file: io.FileIO, offset: int, view: memoryview, name: str) -> None:
+    file.seek(offset)
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise CheckpointError(f"{file.name!s} ends inside {name}; download it again")
+        done += count
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
@@ -193,10 +224,17 @@ class _TorchFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError."""
+        return self._find(name).contiguous()
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor: (start, length) for each dimension. Raises CheckpointError."""
+        return self._find(name)[tuple(slice(start, start + length) for start, length in box)].clone()
+
+    def _find(self, name: str) -> Tensor:
         file = self.contents[name].file
         if file not in self._opened:
             self._opened = {file: self._load(file)}  # one at a time: pages of others can be given back
-        return self._opened[file][name].contiguous()
+        return self._opened[file][name]
 
     def _load(self, file: Path) -> Mapping[str, Tensor]:
         try:
@@ -217,11 +255,14 @@ def write_tensors(
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterator[tuple[str, Tensor]],
     shard_bytes: int = _SHARD_BYTES,
+    *,
+    by_a_run: bool = False,
 ) -> None:
     """Write tensors into a directory as safetensors: one file, or numbered shards with an index.
 
     shapes: of every tensor, in the order in which `tensors` yields them; so that each file's header can be written
-    before its data, and no more than one tensor is in memory. Raises StorageError.
+    before its data, and no more than one tensor is in memory. by_a_run: `is_written_by_a_run` is to be true of the
+    directory. Raises StorageError.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -236,7 +277,7 @@ def write_tensors(
     with storage_errors(f"writing {directory}"):
         for number, names in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_file(directory / file, {name: shapes[name] for name in names}, tensors)
+            _write_file(directory / file, {name: shapes[name] for name in names}, tensors, by_a_run)
             files |= dict.fromkeys(names, file)
         if len(shards) > 1:
             total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
@@ -245,10 +286,13 @@ def write_tensors(
 
 
 def _write_file(
-    path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterator[tuple[str, Tensor]]
+    path: Path,
+    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterator[tuple[str, Tensor]],
+    by_a_run: bool,
 ) -> None:
     # transformers refuses a file that does not say it is of PyTorch.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"written_by": _BY_A_RUN} if by_a_run else {})}}
     end = 0
     for name, (dtype, shape) in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -261,9 +305,21 @@ def _write_file(
         for expected, (dtype, shape) in shapes.items():
             name, tensor = next(tensors)
             assert (name, tensor.dtype, tuple(tensor.shape)) == (expected, dtype, shape), f"{name} after {expected}"
-            file.write(_view_bytes(tensor.contiguous()))
+            file.write(_view_bytes(tensor.cpu().contiguous()))
         file.flush()
         os.fsync(file.fileno())
+
+
+def is_written_by_a_run(directory: Path) -> bool:
+    """Whether the weights in a directory are those that a run left there at its end, so that the next run may replace
+    them: never the published ones that somebody trains on."""
+    for file in sorted(directory.glob("model*.safetensors"))[:1]:
+        with open(file, "rb") as opened:
+            start = opened.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            header = opened.read(min(length, _LARGEST_HEADER_BYTES))
+        return f'"written_by":"{_BY_A_RUN}"'.encode() in header
+    return False
 
 
 def is_buffer(name: str) -> bool:

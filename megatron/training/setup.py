@@ -34,6 +34,7 @@ from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
+from megatron.training.checkpoint.foreign_files import prepare_foreign_save
 from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.config.relations import compute_schedule_lengths
@@ -63,6 +64,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     # Before anything that takes long: a --save that cannot be written, or that another run writes to.
     save_locks = prepare_save(config.checkpoint, process.groups.world)
     try:
+        prepare_foreign_save(config, recipe, process.groups.world)
         run = build_run(config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic)), *hooks])
         run.save_locks = save_locks
         # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,

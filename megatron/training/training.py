@@ -9,6 +9,7 @@ from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError, MemoryShortageError, TemporaryError, say
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import convert_checkpoint
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
@@ -133,6 +134,7 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
             train(run)
         else:
             convert_checkpoint(run)
+        save_foreign(run)
     # torch reports a lost loader process, a lost peer and an operation that is not deterministic as RuntimeErrors that
     # differ by their text only.
     except RuntimeError as error:

@@ -231,7 +231,7 @@ def test_auto_bridge(hf_directory: Path, tmp_path: Path) -> None:
     assert_same_tensors(read_all(tmp_path / "saved"), weights)
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert json.loads((tmp_path / "saved" / name).read_text()) == json.loads((hf_directory / name).read_text())
-    with pytest.raises(ConfigError, match="is missing in the model, and .*; give an undivided model of the same"):
+    with pytest.raises(ConfigError, match="is missing in the model, and .* by its settings; give a whole model"):
         bridge.save_hf(tmp_path / "other", torch.nn.Linear(2, 2))
 
 

@@ -214,9 +214,11 @@ def materialise_parameters(
     Raises ConfigError for one that was not declared: only its own module could fill it.
     """
     for parameter in list(module.parameters()):
-        if parameter.device.type != "meta":
-            continue
         placement = get_placement(parameter, "")
+        if parameter.device.type != "meta":
+            if not draw:
+                _clear_padding(parameter, placement)
+            continue
         init = getattr(parameter, "initialiser", None)
         if init is None:
             raise ConfigError(
@@ -231,6 +233,19 @@ def materialise_parameters(
         torch.utils.swap_tensors(parameter, real)
         if draw or init in (ones, zeros):
             _fill(parameter, placement, init, seed, torch.device("cpu") if draw_on_cpu else device)
+        else:
+            _clear_padding(parameter, placement)
+
+
+def _clear_padding(parameter: nn.Parameter, placement: Placement) -> None:
+    """Zeros in the rows that no checkpoint fills: they take part in the softmax, and must not be what was in memory."""
+    if placement.valid_rows is None:
+        return
+    with torch.no_grad():
+        for piece in placement.pieces():
+            (start, length), (local_start, _) = piece.box[0], piece.local_box[0]
+            first = min(length, max(0, placement.valid_rows - start))
+            parameter[local_start + first : local_start + length].zero_()
 
 
 def derive_parameter_seed(seed: int, name: str) -> int:

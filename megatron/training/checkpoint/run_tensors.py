@@ -4,7 +4,7 @@ whole model."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -26,9 +26,14 @@ def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDi
     main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
     better for them; otherwise copies in the network's number format.
     """
+    return build_sharded_chunk_state(run.model, main=main)
+
+
+def build_sharded_chunk_state(chunks: Iterable[ModelChunk], *, main: bool = False) -> ShardedStateDict:
+    """The same of chunks without a run."""
     starts: dict[str, int] = {}
     held: list[tuple[torch.Tensor, Placement]] = []
-    for chunk, parameter, placement in iterate_placed_parameters(run):
+    for chunk, parameter, placement in iterate_placed_parameters(chunks):
         data, start = chunk.get_held_part(parameter, main=main)
         held.append((data, placement))
         if start is not None:
@@ -38,7 +43,7 @@ def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDi
 
 def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
     """The optimizer's tensors that this process keeps: whole shards, or its slices of them."""
-    placements = {placement.name: placement for _, _, placement in iterate_placed_parameters(run)}
+    placements = {placement.name: placement for _, _, placement in iterate_placed_parameters(run.model)}
     slices = run.optimizer.named_slices()
     # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
     starts = {name: found.start for name, found in slices.items() if not found.is_whole}
@@ -71,9 +76,11 @@ def list_full_precision_weights(run: Run) -> list[ShardedTensor]:
     ]
 
 
-def iterate_placed_parameters(run: Run) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
+def iterate_placed_parameters(
+    chunks: Iterable[ModelChunk],
+) -> Iterator[tuple[ModelChunk, torch.nn.Parameter, Placement]]:
     """Yield the parameters, each with its chunk and its placement in the whole model."""
-    for chunk in run.model:
+    for chunk in chunks:
         # With --overlap-param-gather a gather may still be under way, and the parameters old.
         chunk.finish_param_sync()
         for name, parameter in chunk.module.named_parameters():

@@ -58,7 +58,8 @@ from megatron.training.checkpoint.run_tensors import (
     select_tensors,
 )
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import STRICTNESS, CheckpointConfig
+from megatron.training.config.checkpoint import HF_PREFIX, STRICTNESS, CheckpointConfig, find_hf_directory
+from megatron.training.recipes.recipe import ForeignModel
 from megatron.training.run import Run
 
 STATE, RNG, CONFIG = "state", "rng", "config"
@@ -173,6 +174,9 @@ def load_checkpoint(run: Run) -> None:
     no checkpoint where one must be, when none is undamaged, or when it is of another model.
     """
     settings, world = run.config.checkpoint, run.groups.world
+    if (directory := find_hf_directory(settings.load)) is not None:
+        _restore_foreign(run, directory)
+        return
     if settings.load is not None:
         root, step = Path(settings.load), settings.ckpt_step
         other = find_non_persistent_directory(settings, settings.load)
@@ -378,6 +382,30 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
         _say(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
 
 
+def _restore_foreign(run: Run, directory: Path) -> None:
+    """Take the weights of a Hugging Face directory, as if it had been converted first."""
+    settings, world = run.config.checkpoint, run.groups.world
+    if run.recipe.foreign_files is None:
+        raise CheckpointError(
+            f"{HF_PREFIX}{directory}: this program reads no Hugging Face directories; start pretrain_gpt.py, or "
+            "convert it first: python -m megatron.bridge.convert --source hf --target megatron"
+        )
+    opened: list[ForeignModel] = []
+    on_every_rank(world, lambda: opened.append(run.recipe.foreign_files.open(directory)))  # type: ignore[union-attr]
+    model = opened[0]
+    changes = find_changes(model.config.to_dict(), run.config)
+    refuse_another_function(changes, str(directory), is_overridden=settings.override_model_settings)
+    tensors = select_tensors(run, with_optimizer=False)
+    _fill(run, directory, changes, functools.partial(model.load, tensors, world))
+    if settings.loads_main_params(run.config.model):
+        run.optimizer.after_load()
+    else:
+        run.optimizer.reload_model_params()
+    for note in model.notes:
+        _say(world, f"note: {note}")
+    _say(world, f"loaded the weights of {directory}; iteration, optimizer and random numbers start afresh")
+
+
 def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
     """How this run's settings differ from the checkpoint's; nothing, with a warning, where those cannot be read."""
     try:
@@ -408,6 +436,9 @@ def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | Non
 def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     """Weights only, from a checkpoint of ours or of upstream's."""
     world = run.groups.world
+    if (directory := find_hf_directory(str(root))) is not None:
+        _restore_foreign(run, directory)
+        return
     if _restore_upstream(run, root, iteration, weights_only=True):
         return
     found = serialization.find(root, iteration, world)

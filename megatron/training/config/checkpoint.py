@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.config_base import CheckedConfig, flag, name_multiples
@@ -21,6 +22,15 @@ _SAVING = Needs("--save", lambda run: run.save is not None)
 _LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
 _ASYNC = Needs("--async-save", lambda run: run.async_save)
 _WORKER = Needs("--async-save and --use-persistent-ckpt-worker", lambda run: run.use_persistent_ckpt_worker)
+
+
+HF_PREFIX = "hf:"
+"""What --load hf:DIR begins with."""
+
+
+def find_hf_directory(text: str | None) -> Path | None:
+    """DIR of hf:DIR; None for a directory of checkpoints."""
+    return Path(text.removeprefix(HF_PREFIX)) if text is not None and text.startswith(HF_PREFIX) else None
 
 
 class Strictness(NamedTuple):
@@ -85,8 +95,12 @@ class CheckpointConfig(CheckedConfig):
     async_ckpt_io_priority: int = flag(3, minimum=0, maximum=3, needs=(_ASYNC, _WORKER))
     """Class of its disk access on Linux, as of ionice: 0 follows from the niceness, 1 real time (for root only), 2 best
     effort, 3 idle."""
+    save_hf: PathText | None = None
+    """Directory for the model as Hugging Face's programs read it, written when the last iteration is done. A result of
+    an earlier run there is replaced."""
     load: PathText | None = None
-    """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start."""
+    """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start. hf:DIR:
+    start from the weights of a Hugging Face directory."""
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
@@ -136,13 +150,14 @@ class CheckpointConfig(CheckedConfig):
     finetune: bool = False
     """Load weights only: iteration, optimizer and random numbers start afresh."""
     pretrained_checkpoint: PathText | None = None
-    """Checkpoint whose weights to start from when --load has nothing yet; also one of upstream's."""
+    """Checkpoint whose weights to start from when --load has nothing yet; also one of upstream's, or hf:DIR, a Hugging
+    Face directory."""
     ckpt_step: int | None = flag(None, minimum=0, unit="iterations")
     """Load this iteration instead of the latest."""
     exit_on_missing_checkpoint: bool = flag(False, needs=_LOADING)
     """Stop when --load holds no checkpoint, even where --load is --save."""
     use_checkpoint_args: bool = False
-    """Take the model's flags from the checkpoint; those of the command line win."""
+    """Take the model's flags from the checkpoint, or from hf:DIR; those of the command line win."""
     use_mp_args_from_checkpoint_args: bool = flag(
         False, needs=Needs("--use-checkpoint-args", lambda run: run.use_checkpoint_args)
     )
@@ -188,9 +203,11 @@ class CheckpointConfig(CheckedConfig):
         # Of all that is in it only the newest stays.
         if other is not None and self.save is not None and os.path.realpath(other) == os.path.realpath(self.save):
             yield f"{self.say('non_persistent_global_ckpt_dir')} is also --save; give it a directory of its own"
-        paths = ("save", "load", "pretrained_checkpoint", "ckpt_convert_save", "non_persistent_global_ckpt_dir")
-        for name in paths:
+        paths = ("save", "save_hf", "load", "pretrained_checkpoint", "ckpt_convert_save")
+        for name in (*paths, "non_persistent_global_ckpt_dir"):
             path = getattr(self, name)
+            if path is not None and path.startswith(HF_PREFIX) and name not in ("load", "pretrained_checkpoint"):
+                yield f"{self.say(name)}: {HF_PREFIX} belongs to --load; --save-hf names a directory to write"
             # As a path it would be a local directory called "s3:".
             if path is not None and "://" in path:
                 yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
@@ -198,6 +215,14 @@ class CheckpointConfig(CheckedConfig):
             yield f"{self.say('ckpt_convert_format')} needs --load, what to convert, and --ckpt-convert-save, where to"
         if self.ckpt_step is not None and self.load is None:
             yield f"{self.say('ckpt_step')} needs --load"
+        starts_afresh = find_hf_directory(self.load) is not None
+        if starts_afresh and self.pretrained_checkpoint is not None:
+            yield (
+                f"{self.say('load')} has weights, so that --pretrained-checkpoint would never be read; give one of them"
+            )
+        for name in ("ckpt_step", "override_ckpt_iteration"):
+            if starts_afresh and getattr(self, name) is not None:
+                yield f"{self.say(name)}: {self.say('load')} has no iterations; leave it out"
         if self.override_ckpt_iteration is not None and self.finetune:
             yield f"{self.say('override_ckpt_iteration')} contradicts --finetune, which starts at iteration 0; keep one"
         if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:

@@ -16,6 +16,7 @@ from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import iteration_directory, latest_iteration
 from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.paths import explain_no_directory
 from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
@@ -23,10 +24,12 @@ from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
+from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.flags.declarations import Flag, declared_flags
-from megatron.training.flags.parser import Given, ParsedFlags, Problem
+from megatron.training.flags.parser import Given, ParsedFlags, Problem, read_command_line
+from megatron.training.recipes.hf_config import CONFIG_JSON, list_model_flags, read_json
 
 _DOCUMENT = "config.json"
 # Classes whose fields say what the model is.
@@ -44,8 +47,16 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
     if root is None:
         return  # CheckpointConfig says so
     try:
+        # --load comes first, unless it is where a run will save, and empty as yet.
+        if (directory := find_hf_directory(root)) is not None:
+            _enter_hugging_face(parsed, directory, given)
+            return
         path = _checkpoint(Path(root), given.get("ckpt_step"))
         if path is None and _enter_upstream(parsed, Path(root), given):
+            return
+        origin = find_hf_directory(given.get("pretrained_checkpoint"))
+        if path is None and origin is not None:
+            _enter_hugging_face(parsed, origin, given)
             return
         # The first start of a script that also serves to continue.
         if path is None and given.get("save") == root:
@@ -58,7 +69,7 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
                 f"--use-checkpoint-args: {root} holds no checkpoint with settings; write the flags out"
             )
         _enter(parsed, path, given)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         parsed.problems.append(Problem("rule", str(error)))
 
 
@@ -78,6 +89,26 @@ def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / _DOCUMENT} holds no settings that can be used ({error})") from error
     _enter_values(parsed, values, tokenizer, given)
+
+
+def _enter_hugging_face(parsed: ParsedFlags, directory: Path, given: dict[str, Any]) -> None:
+    """Enter the model and the tokenizer of a Hugging Face directory; note those where the command line wins."""
+    if problem := explain_no_directory(directory):
+        raise CheckpointError(f"--use-checkpoint-args: {directory} {problem}")
+    where = directory / CONFIG_JSON
+    theirs = ParsedFlags()
+    read_command_line(list_model_flags(read_json(where), where), theirs)
+    own_tokenizer = "tokenizer_type" in given or not given.get("use_tokenizer_model_from_checkpoint_args", True)
+    for dest, entry in theirs.given.items():
+        if own_tokenizer and dest in ("tokenizer_type", "tokenizer_model"):
+            continue
+        if dest in parsed.given:
+            ours = parsed.given[dest].value
+            if ours != entry.value:
+                note = f"--use-checkpoint-args: {entry.flag.name} {ours} is given; {where} has {entry.value}"
+                parsed.notes.append(note)
+        else:
+            parsed.given[dest] = dataclasses.replace(entry, source="checkpoint")
 
 
 def _enter_upstream(parsed: ParsedFlags, root: Path, given: dict[str, Any]) -> bool:

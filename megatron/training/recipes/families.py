@@ -245,6 +245,7 @@ FAMILIES: tuple[Family, ...] = (
         is_rotary=False,
         expects={
             "activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
+            "tie_word_embeddings": True,
         },
         examples={"GPT-2, GPT-3": {}},
     ),

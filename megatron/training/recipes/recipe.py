@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.core.errors import ConfigError
 
@@ -12,9 +13,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+    from megatron.core.dist_checkpointing.validation import KeyReport
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
-    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.process_groups_config import Group, ProcessGroupCollection
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.planner.memory import Workload
     from megatron.training.config.container import RunConfig
@@ -42,6 +45,39 @@ def describe_nothing(
 ) -> Mapping[str, str]:
     """For a model whose operations have one implementation."""
     return {}
+
+
+class ForeignModel(Protocol):
+    """A model in another program's files: what it is, and its weights on demand."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Our settings of it."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is left out."""
+
+    def load(self, tensors: ShardedStateDict, group: Group, *, may_lack: bool, may_have_more: bool) -> KeyReport:
+        """Fill the tensors of all members of the group, each of which reads no more than its parts; returns what was
+        tolerated (`validation.judge_wanted`). Raises CheckpointError on every member."""
+
+
+class ForeignFiles(Protocol):
+    """Reads and writes another program's model files: --load hf:DIR and --save-hf. `megatron.bridge` has the one for
+    Hugging Face directories; training itself knows no other format than its own and upstream's."""
+
+    def open(self, directory: Path) -> ForeignModel:
+        """Look at a directory. Raises CheckpointError or ConfigError."""
+
+    def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
+        """Before training: raise ConfigError where this model cannot be written, or not there."""
+
+    def save(
+        self, config: RunConfig, vocab_size: int, tensors: ShardedStateDict, group: Group, directory: Path
+    ) -> None:
+        """Write the model whose parameters the members of the group hold; every member calls this. Raises StorageError
+        on every member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +122,8 @@ class Recipe:
     """(settings, optimizer) -> what sets its learning rates; that of the flags when None."""
     process_non_loss_data: Callable[[Any, int, Any], Any] | None = None
     """(data, iteration, TensorBoard writer), called on the first rank after each evaluation."""
+    foreign_files: ForeignFiles | None = None
+    """What reads --load hf:DIR and writes --save-hf; where there is none, both are refused."""
     collect_non_loss_data: Callable[[Any], Any] | None = None
     """(chunks) -> that data; what the loss function returns with non_loss_data=True when None."""
 

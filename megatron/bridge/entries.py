@@ -1,0 +1,123 @@
+"""The parameters of a model, each with its tensors in the files of its family: what conversion goes through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.rows import find_their_rows, is_per_expert, join, list_names, split
+from megatron.bridge.settings import build_empty_model
+from megatron.core.errors import ConfigError
+from megatron.core.placement import Box, Placement, get_placement
+from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.container import RunConfig
+from megatron.training.recipes.family import Family, Row, find_row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of ours, and the tensors in their files that hold its values."""
+
+    placement: Placement
+    row: Row
+    names: list[list[str]]
+    """A list for each expert, or a single one."""
+    config: TransformerConfig
+
+    @property
+    def key(self) -> str:
+        """Our name."""
+        return self.placement.name
+
+    def join(self, read: Callable[[str], Tensor]) -> Tensor:
+        """Our tensor from theirs."""
+        if not is_per_expert(self.row):
+            return join(self.row, self.config, [read(name) for name in self.names[0]]).contiguous()
+        ours: Tensor | None = None
+        # Filled expert by expert: all of them beside their stack would be twice the memory.
+        for expert, names in enumerate(self.names):
+            part = join(self.row, self.config, [read(name) for name in names])
+            if ours is None:
+                ours = torch.empty((len(self.names), *part.shape), dtype=part.dtype, device=part.device)
+            ours[expert] = part
+        assert ours is not None
+        return ours
+
+    def read_box(self, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
+        """A part of our tensor, (start, length) for each dimension, from the parts of theirs that it is made of."""
+        if not is_per_expert(self.row):
+            return self._read_rows(self.names[0], self.placement.logical_shape[0], box, read_box)
+        first, count = box[0]
+        rows = self.placement.logical_shape[1]
+        return torch.stack([self._read_rows(names, rows, box[1:], read_box) for names in self.names[first:][:count]])
+
+    def _read_rows(self, names: list[str], num_rows: int, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
+        transposed = self.row.transposed and len(box) == 2
+        ours: Tensor | None = None
+        for number, theirs, places in find_their_rows(self.row, self.config, num_rows, *box[0]):
+            first, last = int(theirs[0]), int(theirs[-1])
+            wanted = ((first, last + 1 - first), *box[1:])
+            read = read_box(names[number], wanted[::-1] if transposed else wanted)
+            read = read.t() if transposed else read
+            if len(read) == len(theirs) == box[0][1] and bool((places.diff() == 1).all()):
+                return read  # nothing is moved, and no copy needed
+            if ours is None:
+                ours = read.new_empty([length for _, length in box])
+            ours[places] = read[theirs - first]
+        assert ours is not None, f"{self.key}: the part {box} is empty"
+        return ours
+
+    def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield their names and tensors."""
+        for region, names in self.list_regions():
+            first, count = region[0] if region else (0, 0)
+            yield from self.split_region(ours[first : first + count] if region else ours, names)
+
+    def list_regions(self) -> Iterator[tuple[Box, list[str]]]:
+        """The parts of our tensor that are tensors in their files, each with their names: one expert after the other,
+        or the whole."""
+        shape = self.placement.logical_shape
+        if not is_per_expert(self.row):
+            yield tuple((0, length) for length in shape), self.names[0]
+            return
+        for expert, names in enumerate(self.names):
+            yield ((expert, 1), *((0, length) for length in shape[1:])), names
+
+    def split_region(self, ours: Tensor, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield their names and tensors of such a part."""
+        part = ours[0] if is_per_expert(self.row) else ours
+        yield from zip(names, split(self.row, self.config, part), strict=True)
+
+
+def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Entry]:
+    """The parameters of the model with these settings. Raises ConfigError for one that the family has no row for."""
+    model = build_empty_model(config, vocab_size)
+    # All rows are tokens here; how many rows a run adds to them as padding is its own business.
+    declare_vocabulary(model, vocab_size)
+    entries, experts = [], config.model.num_moe_experts or 1
+    for name, parameter in model.named_parameters():
+        placement = get_placement(parameter, name)
+        row = find_row(family, placement.name)
+        if row is None:
+            raise ConfigError(f"{family.name}: no row of the table of families says where {placement.name} is stored")
+        entries.append(Entry(placement, row, list_names(row, placement.name, experts), config.model))
+    return entries
+
+
+def count_values(entries: Iterable[Entry]) -> int:
+    """Numbers in the model."""
+    return sum(math.prod(entry.placement.logical_shape) for entry in entries)
+
+
+def list_their_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in their files."""
+    return {
+        name: tuple(tensor.shape)
+        for entry in entries
+        for name, tensor in entry.split(torch.empty(entry.placement.logical_shape, device="meta"))
+    }

@@ -1,0 +1,216 @@
+"""Hugging Face directories for a run: its first weights from one (--load hf:DIR), its last ones into one (--save-hf).
+
+A run does not know this module: pretrain_gpt.py hands it over as `Recipe.foreign_files`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+from megatron.bridge.checkpoints import fresh_directory
+from megatron.bridge.conversion import Source, open_source, write_hf_directory
+from megatron.bridge.entries import Entry, count_values, list_entries
+from megatron.bridge.progress import Progress
+from megatron.bridge.settings import build_config_json
+from megatron.bridge.tensor_files import is_written_by_a_run
+from megatron.bridge.weight_stream import WeightStream
+from megatron.core.collectives import all_gather_object
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.validation import KeyReport, judge_wanted, list_wanted
+from megatron.core.errors import ConfigError
+from megatron.core.paths import explain_unmakeable_directory
+from megatron.core.placement import Box
+from megatron.core.process_groups_config import Group
+from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
+from megatron.training.config.checkpoint import find_hf_directory
+from megatron.training.config.container import RunConfig
+from megatron.training.recipes.family import Family
+from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+class HuggingFaceFiles:
+    """What a recipe reads and writes Hugging Face directories with; see `ForeignFiles`."""
+
+    def open(self, directory: Path) -> HuggingFaceModel:
+        """Look at a directory, without reading weights. Raises CheckpointError or ConfigError."""
+        return HuggingFaceModel(open_source(directory, asked_by="--load"))
+
+    def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
+        """Raise ConfigError for a model that no family computes, and for a directory that must not be replaced."""
+        try:
+            describe_run(config, vocab_size)
+        except ConfigError as error:
+            raise ConfigError(f"--save-hf {directory}: {error}") from None
+        problem = explain_unmakeable_directory(directory)
+        if problem is None and directory.is_dir() and any(directory.iterdir()) and not is_written_by_a_run(directory):
+            problem = "holds files that no --save-hf has written; give a directory that does not exist yet"
+        if problem is None and (origin := find_origin(config)) is not None and origin.resolve() == directory.resolve():
+            problem = "is what the run starts from; give another directory"
+        if problem is not None:
+            raise ConfigError(f"--save-hf {directory} {problem}")
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=f"{directory.name}.try-", dir=directory.absolute().parent))
+        except OSError as error:
+            raise ConfigError(f"--save-hf {directory} cannot be made: {error.strerror or error}") from error
+
+    def save(
+        self, config: RunConfig, vocab_size: int, tensors: ShardedStateDict, group: Group, directory: Path
+    ) -> None:
+        """Write the model that the members of the group hold; it appears, in the place of an earlier one, when it is
+        complete. Every member calls this. Raises StorageError or ConfigError on every member."""
+        family, config_json = describe_run(config, vocab_size)
+        entries = list_entries(family, config, vocab_size)
+        weights = WeightStream(tensors, group, on_all_ranks=False)
+        weights.check(entries)
+        write_model(directory, entries, config_json, list_files(config), weights, asked_by="--save-hf", replaces=True)
+
+
+def write_model(
+    directory: Path,
+    entries: list[Entry],
+    config_json: Mapping[str, object],
+    files: Mapping[str, Path],
+    weights: WeightStream,
+    *,
+    asked_by: str,
+    replaces: bool = False,
+) -> None:
+    """Write a Hugging Face directory with the weights of a stream, on its first rank; every rank calls this.
+
+    asked_by: what named the directory, for errors. replaces: it may take the place of an earlier result of a run, and
+    be replaced by a later one. Raises StorageError or ConfigError on every rank; then nothing has changed.
+    """
+    stream = weights.stream(entries)
+    staged = directory.with_name(f"{directory.name}.new-{uuid.uuid4().hex[:8]}") if replaces else directory
+
+    def write() -> None:
+        try:
+            with fresh_directory(staged, asked_by) as temporary:
+                write_hf_directory(temporary, entries, config_json, files, stream, weights.get_dtype, by_a_run=replaces)
+        finally:
+            # The other ranks send what they hold, whatever happened to the file.
+            for _ in stream:
+                pass
+        if replaces:
+            with storage_errors(f"writing {directory}"):
+                _replace(staged, directory)
+
+    if not weights.receives:
+        for _ in stream:
+            pass
+    on_first_rank(weights.group, write)
+
+
+def _replace(staged: Path, directory: Path) -> None:
+    """Give the new directory its name, and remove the one that had it."""
+    earlier = directory.with_name(f"{directory.name}.old-{uuid.uuid4().hex[:8]}")
+    if directory.exists():
+        os.rename(directory, earlier)
+    os.rename(staged, directory)
+    sync_directory(directory.absolute().parent)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def describe_run(config: RunConfig, vocab_size: int) -> tuple[Family, dict[str, Any]]:
+    """The family of a run's model and its config.json, that of the Hugging Face directory it started from where this
+    still describes it. Raises ConfigError for a model that no family computes."""
+    model = config.model
+    dtype = torch.bfloat16 if model.bf16 else torch.float16 if model.fp16 else torch.float32
+    origin = find_origin(config)
+    carried = None if origin is None or not (origin / CONFIG_JSON).is_file() else read_json(origin / CONFIG_JSON)
+    return build_config_json(config, vocab_size, dtype, carried)
+
+
+def find_origin(config: RunConfig) -> Path | None:
+    """The Hugging Face directory that a run's command line starts from."""
+    checkpoint = config.checkpoint
+    return find_hf_directory(checkpoint.load) or find_hf_directory(checkpoint.pretrained_checkpoint)
+
+
+def list_files(config: RunConfig) -> dict[str, Path]:
+    """Name in a Hugging Face directory -> file: the run's tokenizer, and the generation config of its origin."""
+    files = {file.name: file for file in list_tokenizer_files(config.tokenizer).values()}
+    origin = find_origin(config)
+    if origin is not None and (origin / GENERATION_CONFIG).is_file():
+        files[GENERATION_CONFIG] = origin / GENERATION_CONFIG
+    return files
+
+
+class HuggingFaceModel:
+    """A Hugging Face directory whose weights a run is to start from; see `ForeignModel`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.config = source.config
+        self.notes = source.notes
+
+    def load(self, tensors: ShardedStateDict, group: Group, *, may_lack: bool, may_have_more: bool) -> KeyReport:
+        """Fill the tensors of all members of the group, converted to their number formats; returns what was tolerated.
+
+        Each member reads the parts of the files that its own shards are made of, one parameter after the other. Raises
+        CheckpointError on every member; tensors may then be half filled.
+        """
+        entries = {entry.key: entry for entry in self._source.entries}
+        metadata, valid_rows = _describe(self._source)
+        wanted, keys = list_wanted(tensors.values(), metadata, valid_rows)
+        report = judge_wanted(
+            all_gather_object(wanted, group), metadata, may_lack=may_lack, may_have_more=may_have_more
+        )
+        own = [(tensor, entries[keys[tensor.key]]) for tensor in tensors.values() if tensor.key in keys]
+
+        def fill() -> None:
+            progress = Progress("loading", count_values(entry for _, entry in own))
+            with torch.no_grad():
+                for tensor, entry in own:
+                    self._fill(tensor, entry)
+                    if group.rank() == 0:
+                        progress.advance(tensor.data)
+            progress.end()
+
+        on_every_rank(group, fill)
+        return report
+
+    def _fill(self, tensor: ShardedTensor, entry: Entry) -> None:
+        for index, block in enumerate(tensor.blocks):
+            box, target = _without_padding(block.box, tensor.block(index), entry.placement.logical_shape)
+            if target.numel():
+                target.copy_(entry.read_box(box, self._source.read_box))
+
+
+def _without_padding(box: Box, target: Tensor, shape: tuple[int, ...]) -> tuple[Box, Tensor]:
+    """The part of a box, and of the memory to fill, that lies in a tensor of this shape."""
+    if not box:
+        return box, target
+    start, length = box[0]
+    length = max(0, min(length, shape[0] - start))
+    return ((start, length), *box[1:]), target[:length]
+
+
+def _describe(source: Source) -> tuple[Metadata, Mapping[str, int]]:
+    """The source as a checkpoint's table of contents, and the rows of its tables of tokens."""
+    contents: dict[str, Any] = {
+        entry.key: TensorStorageMetadata(
+            TensorProperties(dtype=source.find_dtype(entry)), torch.Size(entry.placement.logical_shape), []
+        )
+        for entry in source.entries
+    }
+    rows = {
+        entry.key: entry.placement.logical_shape[0]
+        for entry in source.entries
+        if entry.placement.valid_rows is not None
+    }
+    return Metadata(contents), rows

@@ -1,0 +1,107 @@
+"""Runs of several processes that start from a Hugging Face directory and end in one, in any layout: the weights that
+each layout reads and streams out are those that one process reads and writes, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.bridge.auto_bridge import AutoBridge
+from megatron.bridge.conversion import export_model, open_model
+from megatron.bridge.running import HuggingFaceFiles
+from megatron.bridge.tensor_files import open_tensors
+from megatron.core.errors import StorageError
+from megatron.training.checkpoint.foreign_files import save_foreign
+from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.flags.read import read_run_config
+from megatron.training.loop import train
+from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.verify.parity import open_local_run
+from megatron.training.verify.parity_layouts import parse_layout
+from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import own_rank
+
+RUN = """--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 1 --mock-data --eval-iters 0
+    --num-workers 0 --no-initialization --use-checkpoint-args"""
+
+
+def read_all(directory: Path) -> dict[str, Tensor]:
+    tensors = open_tensors(directory)
+    return {name: tensors.read(name) for name in tensors.contents}
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def start_and_save(directory: Path, layout_text: str, flags: str, result: Path) -> None:
+    """Start from the directory, compare what the layout streams out with it, train a step, and save in both formats."""
+    layout = parse_layout(layout_text)
+    argv = [*RUN.split(), "--load", f"hf:{directory}", *flags.split(), *layout.flags, "--save", f"{result}/ours"]
+    config = read_run_config([*argv, "--save-hf", f"{result}/hf"], {"WORLD_SIZE": str(layout.world_size)})
+    recipe = dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles())
+    with open_local_run(config, recipe, own_rank(config)) as run:
+        bridge = AutoBridge.from_run(run)
+        streamed = [(name, tensor.clone()) for name, tensor in bridge.export_weights()]
+        assert [name for name, _ in streamed] == list(dict(streamed)), "every tensor comes once"
+        assert_same_tensors(dict(streamed), read_all(directory))
+        on_first = dict(AutoBridge.from_hf_pretrained(directory).export_weights(run.model, on_all_ranks=False))
+        assert on_first.keys() == (dict(streamed).keys() if run.is_first_rank else set())
+        train(run)
+        save_checkpoint(run)
+        save_foreign(run)
+        with pytest.raises(StorageError, match="writing .*disk is full"):
+            save_where_the_disk_is_full(bridge, result / "full", run.is_first_rank)
+
+
+def save_where_the_disk_is_full(bridge: AutoBridge, directory: Path, is_first: bool) -> None:
+    """The first rank cannot write; the others, which only send, are told and do not wait for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_first:
+
+            def refuse(*arguments: Any) -> None:
+                raise OSError(28, "disk is full")
+
+            patch.setattr("megatron.bridge.tensor_files._write_file", refuse)
+        bridge.save_hf(directory)
+
+
+LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 48, "vocab_size": 101}
+CASES = {
+    "key-value heads on several ranks, padding": ("Llama", LLAMA, "tp4", ""),
+    "virtual stages": ("Qwen2", LLAMA, "pp2,vpp2", ""),
+    "tied, on two stages": ("Llama", LLAMA | {"tie_word_embeddings": True}, "tp2,sp,pp2", ""),
+    "divided parameters": ("Llama", LLAMA, "dp2,fsdp2", "--bf16"),
+    "matrices that lie the other way round": ("GPT2", {"tie_word_embeddings": True}, "tp2,dp2", "--use-distributed-optimizer"),
+    "experts": (
+        "Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, "tp2,ep2,dp2",
+        "--sequence-parallel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.flags("--load", "--save-hf", "--use-checkpoint-args")
+def test_from_hugging_face_and_back(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.test_model_families import make
+
+    kind, settings, layout, flags = CASES[name]
+    model = make(kind, **settings).to(torch.bfloat16 if "bf16" in flags else torch.float32)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
+    (tmp_path / "result").mkdir()
+    processes = parse_layout(layout).world_size
+    run_distributed(start_and_save, processes, tmp_path / "hf", layout, flags, tmp_path / "result")
+    assert not (tmp_path / "result" / "full").exists()
+    export_model(open_model(tmp_path / "result" / "ours"), tmp_path / "expected", verify=False)
+    trained = read_all(tmp_path / "result" / "hf")
+    assert_same_tensors(trained, read_all(tmp_path / "expected"))
+    assert any(not torch.equal(tensor, trained[name]) for name, tensor in read_all(tmp_path / "hf").items())
+    assert sorted(entry.name for entry in (tmp_path / "result").iterdir()) == ["hf", "ours"]
