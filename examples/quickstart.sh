@@ -56,7 +56,7 @@ run torchrun --standalone --nproc_per_node 1 pretrain_gpt.py "${model[@]}" \
     --train-iters "$target" --lr-decay-style cosine --lr-warmup-iters $((iterations / 10)) --lr-decay-iters "$iterations" \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234 \
     --eval-interval 100 --eval-iters 10 --eval-sample-prompt "import os" --log-interval 10 --log-throughput \
-    --save "$out/checkpoints" --load "$out/checkpoints" --save-interval 100 \
+    --save "$out/checkpoints" --load "$out/checkpoints" --save-interval 100 --save-hf "$out/hf" \
     --tensorboard-dir "$out/tensorboard" --metrics-dir "$out/metrics"
 
 step "6. Text from the model"

@@ -38,6 +38,7 @@ from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
+from megatron.training.recipes.vocabulary import build_tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -132,7 +133,11 @@ def describe_run(config: RunConfig, vocab_size: int) -> tuple[Family, dict[str, 
     dtype = torch.bfloat16 if model.bf16 else torch.float16 if model.fp16 else torch.float32
     origin = find_origin(config)
     carried = None if origin is None or not (origin / CONFIG_JSON).is_file() else read_json(origin / CONFIG_JSON)
-    return build_config_json(config, vocab_size, dtype, carried)
+    family, fields = build_config_json(config, vocab_size, dtype, carried)
+    # A text that is continued by the result ends where documents of the training data did.
+    if carried is None and config.tokenizer.tokenizer_type != "NullTokenizer":
+        fields = {**fields, "eos_token_id": build_tokenizer(config).eod}
+    return family, fields
 
 
 def find_origin(config: RunConfig) -> Path | None:

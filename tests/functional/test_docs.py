@@ -25,6 +25,7 @@ RUN_ELSEWHERE = {
     "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/test_checkpoint_tools.py",
     "python -m megatron.bridge.convert": "tests/unit/test_bridge.py",
+    "torchrun --nproc_per_node 2 pretrain_gpt.py --load hf:Llama-3.1-8B": "tests/unit/test_hugging_face_runs.py",
 }
 
 

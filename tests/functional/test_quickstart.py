@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.optional_deps import available
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,3 +55,29 @@ def test_quickstart_trains_and_then_resumes(tmp_path: Path) -> None:
     second = run_quickstart(out)
     assert iterations(out) == list(range(1, 7)), "the second run goes on where the first stopped"
     assert "preprocess_data.py" not in second, "finished steps are not done twice"
+    open_in_transformers(out)
+
+
+def open_in_transformers(out: Path) -> None:
+    """The lines of docs/quickstart.md, and the model computes what ours does."""
+    if not available("transformers"):
+        return
+    document = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    lines = document.split("```python\n")[1].split("```")[0]
+    check = """
+import pathlib, torch
+from megatron.training.checkpoint.trained_model import load_trained_model
+ids = torch.tensor([tokenizer("def read_file(path):")["input_ids"]])
+ours = load_trained_model(pathlib.Path("quickstart/checkpoints")).model(ids, torch.arange(ids.shape[1])[None])
+assert ids.shape[1] > 3 and (model(ids).logits - ours).abs().max() < 1e-4
+assert tokenizer.eos_token_id == model.config.eos_token_id
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", lines + check],
+        cwd=out.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MEGATRON_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr

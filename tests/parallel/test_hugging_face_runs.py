@@ -79,10 +79,9 @@ CASES = {
     "virtual stages": ("Qwen2", LLAMA, "pp2,vpp2", ""),
     "tied, on two stages": ("Llama", LLAMA | {"tie_word_embeddings": True}, "tp2,sp,pp2", ""),
     "divided parameters": ("Llama", LLAMA, "dp2,fsdp2", "--bf16"),
-    "matrices that lie the other way round": ("GPT2", {"tie_word_embeddings": True}, "tp2,dp2", "--use-distributed-optimizer"),
+    "matrices that lie the other way round": ("GPT2", {"tie_word_embeddings": True}, "tp2,dp2,dist-opt", ""),
     "experts": (
-        "Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, "tp2,ep2,dp2",
-        "--sequence-parallel",
+        "Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}, "tp2,sp,ep2,dp2", "",
     ),
 }  # fmt: skip
 
