@@ -68,8 +68,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 for _index, _room in enumerate(TRAINING_ROOMS):
     MAY_IMPORT[_room] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS[:_index])
 MAY_IMPORT["bridge"] = (
-    *GROUND, *MODEL_TOWER, "training.config", "training.recipes", "training.run", "training.checkpoint",
-    "training.flags",
+    *GROUND, *MODEL_TOWER, "core.distributed", "training.config", "training.recipes", "training.run",
+    "training.checkpoint", "training.flags",
 )  # fmt: skip
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")
 FACADES = ("core.parallel_state", "core.upstream", "training.arguments", "training.global_vars", "training.upstream")
