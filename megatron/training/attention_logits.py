@@ -5,6 +5,9 @@ gamma = threshold / S, and after the update
 
     query weights of the head      *= gamma^alpha
     key weights of its group       *= gamma^(1 - alpha), with the smallest gamma of the group's heads
+
+In latent attention these are the weights of the channels without position. All heads share the rotated key channels,
+so that the query weights of those channels get all of it, gamma.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +28,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.max_logits import MaxLogits
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: SelfAttention
+    attention: SelfAttention | MLASelfAttention
     logits: MaxLogits
 
 
@@ -84,24 +89,48 @@ class AttentionLogits:
         # Nothing is done where a score is no number, nor after an update that was skipped.
         is_above = (of_all_heads > threshold) & of_all_heads.isfinite() & (found_inf == 0)
         gamma = torch.where(is_above, threshold / of_all_heads, torch.ones_like(of_all_heads))
-        linear = layer.attention.linear_qkv
-        for param in (linear.weight, linear.bias):
-            if param is not None:
-                placement = get_placement(param, "linear_qkv")
-                factors = compute_row_factors(gamma, placement, self.config)
-                rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
-                self.optimizer.scale_rows(placement.name, rows.take(factors))
+        for linear, factors in _list_row_factors(layer.attention, gamma, self.config):
+            for param in (linear.weight, linear.bias):
+                if param is not None:
+                    placement = get_placement(param, "a projection to heads")
+                    rows = dataclasses.replace(placement, full_shape=placement.full_shape[:1])
+                    self.optimizer.scale_rows(placement.name, rows.take(factors))
 
 
 def find_measured_layers(module: nn.Module) -> list[_Layer]:
     """Find every self-attention of a module whose backend measures its scores."""
     found = []
     for part in module.modules():
-        if not isinstance(part, SelfAttention) or not isinstance(part.core_attention, DotProductAttention):
+        if not isinstance(part, SelfAttention | MLASelfAttention) or not isinstance(
+            part.core_attention, DotProductAttention
+        ):
             continue
         if isinstance(part.core_attention.backend, MaxLogits):
             found.append(_Layer(part, part.core_attention.backend))
     return found
+
+
+def _list_row_factors(
+    attention: SelfAttention | MLASelfAttention, gamma: Tensor, config: TransformerConfig
+) -> list[tuple[Any, Tensor]]:
+    """The linear layers that are clipped, each with the factor of every row of the whole; gamma: of every head."""
+    if isinstance(attention, MLASelfAttention):
+        queries, keys = compute_latent_row_factors(gamma, config)
+        project = attention.linear_q_proj if config.q_lora_rank is None else attention.linear_q_up_proj
+        return [(project, queries), (attention.linear_kv_up_proj, keys)]
+    placement = get_placement(attention.linear_qkv.weight, "linear_qkv")
+    return [(attention.linear_qkv, compute_row_factors(gamma, placement, config))]
+
+
+def compute_latent_row_factors(gamma: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """gamma of every head of the model, [heads] -> the factors of the rows of the projections from latent vectors to
+    queries, and to keys and values."""
+    alpha, of_head = config.qk_clip_alpha, gamma.unsqueeze(1)  # [heads, 1]
+    plain, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
+    queries = torch.cat(((of_head**alpha).expand(-1, plain), of_head.expand(-1, rotated)), dim=1)
+    keys = (of_head ** (1.0 - alpha)).expand(-1, plain)
+    values = torch.ones_like(of_head).expand(-1, config.v_head_dim)
+    return queries.flatten(), torch.cat((keys, values), dim=1).flatten()
 
 
 def compute_row_factors(gamma: Tensor, placement: Placement, config: TransformerConfig) -> Tensor:

@@ -18,7 +18,7 @@ from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 MOVES = [
@@ -26,12 +26,14 @@ MOVES = [
     ("gpt2", "pp2", ["1", "tp2,sp", "pp2,vpp2"]),
     ("llama", "dp3,fsdp2", ["1", "tp2"]),
     ("gpt2", "dp4,fsdp2,--num-distributed-optimizer-instances=2,--micro-batch-size=1", ["dp3,fsdp2"]),
+    ("latent", "tp2,sp", ["1", "dp2,dist-opt"]),
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     MOVES += [
         ("gpt2", "1", ["tp2", "pp4", "dp3,dist-opt"]),
         ("gpt2", "dp2,dist-opt", ["dp3,fsdp2", "tp2,dp2,fsdp2"]),
         ("llama", "tp4", ["tp2,sp,dp2", "dp3"]),
+        ("latent", "pp2,--pipeline-schedule=zb-v", ["tp4", "dp3,fsdp2", "tp2,pp2"]),
         ("llama", "tp2,pp2,dp2,dist-opt", ["1", "tp4", "pp2,vpp2"]),
         ("gpt2", "tp2,sp,pp2,vpp2,dp2,dist-opt,--micro-batch-size=1", ["dp2", "pp2,--pipeline-schedule=zb-v"]),
     ]
@@ -65,7 +67,7 @@ def run_on(layout: str, flags: str) -> list[float]:
 
 @pytest.mark.parametrize(("style", "saved_on", "loaded_on"), MOVES, ids=str)
 def test_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[str], tmp_path: Path) -> None:
-    flags = f"{STYLES[style]} --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+    flags = f"{(STYLES | OPTIONS)[style]} --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
     assert len(run_on(saved_on, f"{flags} --save {tmp_path}/first")) == 2
     for number, layout in enumerate(loaded_on):
         norms = run_on(layout, f"{flags} --load {tmp_path}/first --save {tmp_path}/{number}")

@@ -42,7 +42,8 @@ SMALL = {
     "latent": [
         "tp2", "tp2,sp", "cp2", "cp2,--cp-comm-type=all_gather", "cp2,--cp-comm-type=a2a",
         "cp4,--cp-comm-type=a2a+p2p,--hierarchical-context-parallel-sizes 2 2", "pp2,vpp2",
-        "pp2,--pipeline-schedule=zb-v", "tp2,sp,pp2,--pipeline-schedule=zb-h1", "dp2,dist-opt", "dp2,fsdp2",
+        "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt", "dp2,fsdp2",
+        "tp2,sp,pp2,--pipeline-schedule=zb-h1,--recompute-granularity selective,--recompute-modules mla_up_proj",
     ],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip

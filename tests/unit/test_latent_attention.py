@@ -34,6 +34,7 @@ from tests.unit.gpt_models import (
     read_config,
     token_batch,
 )
+from tests.unit.test_recomputation import LAYERS, kept, two_passes
 
 # Widths of which none is another's multiple, so that no mix-up fits.
 LATENT = (
@@ -166,6 +167,19 @@ def test_names_and_shapes_are_those_of_upstream() -> None:
 def test_one_function_however_it_is_computed(other: str) -> None:
     flags = f"{LOW_RANK_QUERIES} --qk-layernorm {YARN}"
     assert_same_function(build_model(flags), build_model(f"{flags} {other}"), tolerance=2e-5)
+
+
+@pytest.mark.flags("--recompute-modules")
+@pytest.mark.parametrize("fusion", ["", " --no-rope-fusion"])
+def test_heads_are_made_again_of_latent_vectors(fusion: str) -> None:
+    """To the last bit, and neither queries nor keys nor values wait for backward."""
+    flags = f"{LOW_RANK_QUERIES} --qk-layernorm{fusion}"
+    parts = "--recompute-granularity selective --recompute-modules mla_up_proj"
+    expected = two_passes(build_model(flags))
+    for way in (parts, f"{parts} core_attn", f"{parts} core_attn layernorm mlp"):
+        assert all(map(torch.equal, two_passes(build_model(f"{flags} {way}")), expected)), way
+    of_a_layer = SEQUENCE_LENGTH * 2 * 4 * (10 + 10 + 5) * 4  # batch, heads, channels, bytes
+    assert kept(flags)[0] - kept(f"{flags} {parts}")[0] == LAYERS * of_a_layer
 
 
 @pytest.mark.parametrize("options", ["", "--window-size 3,0", "--softmax-type learnable --attn-logit-softcapping 2"])
@@ -328,6 +342,11 @@ def test_a_layer_and_a_config_that_do_not_fit_each_other() -> None:
 def test_what_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         build_model(f"{LATENT} {flags}")
+
+
+def test_only_latent_attention_has_that_projection() -> None:
+    with pytest.raises(ConfigError, match="--recompute-modules mla_up_proj needs --multi-latent-attention"):
+        read_config("--recompute-granularity selective --recompute-modules mla_up_proj")
 
 
 def test_what_has_nothing_to_do() -> None:

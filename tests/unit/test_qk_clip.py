@@ -115,6 +115,37 @@ def test_heads_above_the_threshold_are_scaled(alpha: float, groups: int, gate: b
     assert all(torch.equal(untouched[name], value) for name, value in parameters(plain).items())
 
 
+@pytest.mark.parametrize("rank", [(), ("--q-lora-rank", "6")])
+def test_heads_of_latent_attention_are_scaled(rank: tuple[str, ...]) -> None:
+    """All heads share the rotated key channels, so that the queries get the whole factor there."""
+    model = (
+        "--multi-latent-attention", "--kv-lora-rank", "5", "--qk-head-dim", "6", "--qk-pos-emb-head-dim", "4",
+        "--v-head-dim", "3", "--position-embedding-type", "rope", "--qk-layernorm", "--init-method-std", "0.3",
+        *rank, *NO_DROPOUT,
+    )  # fmt: skip
+    plain = prepare(*model)
+    scores = scores_of_heads(plain)
+    finish(plain)
+    largest = [torch.stack(calls).amax(0) for calls in scores]
+    threshold = float(torch.cat(largest).median())
+    clip = ("--qk-clip", "--qk-clip-threshold", str(threshold), "--qk-clip-alpha", "0.2")
+    clipped = parameters(finish(prepare(*model, *clip)))
+    queries = "linear_q_up_proj" if rank else "linear_q_proj"
+    scaled = 0
+    for name, expected in parameters(plain).items():
+        for layer, of_heads in enumerate(largest):
+            rows: list[Tensor] = []
+            for gamma in (threshold / of_heads).clamp(max=1.0):
+                scaled += bool(gamma < 1)
+                if f"layers.{layer}.self_attention.{queries}." in name:
+                    rows += [gamma**0.2] * 6 + [gamma] * 4
+                if f"layers.{layer}.self_attention.linear_kv_up_proj." in name:
+                    rows += [gamma**0.8] * 6 + [torch.tensor(1.0)] * 3
+            expected = expected * torch.stack(rows)[:, None] if rows else expected
+        torch.testing.assert_close(clipped[name], expected, rtol=1e-5, atol=1e-7, msg=name)
+    assert scaled
+
+
 @pytest.mark.flags("--log-max-attention-logit")
 def test_the_largest_score_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = prepare(*NO_DROPOUT, "--log-max-attention-logit", "--metrics-dir", tmp_path, "--log-interval", "1")

@@ -5,6 +5,7 @@ force.
 |-------------|--------------------------------------------|-----------------------------|-----------------------------|
 | kept        | the tensor                                 | read                        | its memory                  |
 | Recomputed  | what its function needs, kept by somebody  | computed again              | its computation             |
+| RecomputedTogether | the same, of several tensors        | computed again, once for all| their computation           |
 | Divided     | this rank's part of it                     | gathered from all ranks     | an all-gather               |
 
 A further way, such as a copy in host memory, is one more subclass of `Way`. Two others need no context, because an
@@ -59,6 +60,48 @@ class Recomputed(Way):
             return self.compute().view(shape)
 
 
+class RecomputedTogether:
+    """Tensors that one function makes: nothing waits, and the first that is needed brings the others with it.
+
+    compute: makes all of them again, in their own order and number formats.
+    """
+
+    def __init__(self, compute: Callable[[], Sequence[Tensor]]) -> None:
+        self._compute = compute
+        self._made: Sequence[Tensor] | None = None
+        self._waiting = 0  # how often any of them was left out, and not yet asked for
+
+    def way(self, index: int) -> Way:
+        """The way of one of the tensors, by its number in what `compute` returns."""
+        return _OneOfSeveral(self, index)
+
+    def leave_out(self) -> None:
+        """Note that one of them will be asked for."""
+        self._waiting += 1
+
+    def take(self, index: int) -> Tensor:
+        """Return one of them, computing all where they are not there."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._compute()
+        value = self._made[index]
+        self._waiting -= 1
+        if self._waiting <= 0:  # not before: two operations may have kept the same tensor
+            self._made = None
+        return value
+
+
+class _OneOfSeveral(Way):
+    def __init__(self, together: RecomputedTogether, index: int) -> None:
+        self.together, self.index = together, index
+
+    def pack(self, value: Tensor) -> None:
+        self.together.leave_out()
+
+    def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
+        return self.together.take(self.index).view(shape)
+
+
 class Divided(Way):
     """Of a tensor that is the same on all ranks of the group each keeps a part; backward gathers them."""
 
@@ -101,6 +144,21 @@ class _Rule:
         same_strides = kept.shape == value.shape and kept.stride() == value.stride()
         return same_strides or (kept.is_contiguous() and value.is_contiguous())
 
+    def is_permuted(self, kept: Tensor) -> bool:
+        """Whether `kept` has the elements of the value, unchanged, with its dimensions in another order: attention
+        kernels want heads before positions."""
+        value = self.value
+        if kept.untyped_storage().data_ptr() != self.storage or kept._version != self.version:
+            return False
+        if kept.storage_offset() != value.storage_offset() or kept.numel() != value.numel():
+            return False
+        size = 1
+        for stride, length in sorted(zip(kept.stride(), kept.shape, strict=True)):
+            if length > 1 and stride != size:
+                return False
+            size *= length
+        return value.is_contiguous()
+
 
 # torch asks only the innermost pair of hooks for saved tensors. So that a context inside another one does not switch
 # that one off, each asks the rules of all contexts around it. Like torch's stack of hooks, this one is the thread's.
@@ -111,7 +169,7 @@ _RULES: ContextVar[tuple[_Rule, ...]] = ContextVar("rules in force", default=())
 def keep_as(value: Tensor, way: Way) -> Iterator[None]:
     """What operations in this block keep of `value` for backward waits as the way says; everything else is kept.
 
-    A copy of it, or a view of some of its elements or in another order, is kept, too. Blocks may be nested.
+    A copy of it, or a view of some of its elements, is kept, too. Blocks may be nested.
     """
     rules = (*_RULES.get(), _Rule(value, way))
     token = _RULES.set(rules)
@@ -126,13 +184,15 @@ def _pack(rules: tuple[_Rule, ...], kept: Tensor) -> Any:
     # The innermost rule wins.
     for rule in reversed(rules):
         if rule.concerns(kept):
-            return rule.way, rule.way.pack(kept), kept.shape
+            return rule.way, rule.way.pack(kept), kept.shape, None
+        if rule.is_permuted(kept):
+            return rule.way, rule.way.pack(rule.value), rule.value.shape, (kept.shape, kept.stride())
     return kept
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    way, waiting, shape = packed
+    way, waiting, shape, order = packed
     value: Tensor = way.unpack(waiting, shape)
-    return value
+    return value if order is None else value.contiguous().as_strided(*order)

@@ -10,6 +10,8 @@
 |                              | unless a flash kernel does without them                                         |
 | selective layernorm          | all but the outputs of the norms before attention and MLP                       |
 | selective mlp                | all but what lies inside the MLP                                                |
+| selective mla_up_proj        | all but queries, keys and values of latent attention; of these what a kernel or |
+|                              | an exchange copies is kept                                                      |
 | distribute_saved_activations | of the inputs that full recomputation keeps, this rank's part                   |
 
 Of a layer with experts, only attention and the norm before it are recomputed selectively.
@@ -46,6 +48,7 @@ class ActivationPolicy:
         is_selective = config.recompute_granularity == "selective"
         parts = set(config.recompute_modules or ["core_attn"]) if is_selective else set()
         self.recomputes_core_attention = "core_attn" in parts
+        self.recomputes_up_projection = "mla_up_proj" in parts
         self.recomputes_attention_norm = "layernorm" in parts
         # Routing is not repeated: experts' tokens would be dispatched, and counted, once more.
         self.recomputes_mlp_norm = "layernorm" in parts and not has_experts

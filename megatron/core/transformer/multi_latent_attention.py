@@ -23,6 +23,7 @@ value, rq, rk: widths of the latent vectors.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +36,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, uses_fused_rope
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.rotary import (
@@ -93,8 +96,8 @@ class MLASelfAttention(Attention):
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the projections to latent vectors and from them to heads, and the norms between."""
         config, heads = self.config, self.config.num_attention_heads
-        join = rotate_and_join_latent_heads if uses_fused_rope(config) else join_latent_heads
-        self.join_heads = join
+        self.join_heads = rotate_and_join_latent_heads if uses_fused_rope(config) else join_latent_heads
+        self.recomputes_up_projection = ActivationPolicy(config).recomputes_up_projection
         common = {"config": config, "init_method": input_initialiser(config), "tp_group": self.groups.tp}
         # Names, and what has no bias, as in upstream's models.
         queries = heads * config.query_width
@@ -143,12 +146,30 @@ class MLASelfAttention(Attention):
         key_value_states: Tensor | None = None,
     ) -> LayerOutput:
         """See Attention; a cache holds latent vectors [t, b, rk] and rotated key channels [t, b, 1, p]."""
-        if inference_context is None:
-            return super().forward(hidden_states, attention_mask, rotation, None, packed_seq_params, key_value_states)
-        assert packed_seq_params is None, "packed sequences are for training, and have no cache"
-        context = self._attend_with_cache(hidden_states, attention_mask, rotation, inference_context)
+        assert key_value_states is None, "latent attention has one sequence"
+        if inference_context is not None:
+            assert packed_seq_params is None, "packed sequences are for training, and have no cache"
+            context = self._attend_with_cache(hidden_states, attention_mask, rotation, inference_context)
+        else:
+            latents = self._make_latents(hidden_states)
+            heads = self._make_heads(*latents, rotation)
+            with self._keep_or_make_again(heads, latents, rotation):
+                context = self._attend(*heads, attention_mask, packed_seq_params)
         output: LayerOutput = self.linear_proj(context)
         return output
+
+    def _keep_or_make_again(
+        self, heads: tuple[Tensor, ...], latents: tuple[Tensor, ...], rotation: Rotation | None
+    ) -> ExitStack:
+        """In which core attention keeps queries, keys and values for backward, or has them made again of the latent
+        vectors, which the projections keep anyway."""
+        stack = ExitStack()
+        if self.recomputes_up_projection and torch.is_grad_enabled():
+            narrow = [x.detach() for x in latents]
+            together = RecomputedTogether(lambda: self._make_heads(narrow[0], narrow[1], narrow[2], rotation))
+            for index, made in enumerate(heads):
+                stack.enter_context(keep_as(made, together.way(index)))
+        return stack
 
     def get_query_key_value_tensors(
         self,

@@ -90,6 +90,8 @@ class TransformerConfig(
         yield from pattern_problems(self)
         yield from self._inner_widths_divide_over_ranks()
         yield from self.kernel_problems()
+        if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
+            yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
         if self.compile:
             yield from self._compiled_layers_are_whole()
 

@@ -33,14 +33,15 @@ class RecomputeFields(PipelineFields):
         None,
         nargs="+",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj", "moe_act", "moe", "shared_experts"),
-        planned_choices=("mla_up_proj", "moe_act", "moe", "shared_experts"),
-        coming="recomputation of experts and multi-latent attention",
+        planned_choices=("moe_act", "moe", "shared_experts"),
+        coming="recomputation of experts",
         metavar="PART",
         kind="kernel",
         needs=_SELECTIVE,
     )
     """With selective, what is computed again: core_attn, scores, softmax and their product with the values; layernorm,
-    the output of the norms before attention and MLP; mlp, the whole MLP. core_attn when not given."""
+    the output of the norms before attention and MLP; mlp, the whole MLP; mla_up_proj, queries, keys and values of
+    latent attention from its latent vectors. core_attn when not given."""
 
     def derive(self) -> None:
         super().derive()

@@ -101,4 +101,5 @@ class SDPAttention(AttentionBackend):
 def _padded(*tensors: Tensor) -> list[Tensor]:
     """Pad all tensors with zeros, in the last dimension, to the width of the widest."""
     widest = max(x.shape[-1] for x in tensors)
-    return [F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
+    # One that is wide enough stays itself: padding by nothing would copy it.
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
