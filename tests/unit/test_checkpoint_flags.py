@@ -63,8 +63,8 @@ def test_save_interval_and_format(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert documents(root / "iter_0000006", "metadata")["sharded_backend"] == "torch_dist"
-    with pytest.raises(ConfigError, match="--ckpt-format"):
-        prepare(*saving(root, 4), "--ckpt-format", "torch")
+    config = read_run_config([*FLAGS.split(), "--ckpt-format", "torch_dcp"], {})
+    assert any("--ckpt-format torch_dcp is not written; checkpoints are saved as" in note for note in config.notes)
 
 
 @pytest.mark.flags("--save")

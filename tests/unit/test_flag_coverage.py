@@ -181,7 +181,6 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
         ("--enable-gpt-oss", "spell them out: --position-embedding-type yarn"),
         ("--export-qk-l2-norm", "use --qk-l2-norm, the same layer here"),
         ("--save-params-interval 5", "leave it out; the numbers stay the same"),
-        ("--ckpt-format torch", "use torch_dist"),
     ],
 )
 def test_what_a_refusal_advises(flags: str, sentence: str) -> None:

@@ -100,23 +100,53 @@ def _save(
     attachments: Mapping[str, Path],
     group: Group,
 ) -> Path:
-    # One rank chooses the name; all write into the same directory.
-    temporary = on_first_rank(group, begin)
-    try:
-        reach("tensors-next")
+    def write(temporary: Path) -> _Rest:
         records: dict[str, FileRecord] = {}
         for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
             records |= written
         reach("tensors-written")
         accompany = gather_documents(tensors, documents, attachments, group)
+        return lambda directory: records | accompany(directory)
+
+    return _save_files(write, begin, commit, iteration, group)
+
+
+_Rest = Callable[[Path], Mapping[str, FileRecord]]
+"""What the first member does when all others have written: write the rest, and return the records of all files."""
+
+
+def save_files(
+    write: Callable[[Path], _Rest], root: Path, iteration: int, *, group: Group, lock: DirectoryLock | None = None
+) -> Path:
+    """A save of other files, which is as complete or invisible; returns its directory.
+
+    write: called by every member of `group` with the directory to write into, returns what the first member calls at
+    the end with it, to write the rest and to return the records of all files. lock: as for `save`. Raises StorageError
+    on every member when it failed.
+    """
+    begin, commit = guard(root, iteration, lock)
+    return _save_files(write, begin, commit, iteration, group)
+
+
+def _save_files(
+    write: Callable[[Path], _Rest],
+    begin: Callable[[], Path],
+    commit: Callable[[Path, Manifest], Path],
+    iteration: int,
+    group: Group,
+) -> Path:
+    # One rank chooses the name; all write into the same directory.
+    temporary = on_first_rank(group, begin)
+    try:
+        reach("tensors-next")
+        finish_files = write(temporary)
 
         def finish() -> Path:
             with storage_errors(f"writing {temporary}"):
-                records.update(accompany(temporary))
+                records = dict(finish_files(temporary))
                 return commit(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
 
-        # Every rank has written and flushed its files by now (on_every_rank waits for all), so the manifest can promise
-        # them.
+        # Every rank has written and flushed its files by now (`write` waits for all), so the manifest can promise them.
         return on_first_rank(group, finish)
     except BaseException:
         # BaseException: an interrupt from the keyboard leaves half a checkpoint, too.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,9 +100,15 @@ class CommonState:
 
 def find_setting(args: Mapping[str, Any], name: str, flag: str) -> Any:
     """Upstream's value of a setting, which is called as ours or after its flag (`num_experts`); None without one."""
+    return next((args[known] for known in name_setting(name, flag) if known in args), None)
+
+
+def name_setting(name: str, flag: str) -> list[str]:
+    """The names that a setting of ours may have among upstream's: its own, and that of its flag."""
     spelled = flag.removeprefix("--").replace("-", "_")
     # What is called after a switch that turns something off means the opposite of ours.
-    return args.get(name, None if spelled.startswith(("no_", "disable_")) else args.get(spelled))
+    is_opposite = spelled.startswith(("no_", "disable_"))
+    return [name] if is_opposite or spelled == name else [name, spelled]
 
 
 # ---- finding one
@@ -195,6 +201,21 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     if found["number"] is not None:
         return [(f"{prefix}{found['start']}.{found['number']}.{rest}", None)]
     return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]
+
+
+def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:
+    """Upstream's name of a tensor that is called `name` here, with its layer's number.
+
+    kept: beginnings, in our names behind that number, of those that upstream has in the same place.
+    """
+    found = _LAYERS.fullmatch(name)
+    if found is None or found["number"] is None:
+        return name
+    rest = found["rest"]
+    for theirs, ours in _BEGINNINGS:
+        if rest.startswith(ours) and ours not in kept:
+            return f"{found['start']}.{found['number']}.{theirs}{rest.removeprefix(ours)}"
+    return name
 
 
 def _list_chunks(stack: TensorStorageMetadata, layer: int) -> list[ChunkStorageMetadata]:

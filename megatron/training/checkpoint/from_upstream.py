@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.agreement import with_everyone
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import (
@@ -79,10 +80,13 @@ def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, 
         return
     run.progress.iteration = common.iteration
     run.progress.consumed_train_samples = common.consumed_train_samples
+    # Ours have a manifest also where they are in upstream's formats.
+    is_ours = any((directory / MANIFEST_NAME).is_file() for directory in (path, path.parent.parent))
+    origin, checks = ("", "") if is_ours else (", which upstream wrote", "it has no checksums to verify, and ")
     if speaks:
         say(
-            f"checkpoint: resuming from {path}, which upstream wrote, after {run.progress.consumed_train_samples} "
-            "samples; it has no checksums to verify, and random numbers start from --seed"
+            f"checkpoint: resuming from {path}{origin}, after {run.progress.consumed_train_samples} samples; "
+            f"{checks}random numbers start from --seed"
         )
 
 

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.directory import (
     settle_leftovers,
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
-from megatron.core.dist_checkpointing.legacy import fill_from_full, find_legacy_file
+from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
@@ -57,8 +57,9 @@ from megatron.training.checkpoint.run_tensors import (
     list_full_precision_weights,
     select_tensors,
 )
+from megatron.training.checkpoint.save_for_upstream import save_for_upstream
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import HF_PREFIX, STRICTNESS, CheckpointConfig, find_hf_directory
+from megatron.training.config.checkpoint import FOR_UPSTREAM, HF_PREFIX, STRICTNESS, CheckpointConfig, find_hf_directory
 from megatron.training.recipes.recipe import ForeignModel
 from megatron.training.run import Run
 
@@ -80,6 +81,11 @@ def save_checkpoint(
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
     reach("save-begun")
+    # A checkpoint that does not stay is for this program alone.
+    if settings.ckpt_format in FOR_UPSTREAM and non_persistent_root is None:
+        path: Path | None = save_for_upstream(run)
+        reach("save-done")
+        return path
     tensors = build_sharded_model_state(run)
     reach("weights-gathered")
     # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
@@ -185,7 +191,7 @@ def load_checkpoint(run: Run) -> None:
             return
         found = serialization.agree(lambda: non_persistent.find_newest(root, other, step), world)
         if found is not None:
-            _restore(run, found, weights_only=settings.finetune)
+            _restore_verified(run, found, weights_only=settings.finetune)
             _override_iteration(run, settings.override_ckpt_iteration)
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)
@@ -217,11 +223,27 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
     _say(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
 
 
-def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
-    settings, world = run.config.checkpoint, run.groups.world
+def _restore_verified(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
+    """Continue from a checkpoint with a manifest, in whichever format it was saved."""
     # Damaged checkpoints were passed over for an earlier one.
     if found.skipped:
-        _warn(world, f"loading {found.path} instead of the latest checkpoint: {'; '.join(found.skipped)}")
+        _warn(
+            run.groups.world,
+            f"loading {found.path} instead of the latest checkpoint: {'; '.join(found.skipped)}",
+        )
+    if f"{serialization.TENSORS_DOCUMENT}.json" in found.manifest.files:
+        _restore(run, found, weights_only=weights_only)
+        return
+    with_optimizer = not (weights_only or run.config.checkpoint.no_load_optim)
+    file = next((name for name in sorted(found.manifest.files) if name.endswith(f"/{FILE_NAME}")), None)
+    if file is None:
+        _restore_torch_dist(run, found.path, with_optimizer=with_optimizer, weights_only=weights_only)
+    else:
+        _restore_legacy(run, found.path / file, with_optimizer=with_optimizer, weights_only=weights_only)
+
+
+def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
+    settings, world = run.config.checkpoint, run.groups.world
     # Settings of a run are those of its own flags, never the checkpoint's, which are only compared.
     changes = _compare_settings(run, found)
     refuse_another_function(changes, str(found.path), is_overridden=settings.override_model_settings)
@@ -316,7 +338,9 @@ def _restore_upstream(
         found = find_upstream_checkpoint(root, iteration)
         # Beside checkpoints of ours an older one of upstream's counts only where it is asked for.
         has_ours = iteration is None and any(root.glob(f"iter_*/{MANIFEST_NAME}"))
-        return found, None if found is not None or has_ours else find_legacy_file(root, iteration)
+        file = None if found is not None or has_ours else find_legacy_file(root, iteration)
+        # What has a manifest is verified before it is read, in whichever format it is.
+        return found, None if file is None or (file.parent.parent / MANIFEST_NAME).is_file() else file
 
     # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
     path, file = on_first_rank(world, find)
@@ -445,7 +469,7 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     if found is None:
         what = explain_no_directory(root) or "holds no checkpoint"
         raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
-    _restore(run, found, weights_only=True)
+    _restore_verified(run, found, weights_only=True)
 
 
 def _say(world: Group, sentence: str) -> None:

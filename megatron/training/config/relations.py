@@ -15,6 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
+from megatron.training.config.checkpoint import FOR_UPSTREAM
 from megatron.training.config.layout_relations import find_interleaving_problem, sharding_flag
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def derive_across_groups(run: RunConfig) -> None:
     # Upstream's scripts look for a converted checkpoint in a directory of the format's name.
     if run.checkpoint.ckpt_convert_format is not None and run.checkpoint.ckpt_convert_save is not None:
         run.checkpoint.save = f"{run.checkpoint.ckpt_convert_save}/{run.checkpoint.ckpt_convert_format}"
+        run.checkpoint.ckpt_format = run.checkpoint.ckpt_convert_format
     model.measures_attention_logits = model.qk_clip or run.logger.log_max_attention_logit
     # The optimizer is given parameters, not the model's settings.
     run.optimizer.bf16, run.optimizer.fp16 = model.bf16, model.fp16
@@ -243,6 +245,39 @@ def checkpoint_format_fits_the_sharding(run: RunConfig) -> Iterator[str]:
         yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp; use torch_dist"
 
 
+def upstream_knows_what_is_saved(run: RunConfig) -> Iterator[str]:
+    """Its formats have a place for what upstream would have saved."""
+    checkpoint, model = run.checkpoint, run.model
+    if checkpoint.ckpt_format not in FOR_UPSTREAM:
+        return
+    written = "--ckpt-convert-format" if checkpoint.ckpt_convert_format is not None else "--ckpt-format"
+    written = f"{written} {checkpoint.ckpt_format}"
+    if checkpoint.async_save:
+        yield f"{written} is written while training waits; leave out --async-save, or use --ckpt-format torch_dist"
+    if not checkpoint.no_save_optim:
+        reason = None
+        if run.optimizer.optimizer not in ("adam", "sgd"):
+            reason = run.say("optimizer")
+        elif run.optimizer.decoupled_lr is not None:
+            reason = run.say("decoupled_lr")
+        elif model.use_mup:
+            reason = run.say("use_mup")
+        if reason is not None:
+            yield f"{written} has no place for the optimizer's state with {reason}; use torch_dist, or --no-save-optim"
+    if checkpoint.ckpt_format == "torch":
+        expert_ranks = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+        if model.expert_model_parallel_size > 1 and expert_ranks != model.tensor_model_parallel_size:
+            yield (
+                f"{written} has a file for each tensor-parallel rank, and {run.say('expert_tensor_parallel_size')} "
+                f"divides experts otherwise; use the size {model.tensor_model_parallel_size}, or torch_dist"
+            )
+        if model.pipeline_schedule == "zb-v":
+            yield (
+                f"{written} numbers layers as upstream's stages have them, and {run.say('pipeline_schedule')} lays "
+                f"them out otherwise; use another schedule, or torch_dist"
+            )
+
+
 def profiled_ranks_exist(run: RunConfig) -> Iterator[str]:
     """Ranks are counted from 0."""
     beyond = [rank for rank in run.profiling.profile_ranks if rank >= run.world_size]
@@ -262,6 +297,7 @@ RELATIONS = (
     run_is_described, batch_is_divisible, evaluation_batch_is_divisible, growing_batch_is_possible,
     units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises, final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
+    upstream_knows_what_is_saved,
     profiled_ranks_exist, named_ranges_are_not_compiled,
 )  # fmt: skip
 

@@ -227,6 +227,9 @@ def _checkpoint(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if "moe_use_upcycling" in given:
         run.checkpoint.no_load_optim = run.checkpoint.no_load_rng = True
     checkpoint = run.checkpoint
+    if checkpoint.ckpt_format == "torch_dcp":
+        yield "--ckpt-format torch_dcp is not written; checkpoints are saved as torch_dist, which any layout loads"
+        checkpoint.ckpt_format = "torch_dist"
     if checkpoint.save and checkpoint.save_interval is None and checkpoint.ckpt_convert_format is None:
         yield "--save without --save-interval saves when the run ends, and only then: a crash would lose all of it"
 

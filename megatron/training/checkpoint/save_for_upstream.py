@@ -1,0 +1,196 @@
+"""Saving a run in upstream's formats, for programs of upstream's to load.
+
+| --ckpt-format | what is written                                                             |
+|---------------|-----------------------------------------------------------------------------|
+| torch         | a pickled file for each model-parallel rank of this run (legacy_write.py)   |
+
+The directories become visible as ours do, with a manifest beside upstream's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.crash_points import reach
+from megatron.core.dist_checkpointing.legacy_write import (
+    RankTensor,
+    SavedGroups,
+    arrange,
+    build_models,
+    build_optimizer,
+    name_rank_directory,
+    write_rank_file,
+)
+from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.placement import Placement, get_placement
+from megatron.core.process_groups_config import Group
+from megatron.training.checkpoint import to_upstream
+from megatron.training.run import Run
+
+
+def save_for_upstream(run: Run) -> Path:
+    """Save the run in the format of --ckpt-format, one of upstream's, and return the directory. Every rank calls this.
+
+    Raises StorageError on every rank.
+    """
+    return save_torch(run)
+
+
+def save_torch(run: Run) -> Path:
+    """Save the run as upstream's --ckpt-format torch does, and return the directory. Every rank calls this.
+
+    Where replicas divide parameters or the optimizer's state, they put them together: the files are those of a run that
+    divides nothing. Raises StorageError on every rank.
+    """
+    settings, groups = run.config.checkpoint, run.groups
+    assert settings.save is not None
+    stage = groups.pp.rank() if groups.grid.pp > 1 else None
+    name = name_rank_directory(groups.tp.rank(), stage, groups.ep.rank() if groups.grid.ep > 1 else None)
+    # Replicas of a rank hold the same; the first of them in the job writes.
+    is_writer = all_gather_object(name, groups.world).index(name) == groups.world.rank()
+    chunks = _list_chunks(run, keep=is_writer)
+    reach("state-gathered")
+
+    def write(directory: Path) -> Callable[[Path], Mapping[str, FileRecord]]:
+        records = write_rank_file(
+            directory, name if is_writer else None, lambda: _build_content(run, chunks), groups.world
+        )
+        reach("tensors-written")
+        return lambda _: records
+
+    root = Path(settings.save)
+    lock = next((lock for lock in run.save_locks if lock.covers(root)), None)
+    return serialization.save_files(write, root, run.progress.iteration, group=groups.world, lock=lock)
+
+
+# ---- content of a rank's file
+
+
+def _build_content(run: Run, chunks: Sequence[Sequence[RankTensor]]) -> dict[str, Any]:
+    settings, model = run.config.checkpoint, run.config.model
+    content = to_upstream.build_common(run) | build_models(chunks)
+    if not settings.no_save_optim:
+        groups = SavedGroups(
+            to_upstream.build_param_groups(run),
+            run.optimizer.step_count,
+            to_upstream.build_grad_scaler(run),
+            is_mixed=model.bf16 or model.fp16,
+        )
+        content["optimizer"] = build_optimizer(chunks, groups)
+    if not settings.no_save_rng:
+        content["rng_state"] = to_upstream.build_rng_state()
+    return content
+
+
+def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
+    """The parameters of this rank's model chunks with their optimizer state, whole shards, in upstream's order; empty
+    without `keep`, for a process that others only need to put theirs together."""
+    held = list(_list_held(run, with_state=not run.config.checkpoint.no_save_optim))
+    complete = {
+        of_experts: _Completion(
+            run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]
+        )
+        for of_experts in (False, True)
+    }
+    undecayed = {name: key.is_undecayed for name, key in run.optimizer.param_keys().items()}
+    chunks: list[list[RankTensor]] = [[] for _ in run.model]
+    for entry in held:
+        placement = entry.placement
+        shard, state = complete[placement.is_expert].finish(entry)
+        group = to_upstream.choose_group(run, placement, is_undecayed=undecayed.get(placement.name, False))
+        if keep:
+            # What no optimizer updates (the bias of a router) is in no group.
+            group_or_none = group if entry.is_trained else None
+            chunks[entry.chunk].append(RankTensor(entry.local_name, shard, state, group_or_none))
+    fused, grouped = run.config.gpt.transformer_impl != "local", run.config.model.moe_grouped_gemm
+    return [arrange(chunk, fused=fused, grouped=grouped) for chunk in chunks]
+
+
+class _Held(NamedTuple):
+    """What this process has of a parameter and its state: all of a shard, or flat slices of it."""
+
+    chunk: int
+    local_name: str
+    placement: Placement
+    is_trained: bool
+    shard: tuple[Tensor, int | None]
+    state: Mapping[str, tuple[Tensor, int | None]]
+    """Kind -> values, and where they start in the shard's flat memory; None where they are all of it."""
+
+
+def _list_held(run: Run, *, with_state: bool) -> Iterator[_Held]:
+    slices = run.optimizer.named_slices() if with_state else {}
+    for number, chunk in enumerate(run.model):
+        chunk.finish_param_sync()
+        for name, parameter in chunk.module.named_parameters():
+            placement = get_placement(parameter, name)
+            state: dict[str, tuple[Tensor, int | None]] = {}
+            if (found := slices.get(placement.name)) is not None:
+                start = None if found.is_whole else found.start
+                state = {kind: (values, start) for kind, values in found.tensors.items()}
+            # A tied embedding on the last stage is a parameter of its own, also for upstream.
+            yield _Held(number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state)
+
+
+class _Completion:
+    """Puts slices of parameters together that the members of a group divide among them. All members make one, and
+    finish the same parameters in the same order."""
+
+    def __init__(self, group: Group, held: list[_Held]) -> None:
+        self.group = group
+        ours = {
+            (entry.chunk, entry.local_name): {
+                kind: (values.dtype, start is None) for kind, (values, start) in _parts(entry)
+            }
+            for entry in held
+        }
+        everyone = all_gather_object(ours, group)
+        self._formats = {
+            key: {kind: dtype for theirs in everyone for kind, (dtype, _) in theirs[key].items()} for key in ours
+        }
+        self._divided = {
+            (key, kind)
+            for key, formats in self._formats.items()
+            for kind in formats
+            if not all(theirs[key].get(kind, (None, False))[1] for theirs in everyone)
+        }
+
+    def finish(self, entry: _Held) -> tuple[Tensor, dict[str, Tensor]]:
+        """The whole shard, and its state."""
+        key = (entry.chunk, entry.local_name)
+        parts = dict(_parts(entry))
+        shape = entry.placement.local_shape
+        found = {}
+        for kind, dtype in self._formats[key].items():
+            values, start = parts.get(kind, (None, 0))
+            if (key, kind) in self._divided:
+                found[kind] = self._put_together(values, start or 0, shape, dtype, entry.shard[0].device)
+            else:
+                assert values is not None, f"{entry.placement.name}: {kind} is nowhere"
+                found[kind] = values.view(shape)
+        return found.pop(_SHARD), found
+
+    def _put_together(
+        self, values: Tensor | None, start: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+        if values is not None:
+            whole.view(-1)[start : start + values.numel()] = values.reshape(-1)
+        # The largest of each byte: bit for bit that of whoever has it, also where several do.
+        all_reduce(whole.view(-1).view(torch.uint8), self.group, "max")
+        # The memory of a GPU has no room for all of them.
+        return whole.cpu()
+
+
+_SHARD = "shard"
+
+
+def _parts(entry: _Held) -> list[tuple[str, tuple[Tensor, int | None]]]:
+    return [(_SHARD, entry.shard), *entry.state.items()]

@@ -1,0 +1,183 @@
+"""What upstream saves beside its tensors, of a run of ours: settings, progress, schedule, random numbers.
+
+from_upstream.py is the other direction.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from argparse import Namespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.config_base import get_settings
+from megatron.core.dist_checkpointing.upstream_dist import name_setting
+from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject
+from megatron.core.enums import AttnBackend
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.placement import Placement
+from megatron.training.checkpoint.rng_state import get_torch_states
+from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.run import Progress, Run
+
+CHECKPOINT_VERSION = 3.0
+"""Of upstream's formats, since the rows of queries, keys and values have the order that they have today."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8, "auto": None}
+_RERUN = "megatron.core.rerun_state_machine"
+_STREAM = "stream."
+
+
+# ---- settings
+
+
+def build_args(config: RunConfig, progress: Progress, padded_vocab_size: int | None) -> Namespace:
+    """The settings as upstream's parser would have returned them, under each name that they may have there."""
+    args: dict[str, Any] = {}
+    content = config.to_dict()
+    for group, config_class in group_classes().items():
+        for name, setting in get_settings(config_class).items():
+            if name in content[group]:
+                value = _upstream_value(name, content[group][name])
+                args |= dict.fromkeys(name_setting(name, setting.name), value)
+    model = config.model
+    args |= {
+        "params_dtype": model.params_dtype or torch.float32,
+        "padded_vocab_size": padded_vocab_size,
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": config.data.seq_length,
+        "virtual_pipeline_model_parallel_size": model.virtual_pipeline_model_parallel_size,
+        "transformer_pipeline_model_parallel_size": model.pipeline_model_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "world_size": config.world_size,
+        "rank": 0,
+        "iteration": progress.iteration,
+        "consumed_train_samples": progress.consumed_train_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "skipped_train_samples": 0,
+    }
+    return Namespace(**args)
+
+
+def _upstream_value(name: str, value: Any) -> Any:
+    """A setting's value in upstream's types."""
+    if name == "attention_backend":
+        return UpstreamObject("megatron.core.transformer.enums", "AttnBackend", (AttnBackend[value].value,))
+    if name == "exit_signal":
+        return signal.Signals[value]
+    if name.endswith("_dtype") and isinstance(value, str):
+        return _DTYPES.get(value, value)
+    # It writes a single value where several are possible.
+    if name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff") and isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return value
+
+
+# ---- progress, schedule, optimizer
+
+
+def build_common(run: Run) -> dict[str, Any]:
+    """What both formats hold, but for the optimizer's state and random numbers."""
+    flops = (run.flops_per_token or 0.0) * run.seq_length * run.progress.consumed_train_samples
+    common: dict[str, Any] = {
+        "args": build_args(run.config, run.progress, run.recipe.padded_vocab_size),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": run.progress.iteration,
+        "num_floating_point_operations_so_far": float(flops),
+    }
+    if not run.config.checkpoint.no_save_optim:
+        common["opt_param_scheduler"] = run.scheduler.state_dict()
+    return common
+
+
+def choose_group(run: Run, placement: Placement, *, is_undecayed: bool) -> int:
+    """Number of a parameter's group among those of `build_param_groups`."""
+    return int(is_undecayed) + 2 * int(placement.is_expert and run.groups.grid.ep > 1)
+
+
+def build_param_groups(run: Run) -> list[dict[str, Any]]:
+    """Options of the groups of upstream's optimizer: with weight decay and without, and both again for experts that are
+    divided over processes."""
+    settings = run.config.optimizer
+    if settings.optimizer == "sgd":
+        defaults = torch.optim.SGD([torch.empty(1)], lr=0.0, momentum=settings.sgd_momentum).defaults
+    else:
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        defaults = torch.optim.AdamW([torch.empty(1)], betas=betas, eps=settings.adam_eps).defaults
+    return [
+        {
+            "is_expert_parallel": is_expert,
+            "default_config": True,
+            "wd_mult": wd_mult,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "max_lr": run.scheduler.max_lr,
+            "min_lr": run.scheduler.min_lr,
+            **defaults,
+            "lr": run.scheduler.get_lr({}),
+            "weight_decay": run.scheduler.get_wd() * wd_mult,
+        }
+        for is_expert in ((False, True) if run.groups.grid.ep > 1 else (False,))
+        for wd_mult in (1.0, 0.0)
+    ]
+
+
+def build_grad_scaler(run: Run) -> dict[str, Any] | None:
+    """State of the loss scale as upstream's DynamicGradScaler has it; None without one."""
+    scaler = run.optimizer.grad_scaler
+    if not isinstance(scaler, DynamicGradScaler):
+        return None
+    state = scaler.state_dict()
+    scale = torch.tensor([state["scale"]], dtype=torch.float32)
+    return {"scale": scale, "growth_tracker": state["good_steps"], "hysteresis_tracker": state["patience"]}
+
+
+# ---- random numbers
+
+
+def build_rng_state() -> list[dict[str, Any]]:
+    """This process's generators, in a list as upstream has one for its data-parallel ranks."""
+    states = get_torch_states()
+    of_device = [state for name, state in states.items() if name != "cpu" and not name.startswith(_STREAM)]
+    return [
+        {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": states["cpu"],
+            # Without a GPU upstream saves the generator that takes its place.
+            "cuda_rng_state": next(iter(of_device), states["cpu"]),
+            "rng_tracker_states": {
+                name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)
+            },
+        }
+    ]
+
+
+# ---- upstream's check of results that come out otherwise the second time
+
+
+def build_rerun_state(iteration: int) -> dict[str, Any]:
+    """The part of its state that is the same on all ranks: nothing is being run again."""
+    return {
+        "mode": UpstreamObject(_RERUN, "RerunMode", ("validate_results",)),
+        "state": UpstreamObject(_RERUN, "RerunState", (0,)),
+        "current_iteration": iteration,
+    }
+
+
+def build_rank_rerun_state() -> dict[str, Any]:
+    """The part that each rank has of its own."""
+    nothing = dict.fromkeys(("failed_validation_call", "initial_result", "suspicious_node", "suspicious_device",
+                             "data_iterator_checkpoints"))  # fmt: skip
+    requests = dict.fromkeys(
+        ("rerun_requested", "checkpoint_requested", "restart_again_requested", "continue_requested"), False
+    )
+    errors = {
+        "error_injection_rate": 0,
+        "error_injection_type": UpstreamObject(_RERUN, "RerunDiagnostic", ("transient_error",)),
+        "injected_error_type": None,
+    }
+    return {**requests, "error_injector_checkpoint": errors, **nothing, "large_value_counts": {}, "max_values": {}}

@@ -1,0 +1,100 @@
+"""What we save in upstream's formats has the keys, shapes, number formats, boxes and key trees of upstream's own
+checkpoints of the same runs, and going on from it is going on from upstream's.
+
+The listings in data/ckpt say of every object its type, and of tensors their shapes; values are upstream's own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from tests.golden.test_train_curves import DATA, assert_same_step, command_line, lay_out, rows, train
+
+_LONG = 8
+"""Sequences beyond this length are one entry in a listing."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lay_out(tmp_path_factory.mktemp("golden"))
+
+
+def read_listing(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / "ckpt" / f"{name}.json").read_text())
+    return found
+
+
+def describe(value: Any) -> Any:
+    """The types of everything in a value, and the shapes of tensors."""
+    if isinstance(value, dict):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return f"Tensor{list(value.shape)} {value.dtype}"
+    if isinstance(value, list | tuple) and len(value) <= _LONG:
+        return [describe(item) for item in value]
+    # The reader has no array: it keeps what would have made one.
+    name = type(value).__name__.replace("_reconstruct", "ndarray")
+    return f"{name}[{len(value)}] of {type(value[0]).__name__}" if isinstance(value, list | tuple) else name
+
+
+def types_of(listed: Any) -> Any:
+    """The same of what a listing says, which names values as well."""
+    if isinstance(listed, dict):
+        return {key: types_of(item) for key, item in listed.items()}
+    if isinstance(listed, list):
+        return [types_of(item) for item in listed]
+    return listed if listed.startswith("Tensor[") else listed.partition(":")[0]
+
+
+def save_run(case: str, processes: int, reference: Path, tmp_path: Path, *flags: str) -> Path:
+    """Train the reference's run for ten iterations and save it."""
+    arguments = [*command_line(case, reference, tmp_path), "--save", str(tmp_path / "saved"), "--exit-interval", "10"]
+    train(processes, [*arguments, *flags])
+    return tmp_path / "saved"
+
+
+def assert_goes_on(saved: Path, case: str, processes: int, reference: Path, tmp_path: Path, *flags: str) -> None:
+    """Load what was saved with --load alone, and follow upstream's curve."""
+    text = (DATA / f"train_{case}" / "args.txt").read_text()
+    arguments = text.replace("GOLDEN", str(reference)).replace("CACHE_DIR", str(tmp_path / "cache")).split()
+    report = ["--metrics-dir", str(tmp_path / "resumed"), "--exit-interval", "15"]
+    train(processes, [*arguments, "--load", str(saved), *report, *flags])
+    expected = [row for row in rows(DATA / f"train_{case}" / "metrics_rank0.jsonl") if 10 < row["iteration"] <= 15]
+    for ours, theirs in zip(rows(tmp_path / "resumed" / "metrics.jsonl"), expected, strict=True):
+        assert_same_step(ours, theirs)
+
+
+def without_manifest(root: Path) -> list[str]:
+    """The files, by path; ours adds its manifest to upstream's."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.suffix != ".lock"
+                  and path.name != "manifest.json")  # fmt: skip
+
+
+@pytest.mark.flags("--ckpt-format")
+def test_torch_on_one_process(reference: Path, tmp_path: Path) -> None:
+    listing = read_listing("b_iter10_torch")
+    saved = save_run("b", 1, reference, tmp_path, "--ckpt-format", "torch")
+    assert without_manifest(saved) == [name for name, _ in listing["files"]]
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "10"
+    file = saved / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
+    content = read_restricted(file, str(file))
+    assert describe(content) == types_of(listing["model_optim_rng.pt"])
+    assert list(content["model"]) == list(listing["model_optim_rng.pt"]["model"]), "the order of upstream's modules"
+    assert content["num_floating_point_operations_so_far"] == 17270046720.0
+    assert content["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.0009728616793536588, rel=1e-12)
+    assert_goes_on(saved, "b", 1, reference, tmp_path)
+
+
+def test_torch_on_two_tensor_parallel_ranks(reference: Path, tmp_path: Path) -> None:
+    listing = read_listing("b_tp2_torch")
+    saved = save_run("b_tp2", 2, reference, tmp_path, "--ckpt-format", "torch")
+    assert without_manifest(saved) == [name for name, _ in listing["files"]]
+    for rank in range(2):
+        file = saved / "iter_0000010" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        assert describe(read_restricted(file, str(file))) == types_of(listing["model_optim_rng.pt"])
