@@ -22,9 +22,9 @@ ROUND_TRIPS = [
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROUND_TRIPS += [
-        ("torch", "picky", "ep2", "1"),
-        ("torch", "picky", "ep2,--fp16,--initial-loss-scale=256", "1,--fp16"),
-        ("torch", "moe", "1,--transformer-impl=transformer_engine,--moe-grouped-gemm", "ep2"),
+        ("torch", "picky", "dp2,ep2", "1"),
+        ("torch", "picky", "dp2,ep2,--fp16,--initial-loss-scale=256", "1,--fp16"),
+        ("torch", "moe", "1,--transformer-impl=transformer_engine,--moe-grouped-gemm", "dp2,ep2"),
         ("torch", "gpt2", "tp2,pp2,vpp2,--transformer-impl=transformer_engine", "1"),
         ("torch", "llama", "tp2", "pp2"),
         ("torch", "gpt2", "pp2", "tp2"),
