@@ -50,10 +50,14 @@ def is_run_elsewhere(command: str) -> bool:
     [pair for pair in shell_commands() if not is_run_elsewhere(pair[1])],
     ids=lambda text: text[:60],
 )
-def test_documented_command_runs(page: str, command: str) -> None:
+def test_documented_command_runs(page: str, command: str, tmp_path: Path) -> None:
+    # What a command leaves where it was started, such as its checkpoints, is not left in the checkout.
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith("."):
+            (tmp_path / entry.name).symlink_to(entry)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     finished = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert finished.returncode == 0, f"{page}: {command}\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}"
 
