@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.durable import storage_errors
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Box
 from megatron.training.recipes.hf_config import read_json
@@ -195,8 +196,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(
                     f"{path}: {name} has the number format {entry['dtype']}; known are {', '.join(DTYPES)}"
                 )
-            dtype, shape = DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             first, last = entry["data_offsets"]
+            if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+                raise ValueError(entry)
             if not 0 <= first <= last <= size - begin or last - first != math.prod(shape) * dtype.itemsize:
                 raise CheckpointError(
                     f"{path} ({size} bytes): {name} of shape {shape} is said to lie in bytes {first} to {last} of "
@@ -237,13 +240,11 @@ class _TorchFiles:
         return self._opened[file][name]
 
     def _load(self, file: Path) -> Mapping[str, Tensor]:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch has no exception of its own for a damaged or a forbidden pickle
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{file} cannot be read as tensors alone: {first_line}") from None
+        content = read_restricted(file, str(file), mmap=True)
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
             raise CheckpointError(f"{file} holds more than a table of tensors; convert it to safetensors first")
+        for name, tensor in content.items():
+            refuse_expanded(tensor, f"{file}: {name}")
         return content
 
 

@@ -305,7 +305,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "shard missing": (remove_shard, "model-00002-of-.* is missing; model.safetensors.index.json names it for"),
     "shard cut off": (cut_shard, "was cut off or is damaged, download it again"),
     "shard elsewhere": (escape, "names the file '../model.safetensors' outside of"),
-    "code": (add_code, "pytorch_model.bin cannot be read as tensors alone"),
+    "code": (add_code, "pytorch_model.bin cannot be used: refused class"),
     "unknown": (lambda d: change_config(d, model_type="bloom"), "models of the type bloom are not known; known are"),
     "narrower": (
         lambda d: change_config(d, intermediate_size=40),

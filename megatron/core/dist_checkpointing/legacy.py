@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
-from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, parse_common_state
 from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
@@ -92,6 +92,8 @@ def read_rank_file(path: Path, *, with_optimizer: bool = False) -> RankFile:
         useless = [name for name, value in weights.items() if _IGNORED.search(name) or not isinstance(value, Tensor)]
         chunks.append({n.removeprefix("module."): value for n, value in weights.items() if n not in useless})
         ignored += useless
+        for name, value in chunks[-1].items():
+            refuse_expanded(value, f"{path}: {name}")
     # Weights may stand in a file of their own, without anything beside them.
     common = parse_common_state({} if saved[0] is content else content, str(path))
     optimizer = content.get("optimizer") if with_optimizer else None
@@ -163,6 +165,7 @@ def _name_optimizer_state(
 
 
 def _check_shape(tensor: Tensor, weight: Tensor, what: str) -> None:
+    refuse_expanded(tensor, what)
     if tensor.shape != weight.shape:
         raise CheckpointError(f"{what} is {tuple(tensor.shape)}, the weight is {tuple(weight.shape)}; {_REFUSAL}")
 

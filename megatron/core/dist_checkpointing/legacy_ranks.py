@@ -246,4 +246,6 @@ def _read_flat_files(places: Mapping[Rank, Path], layout: SavedLayout) -> dict[i
             rank = (stage * layout.ep + ep) * layout.tp + tp if of_experts else stage * layout.tp + tp
             if state is not None and rank not in found[number]:
                 found[number][rank] = parse_joined_buffers(state, str(file))
+    if not found:
+        raise CheckpointError(f"{next(iter(places.values())).with_name(FLAT_FILE_NAME)} holds no optimizer state")
     return {number: dict(buffers) for number, buffers in found.items()}

@@ -8,8 +8,12 @@ known to name, most of them among the settings, get inert stand-ins. Everything 
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import re
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,17 +53,21 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(path: Path) -> Metadata:
     """torch's table of contents of a checkpoint. Raises CheckpointError for anything else, and runs none of it."""
     try:
-        # A pickle of a few bytes can ask for any amount of memory; a long one certainly does.
         if path.stat().st_size > _LARGEST_METADATA_BYTES:
             raise CheckpointError(f"{path} is too long for a table of contents")
-        with open(path, "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        content = path.read_bytes()
+        _refuse_large_memo(content)
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything, MemoryError included
-        reason = str(error) if isinstance(error, pickle.UnpicklingError) else f"it is damaged ({type(error).__name__})"
+        reason = (
+            _first_line(error)
+            if isinstance(error, pickle.UnpicklingError)
+            else f"it is damaged ({type(error).__name__})"
+        )
         raise CheckpointError(f"{path} cannot be used: {reason}") from None
     # The allowed classes can still be put together into something else.
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
@@ -67,13 +75,65 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
+def _refuse_large_memo(content: bytes) -> None:
+    """Raise UnpicklingError for a pickle that numbers an object higher than it has bytes.
+
+    Python's unpickler makes a list as long as the highest number: 6 bytes could ask for 64 GB.
+    """
+    position, end = 0, len(content)
+    while position < end:
+        code = content[position]
+        position += 1
+        size = _ARGUMENT_BYTES.get(code)
+        if size is None:
+            raise pickle.UnpicklingError(f"it is damaged at byte {position - 1}")
+        if size >= 0:
+            if code == _LONG_PUT and int.from_bytes(content[position : position + 4], "little") > end:
+                raise pickle.UnpicklingError(f"refused object number at byte {position - 1}")
+            position += size
+        elif size >= -8:  # so many bytes say how many follow
+            position += -size + int.from_bytes(content[position : position - size], "little")
+        else:
+            for _ in range(size // -_LINE):
+                line = content.find(b"\n", position) + 1 or end
+                # The number is text here.
+                if code == _TEXT_PUT and line - position > len(str(end)) + 1:
+                    raise pickle.UnpicklingError(f"refused object number at byte {position - 1}")
+                position = line
+
+
+_LINE = 16
+_SIZES = {
+    pickletools.UP_TO_NEWLINE: -_LINE, pickletools.TAKEN_FROM_ARGUMENT1: -1, pickletools.TAKEN_FROM_ARGUMENT4: -4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: -4, pickletools.TAKEN_FROM_ARGUMENT8U: -8,
+}  # fmt: skip
+_ARGUMENT_BYTES = {
+    ord(opcode.code): 0 if opcode.arg is None
+    else -2 * _LINE if opcode.arg.name == "stringnl_noescape_pair"
+    else _SIZES.get(opcode.arg.n, opcode.arg.n)
+    for opcode in pickletools.opcodes
+}  # fmt: skip
+"""How many bytes the argument of an opcode has; below 0, how many bytes say so, or how many lines it is."""
+_LONG_PUT, _TEXT_PUT = ord("r"), ord("p")
+
+
+def refuse_outside(directory: Path, name: Any) -> None:
+    """Raise CheckpointError unless a name in a table of contents is that of a file in its directory."""
+    # A table of contents may come from anywhere: "../../etc/passwd" is not read.
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+        raise CheckpointError(f"{directory}: the table of contents names the file {name!r} outside of it; refused")
+
+
 # ---- what torch.save wrote
 
 _HARMLESS_CLASSES = frozenset(
     ("argparse.Namespace", "signal.Signals", "numpy.dtype", "numpy.ndarray", "numpy.core.multiarray._reconstruct",
-     "numpy._core.multiarray._reconstruct", "pathlib.PosixPath", "types.SimpleNamespace")
+     "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+     "pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "types.SimpleNamespace", "_io.BytesIO",
+     "collections.defaultdict", "datetime.timedelta", "datetime.datetime")
 )  # fmt: skip
-"""What upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state."""
+"""What upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state, the extra state of
+Transformer Engine's layers."""
 _UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+")
 
 
@@ -100,6 +160,7 @@ def read_restricted(source: Path | BinaryIO, name: str, *, mmap: bool = False) -
     try:
         # torch's restricted unpickler refuses a file over one unknown class, even where it is not needed. So each known
         # one gets a stand-in for the time of this call, and only this call.
+        refuse_compressed(source, name)
         foreign = get_unsafe_globals_in_checkpoint(source)
         if not isinstance(source, Path):
             source.seek(0)
@@ -113,6 +174,33 @@ def read_restricted(source: Path | BinaryIO, name: str, *, mmap: bool = False) -
         raise CheckpointError(f"{name} cannot be loaded: {_first_line(error)}") from None
 
 
+def refuse_compressed(source: Path | BinaryIO, name: str) -> None:
+    """Raise CheckpointError unless a file is an archive as torch.save writes it: nothing in it is compressed, so that
+    what comes out of it is no longer than the file. Also where its pickle would ask for memory by itself."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            entries = archive.infolist()
+            length = source.stat().st_size if isinstance(source, Path) else source.seek(0, io.SEEK_END)
+            stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)
+            if not stored or sum(entry.file_size for entry in entries) > length:
+                raise CheckpointError(f"{name} cannot be used: it is compressed, which torch.save never does; refused")
+            pickles = (archive.read(entry) for entry in entries if entry.filename.endswith("/data.pkl"))
+            # torch's unpickler takes it for harmless; called with a number it fills as many bytes.
+            if any(b"\nbytearray\n" in content for content in pickles):
+                raise CheckpointError(f"{name} cannot be used: refused class builtins.bytearray")
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+        raise CheckpointError(f"{name} cannot be loaded: {_first_line(error)}") from None
+    finally:
+        if not isinstance(source, Path):
+            source.seek(0)
+
+
+def refuse_expanded(tensor: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError for a tensor that has more values than the file holds for it, each again and again."""
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{name} is said to be {tuple(tensor.shape)}, and the file holds fewer values; refused")
+
+
 def _stand_in(class_name: str, source: str) -> Any:
     """What to put in the place of a class that a source names; the class itself is never looked up."""
     if class_name in _HARMLESS_CLASSES or _UPSTREAM_CLASS.fullmatch(class_name):
@@ -121,5 +209,9 @@ def _stand_in(class_name: str, source: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = str(error).strip()
+    # torch would have the user run what is in the file.
+    if text.startswith("Weights only load failed"):
+        text = text.partition("\n\n")[2].strip()
+    lines = text.splitlines() or [type(error).__name__]
     return lines[0][:300]

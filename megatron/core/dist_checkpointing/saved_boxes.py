@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_outside
 from megatron.core.dist_checkpointing.shard_files import SavedBox, read_box
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Box
@@ -132,11 +132,7 @@ class BoxReader:
             where = "" if offsets is None else f": the box at {tuple(offsets)}"
             raise CheckpointError(f"{self.directory}: {key}{where} lies in no file")
         name, offset, length = stored.relative_path, stored.offset, stored.length
-        # A table of contents may come from anywhere: "../../etc/passwd" is not read.
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(
-                f"{self.directory}: the table of contents names the file {name!r} outside of it; refused"
-            )
+        refuse_outside(self.directory, name)
         path = self.directory / name
         try:
             size = path.stat().st_size

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.checksums import combine_crc32
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import begin_flush
 from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
 from megatron.core.errors import CheckpointError
 
@@ -186,6 +187,11 @@ def read_box(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Ten
             f"{file.name!s}: the box at byte {box.start} is {box.shape}; elements {tuple(target.shape)} from "
             f"{tuple(offsets)} on are not in it"
         )
+    size = os.fstat(file.fileno()).st_size
+    if not (type(box.start) is type(box.length) is int and box.start >= 0 and 0 <= box.length <= size - box.start):
+        raise CheckpointError(
+            f"{file.name!s} has {size} bytes; its table of contents says {box.length} from {box.start} on"
+        )
     if not target.numel():
         return
     values = find_values(file, box.start, box.length, box.dtype, box.shape)
@@ -213,7 +219,7 @@ def _read_exactly(file: io.FileIO, position: int, memory: Tensor) -> None:
 def _read_other(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
     """The same from any archive that torch reads, with the whole box in memory."""
     file.seek(box.start)
-    content = torch.load(io.BytesIO(file.read(box.length)), map_location="cpu", weights_only=True)
+    content = read_restricted(io.BytesIO(file.read(box.length)), f"{file.name!s} at byte {box.start}")
     if not isinstance(content, Tensor) or tuple(content.shape) != box.shape:
         raise CheckpointError(f"{file.name!s}: no tensor of shape {box.shape} lies at byte {box.start}")
     target.copy_(content[tuple(slice(first, first + n) for first, n in zip(offsets, target.shape, strict=True))])

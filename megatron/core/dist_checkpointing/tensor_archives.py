@@ -133,6 +133,9 @@ def _find_in_zip(file: io.FileIO, start: int, length: int, dtype: torch.dtype, s
         folder = archive.infolist()[0].filename.partition("/")[0]
         values = archive.getinfo(f"{folder}/data/0")
         expected = _pickle(dtype, shape)
+        # What is compressed may become any length; torch compresses nothing.
+        if any(entry.compress_type for entry in archive.infolist()):
+            return None
         if archive.getinfo(f"{folder}/data.pkl").file_size != len(expected):
             return None
         is_plain = archive.read(f"{folder}/data.pkl") == expected

@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_outside
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
 from megatron.core.dist_checkpointing.shard_files import BoxSource, SavedBox, read_box, write_boxes
 from megatron.core.dist_checkpointing.validation import KeyReport
@@ -275,11 +275,7 @@ class _BoxReader(FileSystemReader):
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             name = boxes[item.storage_index][0]
-            # A table of contents may come from anywhere: "../../etc/passwd" is not read.
-            if Path(name).name != name:
-                raise CheckpointError(
-                    f"{self.path}: the table of contents names the file {name!r} outside of it; refused"
-                )
+            refuse_outside(Path(self.path), name)
             by_file.setdefault(name, []).append(item)
         for name, items in by_file.items():
             with io.FileIO(Path(self.path) / name) as file:

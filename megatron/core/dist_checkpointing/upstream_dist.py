@@ -18,10 +18,11 @@ The keys and shapes are those that upstream's sharded_state_dict gives. Its file
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ from megatron.core.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
 _OURS_ALONE = "tensors.json"
+_LONGEST_SETTING = 100_000
+_DEEPEST_OPTIMIZER, _MOST_OPTIMIZERS = 3, 32
 _COMMON_FILE, _COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
 
 FLAT_KEY = re.compile(
@@ -241,7 +244,8 @@ def read_common_state(path: Path, metadata: Metadata) -> CommonState:
     # A distributed optimizer whose state lies in buckets saves its parameter groups in an object of their own.
     groups = BoxReader(path, metadata).read_object(place)
     groups = groups[0] if isinstance(groups, list) and len(groups) == 1 else groups
-    return dataclasses.replace(common, step_count=_find_step(groups))
+    with _unusable(str(path)):
+        return dataclasses.replace(common, step_count=_find_count(groups))
 
 
 def parse_common_state(content: Any, where: str) -> CommonState:
@@ -253,14 +257,20 @@ def parse_common_state(content: Any, where: str) -> CommonState:
     if not isinstance(content, dict) or not isinstance(settings, dict | None):
         raise CheckpointError(f"{where}: the common state is no dictionary with settings (args); it is damaged")
     iteration, scheduler = content.get("iteration", 0), content.get("opt_param_scheduler")
-    try:
+    with _unusable(where):
         return CommonState(
-            {name: value for name, value in (settings or {}).items() if _is_plain(value)},
-            int(iteration),
+            {name: value for name, value in (settings or {}).items() if isinstance(name, str) and _is_plain(value)},
+            _check_count(int(iteration), "iteration"),
             None if scheduler is None else dict(scheduler),
-            _find_step(content.get("optimizer")),
+            _find_count(content.get("optimizer")),
         )
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+
+
+@contextlib.contextmanager
+def _unusable(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{where}: the common state cannot be used: {error}") from None
 
 
@@ -276,17 +286,28 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
+    """Whether a setting is a number, a text, or a list of them, lists of lists included."""
+    left, seen = [value], 0
+    while left:
+        item = left.pop()
+        seen += 1
+        if isinstance(item, list | tuple):
+            # The same list may stand in a pickle again and again, so that a few bytes are millions of items.
+            if seen + len(left) + len(item) > _LONGEST_SETTING:
+                return False
+            left += item
+        elif not (item is None or isinstance(item, bool | int | float | str)):
+            return False
+    return True
 
 
-def _find_step(optimizer: Any) -> int | None:
+def _find_step(optimizer: Any, depth: int = 0) -> int | None:
     """The number of updates: state.common_step, or `step` of a parameter group or of a parameter, wherever the
     optimizers are nested."""
-    if isinstance(optimizer, list):
-        return next((step for step in map(_find_step, optimizer) if step is not None), None)
-    if not isinstance(optimizer, dict):
+    if isinstance(optimizer, list) and depth < _DEEPEST_OPTIMIZER:
+        found = (_find_step(value, depth + 1) for value in optimizer[:_MOST_OPTIMIZERS])
+        return next((step for step in found if step is not None), None)
+    if not isinstance(optimizer, dict) or depth > _DEEPEST_OPTIMIZER:
         return None
     state = optimizer.get("state")
     if isinstance(state, dict) and "common_step" in state:
@@ -296,5 +317,17 @@ def _find_step(optimizer: Any) -> int | None:
         if isinstance(group, dict) and "step" in group:
             return int(group["step"])
     # `optimizer` of mixed precision, and 0, 1, ... of several optimizers in one.
-    found = (_find_step(value) for value in optimizer.values() if isinstance(value, dict))
+    inner = [value for value in optimizer.values() if isinstance(value, dict)][:_MOST_OPTIMIZERS]
+    found = (_find_step(value, depth + 1) for value in inner)
     return next((step for step in found if step is not None), None)
+
+
+def _find_count(optimizer: Any) -> int | None:
+    step = _find_step(optimizer)
+    return None if step is None else _check_count(step, "number of updates")
+
+
+def _check_count(count: int, what: str) -> int:
+    if not 0 <= count < 2**63:
+        raise ValueError(f"the {what} is no number of them")
+    return count

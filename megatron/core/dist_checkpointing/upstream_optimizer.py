@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, with_everyone
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.safe_pickle import refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import (
     FLAT_KEY,
@@ -174,6 +175,8 @@ def _parse_state(state: Any, where: str) -> FlatBuffer:
         found = {k: v for k, v in part.items() if isinstance(v, Tensor)} if isinstance(part, dict) else {}
         if not found or any(tensor.dim() != 1 for tensor in found.values()) or len({*map(len, found.values())}) != 1:
             raise CheckpointError(f"{where} holds no flat tensors of one length")
+        for kind, tensor in found.items():
+            refuse_expanded(tensor, f"{where}: {kind}")
         tensors.append(found)
     if any(found.keys() != tensors[0].keys() for found in tensors):
         raise CheckpointError(f"{where}: its buckets hold different state")
