@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.durable import read_file, replace_file, storage_errors, sync_directory, write_file
+from megatron.core.dist_checkpointing.durable import read_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -52,7 +52,7 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest
     skipped: list[str] = field(default_factory=list)
-    """Why others, which come first in order, were not taken; for one warning to the user."""
+    """Why this one and no other is taken, where that may surprise; for one warning to the user."""
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
@@ -263,8 +263,9 @@ def _settle(leftover: Path) -> str:
     if match is None:
         iteration = _read_iteration(leftover) if leftover.exists() else None
         if iteration is not None and _completes(root, iteration):
-            replace_file(root / TRACKER_NAME, str(iteration).encode())
-            leftover.unlink(missing_ok=True)
+            # It is whole and flushed: to write it once more may be more than a full disk takes.
+            os.replace(leftover, root / TRACKER_NAME)
+            sync_directory(root)
             return f"finished the save of iteration {iteration}, which had been interrupted"
         leftover.unlink(missing_ok=True)
         return f"removed {leftover.name} of an interrupted save"
@@ -317,6 +318,13 @@ def take_first_good(root: Path, candidates: list[Path], skipped: list[str]) -> F
         except CheckpointError as error:
             skipped.append(str(error))
             continue
+        newest = saved_iterations(root)[0]
+        if not skipped and found.manifest.iteration < newest:
+            # Whoever wrote the tracker to go back wants that; where it was damaged, this is the only sign of it.
+            skipped.append(
+                f"{root / TRACKER_NAME} names iteration {found.manifest.iteration} although "
+                f"{iteration_directory(root, newest)} is newer"
+            )
         return FoundCheckpoint(found.path, found.manifest, skipped)
     if skipped:
         raise CheckpointError(f"no checkpoint in {root} can be loaded: {'; '.join(skipped)}")

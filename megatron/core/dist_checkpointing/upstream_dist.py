@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -141,8 +142,9 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None) -> Path |
 def _is_upstream(path: Path) -> bool:
     """Whether a directory is a torch_dist checkpoint without anything that only we write."""
     # A checkpoint of ours that has lost its manifest must be refused as damaged, not be read unverified.
-    ours = any((path / name).exists() for name in (MANIFEST_NAME, _OURS_ALONE))
-    return (path / METADATA_NAME).is_file() and not ours
+    ours = any(os.path.exists(path / name) for name in (MANIFEST_NAME, _OURS_ALONE))
+    # os.path: a directory that may not be read is not upstream's, and no end of the search for one that is good.
+    return os.path.isfile(path / METADATA_NAME) and not ours
 
 
 # ---- names

@@ -227,10 +227,7 @@ def _restore_verified(run: Run, found: FoundCheckpoint, *, weights_only: bool) -
     """Continue from a checkpoint with a manifest, in whichever format it was saved."""
     # Damaged checkpoints were passed over for an earlier one.
     if found.skipped:
-        _warn(
-            run.groups.world,
-            f"loading {found.path} instead of the latest checkpoint: {'; '.join(found.skipped)}",
-        )
+        _warn(run.groups.world, f"loading {found.path}, because {'; '.join(found.skipped)}")
     if f"{serialization.TENSORS_DOCUMENT}.json" in found.manifest.files:
         _restore(run, found, weights_only=weights_only)
         return
