@@ -119,6 +119,11 @@ class Evaluation:
         return self.split if self.set_name is None else f"{self.split}-{self.set_name}"
 
 
+def list_none(ranks: Sequence[int]) -> list[int]:
+    """None of these ranks is known to have ended."""
+    return []
+
+
 @dataclass
 class Run:
     """One process's share of a training run: everything a step or a hook needs, built once by `setup`.
@@ -171,6 +176,8 @@ class Run:
     Hook.on_close."""
     loaded_from: Path | None = None
     """The checkpoint that the run continues from; None for a run that starts afresh, or from weights alone."""
+    list_ended_ranks: Callable[[Sequence[int]], list[int]] = list_none
+    """Which of these ranks have ended; none where that cannot be found out."""
     saved_progress: Progress | None = None
     """How far the run was when its newest complete checkpoint was taken; that may be some steps ago."""
     tensorboard_writer: Any = None

@@ -47,7 +47,7 @@ from megatron.training.launch.initialize import Process
 from megatron.training.launch.memory_limits import refuse_oversize
 from megatron.training.metrics import Metrics
 from megatron.training.recipes.recipe import Recipe
-from megatron.training.run import Hook, HookContext, Progress, Run
+from megatron.training.run import Hook, HookContext, Progress, Run, list_none
 
 
 def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
@@ -126,6 +126,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
         hooks=Hooks(hooks),
         metrics=Metrics(config.logger.log_interval),
         timers=timers,
+        list_ended_ranks=list_none if process.presence is None else process.presence.list_ended,
         flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
         evaluation_shape=compute_activation_shape(
             config.model,

@@ -1,4 +1,4 @@
-"""S1-S25: a kill at a named point of a save costs no more than the steps since the last one."""
+"""S1-S30: kills and failing disks cost no more than the steps since the last save; samples of crash_matrix.py."""
 
 from __future__ import annotations
 
@@ -8,34 +8,68 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import crash_points
-from megatron.core.dist_checkpointing.crash_points import CRASH_POINTS, arm, reach
+from megatron.core.dist_checkpointing.crash_points import CRASH_POINTS, arm, hand_over, reach, take_over
 from megatron.core.errors import ConfigError
-from tests.faults import crash_matrix
-from tests.faults.crash_matrix import Beginning, Case
+from tests.faults import crash_matrix, failing_calls, killed_at_points, killed_at_random
+from tests.faults.killed_at_points import Beginning, Case
 from tests.unit.tiny_training import train_tiny
 
 SAMPLE = [
-    Case("leftover-settled", 0), Case("shard-begun", 1), Case("earlier-moved-aside", 0)
-]  # fmt: skip
+    Case("leftover-settled", 0),
+    Case("shard-begun", 1),
+    Case("earlier-moved-aside", 0),
+    Case("snapshot-taken", 1, "thread"),
+    Case("shard-begun", 0, "process"),
+]
 
 
 @pytest.fixture(scope="module")
 def beginning(tmp_path_factory: pytest.TempPathFactory) -> Beginning:
-    return crash_matrix.begin(tmp_path_factory.mktemp("begin"))
+    return killed_at_points.begin(tmp_path_factory.mktemp("begin"))
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_S1_to_S25_two_ranks_go_on_after_a_kill(case: Case, beginning: Beginning, tmp_path: Path) -> None:
-    assert case in crash_matrix.list_cases()
-    crash_matrix.check(case, beginning, tmp_path / "case")
+def test_S1_to_S25_S30_two_ranks_go_on_after_a_kill(case: Case, beginning: Beginning, tmp_path: Path) -> None:
+    assert case in killed_at_points.list_cases()
+    killed_at_points.check(case, beginning, tmp_path / "case")
 
 
 def test_the_documented_command_runs(
     beginning: Beginning, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(crash_matrix, "begin", lambda directory: beginning)
-    assert crash_matrix.main(["--point", "manifest-unflushed", "--point", "renamed"]) == 0
-    assert "2 of 2 kills cost no more than the steps since the last save" in capsys.readouterr().out
+    monkeypatch.setattr(killed_at_points, "begin", lambda directory: beginning)
+    assert crash_matrix.main(["--way", "sync", "--point", "manifest-unflushed", "--point", "renamed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "---- crash points" and lines[1].startswith("1/2, ") and lines[1].endswith(": holds")
+    assert lines[-1].startswith("crash points: 2 of 2 hold (")
+
+
+def test_S26_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
+    whole = killed_at_random.train_whole(tmp_path / "whole")
+    verdicts = list(killed_at_random.play(whole, tmp_path, seed=1, kills=100, ways=["sync", "thread"]))
+    assert len(verdicts) == 100 and [verdict for verdict in verdicts if verdict.problem] == []
+
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, failing_calls.COMPILERS)), reason=f"needs one of {', '.join(failing_calls.COMPILERS)}"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("way", "step"), [("sync", 10), ("thread", 30)])
+def test_S27_S28_training_goes_on_whichever_call_of_a_save_fails(tmp_path: Path, way: str, step: int) -> None:
+    faults = [fault for fault in failing_calls.FAULTS if fault != "SIGKILL"]
+    verdicts = list(failing_calls.play(tmp_path, ways=[way], faults=faults, step=step, first=3))
+    assert [verdict for verdict in verdicts if verdict.problem] == []
+    assert len(verdicts) >= 10
+
+
+@needs_compiler
+def test_S1_to_S25_killed_in_any_call(tmp_path: Path) -> None:
+    play = failing_calls.play(tmp_path, ways=["sync"], faults=["SIGKILL"], step=20, first=10, resume_each=3)
+    verdicts = list(play)
+    assert [verdict for verdict in verdicts if verdict.problem] == []
+    assert len(verdicts) >= 5
 
 
 @pytest.fixture
@@ -55,6 +89,7 @@ def test_every_point_is_come_by(tmp_path: Path, armed: dict[str, int]) -> None:
     shutil.rmtree(root / "iter_0000006")
     train_tiny("--save", root, "--save-interval", "3", "--train-iters", "3")
     train_tiny("--save", root, "--save-interval", "3", "--train-iters", "3")
+    train_tiny("--save", root, "--save-interval", "3", "--train-iters", "3", "--async-save")
     assert [point for point, left in armed.items() if left == often] == []
     assert len(CRASH_POINTS) >= 25
 
@@ -73,6 +108,16 @@ def test_only_the_named_rank_and_time_are_armed(monkeypatch: pytest.MonkeyPatch,
     assert kills == [9]
     reach("save-done")
     assert kills == [9, 9]
+
+
+def test_a_process_that_writes_for_a_rank_takes_its_points_over_once(armed: dict[str, int]) -> None:
+    arm("shard-begun:0:3", rank=0)
+    arm("renamed:0", rank=0)
+    text = hand_over()
+    assert armed == {"renamed": 1} and hand_over() == ""
+    armed.clear()
+    take_over(text)
+    assert armed == {"shard-begun": 3}
 
 
 @pytest.mark.parametrize(

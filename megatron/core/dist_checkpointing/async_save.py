@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import abandon_save
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors
@@ -46,6 +47,8 @@ from megatron.core.process_groups_config import Group, rendezvous_store
 
 _LOOK_SECONDS = 0.02
 """Between two looks into the store, each some 0.1 ms. Waiting inside of it would keep other threads from it."""
+_FIRST_SEARCH_SECONDS, _MOST_SEARCH_SECONDS = 1.0, 30.0
+"""After so long, and then at growing intervals, it is looked whether those who are waited for are still there."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,12 @@ class Outcome:
 class AsyncSaver:
     """Saves of one run, one at a time. All members of a group call `start`, and then `wait`."""
 
-    def __init__(self, process: WriterProcess | None) -> None:
-        """process: writes for this one; None: a thread does."""
-        self._process = process
+    def __init__(
+        self, process: WriterProcess | None, list_ended: Callable[[Sequence[int]], list[int]] = lambda ranks: []
+    ) -> None:
+        """process: writes for this one; None: a thread does. list_ended: which of some ranks have ended; the save under
+        way fails when one has that has not reported."""
+        self._process, self._list_ended = process, list_ended
         self._memory = HostMemory()
         self._save: _Save | None = None
 
@@ -103,6 +109,7 @@ class AsyncSaver:
         begin, commit = guard(root, iteration, lock)
         temporary = on_first_rank(group, begin)
         try:
+            reach("tensors-next")
             planner = ShardSavePlanner()
             plan = plan_write(temporary, planner, tensors, group)
             accompany = gather_documents(tensors, documents, attachments or {}, group)
@@ -113,7 +120,7 @@ class AsyncSaver:
         # From here on what fails, fails on one process, which tells the others in its report.
         write = self._snapshot(temporary, planner, plan)
         complete = _Completion(temporary, iteration, group.size(), plan, accompany, commit)
-        self._save = _Save(write, complete, group.rank(), began_at)
+        self._save = _Save(write, complete, group.rank(), began_at, self._list_ended)
         self._save.start()
 
     def _snapshot(self, temporary: Path, planner: ShardSavePlanner, plan: WritePlan) -> Callable[[], Written]:
@@ -123,6 +130,7 @@ class AsyncSaver:
             snapshot = take_snapshot(self._memory, planner, plan.share)
         except Exception as error:
             return _raising(error)
+        reach("snapshot-taken")
         memory, process = self._memory, self._process
         if process is None:
             return lambda: write_share(temporary, plan.share, snapshot)
@@ -135,8 +143,7 @@ class AsyncSaver:
     def wait(self, patience_seconds: float | None = None) -> Outcome | None:
         """Wait for the outcome of the save under way; None where there is no save.
 
-        patience_seconds: how long others may take once this process has written; a process that was killed never
-        reports.
+        patience_seconds: how long others may take once this process has written; one that has ended is not waited for.
         """
         save, self._save = self._save, None
         return None if save is None else save.finish(patience_seconds)
@@ -172,13 +179,21 @@ class _Completion:
 class _Save(threading.Thread):
     """One save, from the snapshot to the outcome."""
 
-    def __init__(self, write: Callable[[], Written], complete: _Completion, rank: int, began_at: float) -> None:
+    def __init__(
+        self,
+        write: Callable[[], Written],
+        complete: _Completion,
+        rank: int,
+        began_at: float,
+        list_ended: Callable[[Sequence[int]], list[int]],
+    ) -> None:
         super().__init__(name=f"save of iteration {complete.iteration}", daemon=True)
         self._write, self._complete = write, complete
         self._temporary, self._rank, self._size = complete.temporary, rank, complete.world_size
         # Every save has a room of its own in the store: its directory has a random name.
         room = f"megatron/save/{self._temporary.name}"
         self._store = PrefixStore(room, rendezvous_store()) if self._size > 1 else None
+        self._list_ended = list_ended
         self._began_at = began_at
         self._stalled_seconds = time.monotonic() - began_at
         self._deadline: float | None = None
@@ -200,6 +215,7 @@ class _Save(threading.Thread):
         """On the thread itself."""
         doing = f"writing {self._temporary} failed on rank {self._rank}"
         report = _attempt(doing, lambda: _pack(self._write()))
+        reach("tensors-written")
         try:
             if self._rank == 0:
                 self._answer = self._end(report)
@@ -208,17 +224,20 @@ class _Save(threading.Thread):
                     self._tell("outcome", self._answer)
             else:
                 self._tell(f"rank {self._rank}", report)
-                self._answer = self._hear(["outcome"])[0]
+                self._answer = self._hear({0: "outcome"})[0]
         # The store has gone with the process that served it, or somebody has not come.
         except (RuntimeError, TimeoutError) as error:
             self._answer = {"problem": f"writing {self._temporary} was not finished: {error}"}
+        if "path" in self._answer:
+            reach("save-done")
         self._ended_at = time.monotonic()
 
     def _end(self, own: dict[str, Any]) -> dict[str, Any]:
         """On the first process: make the checkpoint visible, or remove what there is of it."""
         try:
-            reports = [own, *self._hear([f"rank {rank}" for rank in range(1, self._size)])]
+            reports = [own, *self._hear({rank: f"rank {rank}" for rank in range(1, self._size)})]
             problem = next((report["problem"] for report in reports if "problem" in report), None)
+            reach("shares-reported")
             if problem is None:
                 shares = [_unpack(report) for report in reports]
                 answer = _attempt(f"writing {self._temporary}", lambda: {"path": str(self._complete(shares))})
@@ -234,22 +253,37 @@ class _Save(threading.Thread):
         if self._store is not None:
             self._store.set(key, json.dumps(value))
 
-    def _hear(self, keys: list[str]) -> list[dict[str, Any]]:
-        """Values that others tell, when all of them are there. Raises TimeoutError."""
+    def _hear(self, keys: dict[int, str]) -> list[dict[str, Any]]:
+        """What ranks tell under these keys, when all have. Raises TimeoutError when one will not."""
         if self._store is None or not keys:
             return []
         store: Store = self._store
-        while not store.check(keys):
+        pause = _FIRST_SEARCH_SECONDS
+        search_at = time.monotonic() + pause
+        while not store.check(list(keys.values())):
             if self._is_out_of_patience():
-                missing = [key for key in keys if not store.check([key])]
+                missing = [key for key in keys.values() if not store.check([key])]
                 raise TimeoutError(f"no word of {', '.join(missing)} within {self._patience:.0f} s")
+            if time.monotonic() > search_at:
+                self._search(keys)
+                pause = min(2 * pause, _MOST_SEARCH_SECONDS)
+                search_at = time.monotonic() + pause
             time.sleep(_LOOK_SECONDS)
-        values = [json.loads(store.get(key)) for key in keys]
+        values = [json.loads(store.get(key)) for key in keys.values()]
         if self._rank == 0:
             # The store lives as long as the job, and a list of boxes may be long.
-            for key in keys:
+            for key in keys.values():
                 store.delete_key(key)
         return values
+
+    def _search(self, keys: dict[int, str]) -> None:
+        """Raise TimeoutError where a rank has ended that has told nothing."""
+        assert self._store is not None
+        silent = [rank for rank, key in keys.items() if not self._store.check([key])]
+        # Its word may have come between the two looks: a rank that leaves in order has told all.
+        lost = [rank for rank in self._list_ended(silent) if not self._store.check([keys[rank]])]
+        if lost:
+            raise TimeoutError(f"rank {lost[0]} has ended")
 
     def _is_out_of_patience(self) -> bool:
         if self._patience is None:

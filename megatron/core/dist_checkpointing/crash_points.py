@@ -24,6 +24,10 @@ class CrashPoint(NamedTuple):
     """What has just happened there, or comes next."""
     on_every_rank: bool = False
     """Otherwise only the first rank comes by."""
+    beside_training_only: bool = False
+    """With --async-save alone."""
+    by_writer: bool = False
+    """Where a process writes for a rank, that process comes by."""
 
 
 CRASH_POINTS: Final[dict[str, CrashPoint]] = {
@@ -35,14 +39,16 @@ CRASH_POINTS: Final[dict[str, CrashPoint]] = {
     "directory-next": CrashPoint("the temporary directory is made next"),
     "directory-made": CrashPoint("the temporary directory exists on the first rank"),
     "tensors-next": CrashPoint("every rank knows the directory and writes next", True),
-    "shard-created": CrashPoint("the rank's file of tensors exists and is empty", True),
-    "shard-begun": CrashPoint("a part of the first tensor has been written", True),
-    "shard-flushed": CrashPoint("the rank's file is whole and on the device", True),
+    "snapshot-taken": CrashPoint("the rank's tensors are copied, and training may go on", True, True),
+    "shard-created": CrashPoint("the rank's file of tensors exists and is empty", True, by_writer=True),
+    "shard-begun": CrashPoint("a part of the first tensor has been written", True, by_writer=True),
+    "shard-flushed": CrashPoint("the rank's file is whole and on the device", True, by_writer=True),
     "metadata-created": CrashPoint("the table of contents exists and is empty"),
     "metadata-begun": CrashPoint("it has been written and not flushed"),
     "metadata-flushed": CrashPoint("it is on the device under its temporary name"),
     "metadata-renamed": CrashPoint("it has its name"),
     "tensors-written": CrashPoint("all tensors of this rank are on the device", True),
+    "shares-reported": CrashPoint("the first rank knows that all have written", False, True),
     "document-created": CrashPoint("the first JSON document exists and is empty"),
     "document-unflushed": CrashPoint("it has been written and not flushed to the device"),
     "document-flushed": CrashPoint("it is on the device"),
@@ -88,6 +94,19 @@ def arm(text: str, rank: int) -> None:
         raise ConfigError(f"MEGATRON_CRASH_POINT {text!r} is not POINT, POINT:RANK or POINT:RANK:TIME")
     if not numbers or int(numbers[0]) == rank:
         _ARMED[point] = int(numbers[1]) if len(numbers) > 1 else 1
+
+
+def hand_over() -> str:
+    """What a process that writes for this one is armed for in its place, once; `take_over` there reads it."""
+    points = [point for point in _ARMED if CRASH_POINTS[point].by_writer]
+    return ",".join(f"{point}:{_ARMED.pop(point)}" for point in points)
+
+
+def take_over(text: str) -> None:
+    """Have this process die where the one that it writes for was to."""
+    for entry in filter(None, text.split(",")):
+        point, _, times = entry.partition(":")
+        _ARMED[point] = int(times)
 
 
 def reach(point: str) -> None:

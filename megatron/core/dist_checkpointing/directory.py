@@ -318,12 +318,13 @@ def take_first_good(root: Path, candidates: list[Path], skipped: list[str]) -> F
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        newest = saved_iterations(root)[0]
+        directory = path.parent
+        newest = saved_iterations(directory)[0]
         if not skipped and found.manifest.iteration < newest:
             # Whoever wrote the tracker to go back wants that; where it was damaged, this is the only sign of it.
             skipped.append(
-                f"{root / TRACKER_NAME} names iteration {found.manifest.iteration} although "
-                f"{iteration_directory(root, newest)} is newer"
+                f"{directory / TRACKER_NAME} names iteration {found.manifest.iteration} although "
+                f"{iteration_directory(directory, newest)} is newer"
             )
         return FoundCheckpoint(found.path, found.manifest, skipped)
     if skipped:

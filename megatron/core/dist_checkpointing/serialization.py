@@ -11,6 +11,7 @@ iter_0000010/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing.directory import (
     commit_save,
     commit_save_alone,
     find_checkpoint,
+    settle_leftovers,
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
@@ -70,6 +72,9 @@ def guard(
     def begin() -> Path:
         if lock is not None:
             lock.check()
+            # What a save of before could not remove: its disk failed, and may have recovered.
+            with contextlib.suppress(OSError):
+                settle_leftovers(root)
         return begin_save(root, iteration)
 
     def commit(temporary: Path, manifest: Manifest) -> Path:

@@ -24,13 +24,14 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
+from megatron.core.dist_checkpointing.crash_points import hand_over, take_over
 from megatron.core.dist_checkpointing.snapshot import BoxPlace, HostMemory, Snapshot, map_memory
 from megatron.core.dist_checkpointing.torch_dist import Written, write_share
 from megatron.core.errors import StorageError
 from megatron.core.parent_death import end_with_parent
 
-_PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from megatron.core.dist_checkpointing.writer_process import serve; "
-_PROGRAM += "serve(int(sys.argv[1]), int(sys.argv[2]))"
+_PROGRAM = "import sys; sys.path[:] = sys.argv[4:]; from megatron.core.dist_checkpointing.writer_process import serve; "
+_PROGRAM += "serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
 _END_SECONDS = 5.0
 """A process without work ends within milliseconds; one that hangs on its disk is killed after so long."""
 
@@ -73,7 +74,7 @@ class WriterProcess:
             return
         self.end()
         ours, theirs = socket.socketpair()
-        arguments = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *sys.path]
+        arguments = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), hand_over(), *sys.path]
         with theirs:
             # A session of its own: the terminal sends Ctrl-C to the processes of its own.
             self._process = subprocess.Popen(
@@ -138,8 +139,9 @@ def _set_disk_class(pid: int, disk_class: int) -> None:
         ctypes.CDLL(None).syscall(number, 1, pid, disk_class << 13 | (4 if disk_class == 2 else 0))
 
 
-def serve(descriptor: int, parent: int) -> None:
+def serve(descriptor: int, parent: int, crash_points: str) -> None:
     """The process itself: write what is ordered over the socket, until the other end is closed."""
+    take_over(crash_points)
     end_with_parent(parent)
     # A scheduler sends the end of a job to all of its processes. The parent decides what is still written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

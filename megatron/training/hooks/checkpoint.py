@@ -109,7 +109,7 @@ class CheckpointHook(Hook):
         process = None
         if settings.use_persistent_ckpt_worker:
             process = WriterProcess(settings.async_ckpt_cpu_priority, settings.async_ckpt_io_priority)
-        self._saver = AsyncSaver(process)
+        self._saver = AsyncSaver(process, run.list_ended_ranks)
         if (self._persistent.interval or self._non_persistent) and not run.progress.finished:
             # What hinders it is reported with the first checkpoint.
             with contextlib.suppress(StorageError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch.distributed import PrefixStore, Store
 
@@ -50,6 +50,14 @@ class Presence:
         except RuntimeError:
             # The store has gone with the process that served it.
             return [] if self._launch.agent_store or self._launch.rank == 0 else [0]
+
+    def list_ended(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these ranks have ended, in order or not; none where nobody can tell. Takes up to half a second for
+        each that does not answer."""
+        try:
+            return self._knock(ranks, {rank: self._store.get(f"address/{rank}").decode().split() for rank in ranks})
+        except RuntimeError:
+            return []
 
     def _knock(self, ranks: Iterable[int], addresses: dict[int, list[str]]) -> list[int]:
         """Those at whose port nobody listens any more."""

@@ -1,0 +1,177 @@
+"""Kills at random moments: two ranks train and save often, one or both are killed, and the same command goes on.
+
+A case is a run that is killed several times; which ranks, when, and how it saves is a function of the case's seed.
+After each kill no more than the last interval is lost; at the end all losses and tensors have the bits of the
+uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.directory import find_checkpoint, list_leftovers
+from megatron.core.errors import CheckpointError
+from tests.faults.test_resume import rows
+from tests.faults.two_ranks import WAYS, read_tensors, start_ranks
+from tests.faults.verdicts import Verdict
+from tests.functional.pretrain_runs import finish
+from tests.programs import Program
+
+ITERATIONS, INTERVAL = 20, 2
+_FLAGS = f"""--train-iters {ITERATIONS} --save-interval {INTERVAL} --save-retain-interval 1000
+    --hidden-dropout 0.1 --attention-dropout 0.1""".split()
+_VICTIMS = ((0,), (1,), (0, 1))
+_KILLS_OF_A_RUN = 6
+_END_SECONDS = 100
+"""Ranks that have lost one end within seconds, on a busy machine as well."""
+_AT_START = 0.25
+"""Part of the kills that come before the first step: while ranks meet, load, and tidy up."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The uninterrupted run."""
+
+    rows: list[dict[str, Any]]
+    tensors: dict[str, torch.Tensor]
+
+
+def train_whole(directory: Path) -> Whole:
+    """Train it."""
+    directory.mkdir()
+    outcomes = finish(_start(directory, "sync"))
+    assert not any(rank.returncode for rank in outcomes), outcomes
+    return Whole(rows(directory), read_tensors(directory / "ckpt", ITERATIONS))
+
+
+class Clock:
+    """How long things take on this machine at this time, so that kills come in the middle of them."""
+
+    def __init__(self) -> None:
+        self.start_seconds, self.step_seconds = 1.0, 0.1
+
+    def wait(self, ranks: list[Program], directory: Path, saved: int, pick: random.Random) -> None:
+        """Wait for a random moment of a run that goes on from `saved`: at its start, or after any of its iterations."""
+        began_at = time.monotonic()
+        is_at_start = pick.random() < _AT_START
+        target, delay = pick.randint(min(saved + 1, ITERATIONS), ITERATIONS), pick.random()
+        if is_at_start:
+            time.sleep(delay * self.start_seconds)
+            return
+        # Rows of iterations that will be repeated are there until the run begins to train.
+        stale = _read_metrics(directory) if _count_done(directory) > saved else b""
+        started_at: float | None = None
+        while ranks[0].poll() is None:
+            done = saved if stale and _read_metrics(directory) == stale else _count_done(directory)
+            if done > saved and started_at is None:
+                started_at = time.monotonic()
+            if done >= target:
+                break
+            time.sleep(0.002)
+        if started_at is not None:
+            self.start_seconds = started_at - began_at
+            self.step_seconds = (time.monotonic() - started_at) / max(1, target - saved - 1)
+        # The next iteration and its save.
+        time.sleep(delay * 2 * self.step_seconds)
+
+
+def _read_metrics(directory: Path) -> bytes:
+    path = directory / "metrics" / "metrics.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def _count_done(directory: Path) -> int:
+    return max((row["iteration"] for row in rows(directory)), default=0)
+
+
+def _start(directory: Path, way: str) -> list[Program]:
+    root = directory / "ckpt"
+    return start_ranks([*_FLAGS, *WAYS[way], "--save", root, "--load", root, "--metrics-dir", directory / "metrics"])
+
+
+def play(whole: Whole, directory: Path, seed: int, kills: int, ways: list[str]) -> Iterator[Verdict]:
+    """Runs until so many kills have come; a verdict for each kill, the last of a run's with the run's end."""
+    left, number, clock = kills, 0, Clock()
+    while left:
+        number += 1
+        pick = random.Random(f"{seed} {number}")
+        run = directory / f"run{number}"
+        run.mkdir()
+        way = ways[number % len(ways)]
+        verdicts = [Verdict("")]
+        for _ in range(min(left, _KILLS_OF_A_RUN)):
+            verdict = _kill_once(run, way, pick, clock)
+            # It came to its end before the kill.
+            if verdict is None:
+                break
+            verdicts.append(verdict)
+        yield from verdicts[1:-1]
+        problem = _judge_end(whole, run, way)
+        if len(verdicts) > 1 or problem:
+            case, own = verdicts[-1]
+            yield Verdict(f"{case}; run {number} of seed {seed}", "; ".join(filter(None, (own, problem))))
+        left -= len(verdicts) - 1
+        shutil.rmtree(run)
+
+
+def _kill_once(directory: Path, way: str, pick: random.Random, clock: Clock) -> Verdict | None:
+    """Start, kill at a random moment, and look what is left; None where the run came to its end before."""
+    victims = pick.choice(_VICTIMS)
+    before = _find_saved(directory)
+    ranks = _start(directory, way)
+    clock.wait(ranks, directory, before, pick)
+    for victim in victims:
+        ranks[victim].kill()
+    victim_names = " and ".join(map(str, victims))
+    case = f"{way}, rank {victim_names} killed"
+    try:
+        outcomes = finish(ranks, _END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Verdict(case, f"the others have not ended after {_END_SECONDS} s")
+    if all(rank.returncode == 0 for rank in outcomes):
+        return None
+    problems = []
+    for number, rank in enumerate(outcomes):
+        if rank.returncode not in (0, -signal.SIGKILL, 75) or "Traceback" in rank.stderr:
+            problems.append(f"rank {number} ended with {rank.returncode}: {rank.stderr[-500:]}")
+    saved, done = _find_saved(directory), _count_done(directory)
+    # A save that goes on beside training is complete before the next one begins.
+    lost_at_most = INTERVAL if way == "sync" else 2 * INTERVAL
+    if saved < before or saved < done - lost_at_most:
+        problems.append(f"iteration {saved} is what is left of {before} before, after {done}")
+    return Verdict(f"{case} at iteration {done}", "; ".join(problems))
+
+
+def _find_saved(directory: Path) -> int:
+    """The iteration that is loaded next; 0 where there is none, -1 where something is there and nothing is good."""
+    try:
+        found = find_checkpoint(directory / "ckpt")
+    except CheckpointError:
+        return -1
+    return 0 if found is None else found.manifest.iteration
+
+
+def _judge_end(whole: Whole, directory: Path, way: str) -> str:
+    """Let the run come to its end and compare."""
+    outcomes = finish(_start(directory, way))
+    if any(rank.returncode for rank in outcomes):
+        return f"the run did not go on: {[(rank.returncode, rank.stderr[-500:]) for rank in outcomes]}"
+    root = directory / "ckpt"
+    if list_leftovers(root) or list(root.glob("*.lock")):
+        return f"something is left over: {sorted(path.name for path in root.iterdir())}"
+    if rows(directory) != whole.rows:
+        differing = [pair for pair in zip(rows(directory), whole.rows, strict=False) if pair[0] != pair[1]]
+        return f"other numbers: {differing[:1] or len(rows(directory))}"
+    end = read_tensors(root, ITERATIONS)
+    differing_keys = [key for key in whole.tensors if key not in end or not torch.equal(end[key], whole.tensors[key])]
+    return f"other tensors: {differing_keys[:5]}" if differing_keys or len(end) != len(whole.tensors) else ""
