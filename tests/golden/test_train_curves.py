@@ -72,6 +72,11 @@ def upstream_checkpoint(model: str, directory: Path) -> Path:
     """The initial weights as upstream's `torch` format stores them."""
     weights = torch.load(DATA / f"train_{model}" / "init_rank0.pt", weights_only=True)
     parameters = {name: tensor for name, tensor in weights.items() if not name.startswith("buffer:")}
+    if "--moe-router-enable-expert-bias" in (DATA / f"train_{model}" / "args.txt").read_text():
+        # Buffers there, which a checkpoint has and the file of parameters has not; they begin with zeros.
+        routers = {name: tensor.shape[0] for name, tensor in parameters.items() if name.endswith("router.weight")}
+        biases = {name.replace("router.weight", "router.expert_bias"): torch.zeros(n) for name, n in routers.items()}
+        parameters |= biases
     shard = directory / "iter_0000000" / "mp_rank_00"
     shard.mkdir(parents=True)
     torch.save({"model": parameters}, shard / "model_optim_rng.pt")
