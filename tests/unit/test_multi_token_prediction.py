@@ -13,12 +13,21 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.grad_statistics import _make_sort_key
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import SingleRankGroup
+from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.multi_token_prediction import TokenShift
 from megatron.core.upstream.layers import get_mtp_ranks, mtp_on_this_rank
 from megatron.planner.throughput import count_training_flops_per_token
-from tests.unit.gpt_models import SEQUENCE_LENGTH, VOCAB_SIZE, build_model, read_config, token_batch
+from tests.unit.gpt_models import (
+    SEQUENCE_LENGTH,
+    VOCAB_SIZE,
+    assert_same_function,
+    build_model,
+    read_config,
+    token_batch,
+)
 
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --num-attention-heads 6 --hidden-size 72 "
@@ -167,6 +176,22 @@ def test_the_layers_are_like_the_last_of_the_decoder() -> None:
                   *(part.mtp_model_layer for part in model.mtp.layers)]  # fmt: skip
         assert [2 if hasattr(layer.mlp, "router") else 0 for layer in layers] == sizes
         assert [layer.layer_number for layer in layers[1:]] == [3, 4]
+
+
+@pytest.mark.parametrize("flags", ["", "--mtp-use-repeated-layer"])
+def test_compiled_layers_compute_the_same(flags: str) -> None:
+    eager, compiled = build_model(f"{LLAMA} {flags}"), build_model(f"{LLAMA} {flags} --compile")
+    assert compile_layers(compiled, backend="aot_eager") == (3 if flags else 4)
+    assert_same_function(eager, compiled)
+
+
+def test_norms_by_layer_are_in_the_order_of_the_model() -> None:
+    names = ["output_layer", "mtp.layers.1", "decoder.final_layernorm", "mtp.layers.0", "decoder.layers.10",
+             "decoder.layers.9", "embedding.word_embeddings"]  # fmt: skip
+    assert sorted(names, key=_make_sort_key) == [
+        "embedding.word_embeddings", "decoder.layers.9", "decoder.layers.10", "decoder.final_layernorm", "mtp.layers.0",
+        "mtp.layers.1", "output_layer",
+    ]  # fmt: skip
 
 
 # ---- settings

@@ -75,10 +75,13 @@ def _find_layer(name: str) -> str:
 
 
 def _make_sort_key(layer: str) -> tuple[int, int, str]:
-    """Embeddings, layers by number, then what follows them."""
+    """Embeddings, layers by number, what follows them, layers of multi-token prediction, and the rest."""
     match = re.search(r"\.layers\.(\d+)$", layer)
     # The model's order, which is not that of the letters: layer 10 comes after layer 9.
-    group = 0 if layer.startswith("embedding") else 2 if match is None else 1
+    if layer.startswith(("embedding", "mtp")):
+        group = 0 if layer.startswith("embedding") else 3
+    else:
+        group = 1 if match is not None else 2 if layer.startswith("decoder") else 4
     return group, int(match[1]) if match else 0, layer
 
 
