@@ -67,6 +67,8 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         fields[setting.only_if] = model.window_size is not None
         if not fields[setting.only_if]:
             value = None
+    if value is None and setting.form == "number":
+        value = setting.default
     if "*" in setting.theirs:
         first, second = setting.theirs.split("*")
         # Their product is ours; the second factor has a setting of its own.
@@ -105,7 +107,7 @@ def _invert_root(scale: float | None) -> float | int | None:
 
 def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
     """Add the kind of rotary positions: as `rope_parameters`, and as `rope_scaling` for earlier transformers."""
-    if config.model.position_embedding_type == "yarn":
+    if config.model.uses_yarn():
         kind = "yarn"
     elif config.gpt.use_rope_scaling:
         kind = "llama3"

@@ -19,7 +19,7 @@ from megatron.bridge.auto_bridge import AutoBridge
 from megatron.bridge.conversion import Model, export_model, import_model, open_model, open_source
 from megatron.bridge.convert import main
 from megatron.bridge.logits import compare_logits
-from megatron.bridge.settings import build_config_json, build_empty_model
+from megatron.bridge.settings import build_config_json, build_empty_model, read_settings
 from megatron.bridge.tensor_files import open_tensors, write_tensors
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -49,6 +49,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {
+    "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+}  # fmt: skip
+MSCALE = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}  # fmt: skip
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 72, "vocab_size": 97}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", ODD),
@@ -77,6 +86,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}),
     "Qwen 2 MoE": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40}),
     "Qwen 3 MoE": ("Qwen3Moe", MOE | {"head_dim": 12, "norm_topk_prob": True}),
+    "OLMoE": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "DeepSeek V2 Lite": (
+        "DeepseekV2", LATENT | {"q_lora_rank": None, "rms_norm_eps": 1e-5, "num_experts_per_tok": 3} | EAGER,
+    ),
+    "DeepSeek V2 Lite, YaRN": ("DeepseekV2", LATENT | {"q_lora_rank": None, "rope_parameters": MSCALE} | EAGER),
+    "DeepSeek V3": (
+        "DeepseekV3",
+        LATENT | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+                  "routed_scaling_factor": 1.5, "rope_parameters": MSCALE} | EAGER,
+    ),
+    "DeepSeek V3, plain positions": (
+        "DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3} | EAGER,
+    ),
     "GLM 4.5": (
         "Glm4Moe",
         {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2,
@@ -145,6 +167,29 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
 def test_every_family_with_rows_for_all_its_layers_is_tried() -> None:
     tried = {find_family(make_model(name).config.model_type).name for name in MODELS}
     assert tried == {family.name for family in FAMILIES} - {"gpt-oss, its dense part"}
+
+
+def test_the_same_files_under_another_model_type(tmp_path: Path) -> None:
+    """Kimi K2's, which come back under their own."""
+    make_model("DeepSeek V3").save_pretrained(tmp_path / "hf")
+    change_config(tmp_path / "hf", model_type="kimi_k2")
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    export_model(open_model(tmp_path / "ours"), tmp_path / "back")
+    assert_same_tensors(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
+
+
+def test_what_a_family_cannot_say_is_refused(tmp_path: Path) -> None:
+    """Fields that would change what the model computes."""
+    for name, fields, message in (
+        ("GPT-2, GPT-3", {"tie_word_embeddings": False}, "tie_word_embeddings is False in its config.json; only True"),
+        ("DeepSeek V2 Lite", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ("DeepSeek V3", {"rope_interleave": False}, "rope_interleave is False"),
+        ("DeepSeek V3", {"rope_parameters": MSCALE | {"mscale_all_dim": 0}}, "mscale 0.7 without mscale_all_dim"),
+    ):
+        fields = {**make_model(name).config.to_dict(), **fields}
+        with pytest.raises(ConfigError, match=message):
+            read_settings(fields, tmp_path / "config.json", torch.float32)
 
 
 # ---- files

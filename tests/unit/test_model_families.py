@@ -145,7 +145,9 @@ def test_flags_of_the_families_are_accepted(name: str) -> None:
     family, config = EXAMPLES[name]
     flags = " ".join(build_flags(family, config, with_sizes=False))
     sizes = f"--num-layers {config.get('num_hidden_layers', 12)} --hidden-size 2304 --num-attention-heads 16"
-    argv = f"{SMALLEST_RUN} {sizes} --group-query-attention --num-query-groups 4 --seq-length 64 {flags}".split()
+    # Latent attention has keys and values of all heads.
+    groups = "" if "--multi-latent-attention" in flags else "--group-query-attention --num-query-groups 4"
+    argv = f"{SMALLEST_RUN} {sizes} {groups} --seq-length 64 {flags}".split()
     assert [problem.text for problem in examine(argv, {}).problems] == []
 
 

@@ -7,11 +7,32 @@ the entries mean. Sources: the configuration classes of transformers, and the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.training.recipes.family import Family, Row, Setting
+from megatron.training.recipes.family_rows import (
+    EXPERT_BIAS,
+    EXPERTS,
+    GPT2_ROWS,
+    GPT_NEOX_ROWS,
+    LATENT_ROWS,
+    LLAMA_ROWS,
+    MIXTRAL_EXPERTS,
+    NEMOTRON_ROWS,
+    OURS,
+    OUTPUT_NORMS,
+    PHI3_ROWS,
+    QK_NORMS,
+    QKV_BIAS,
+    SANDWICH_NORMS,
+    SHARED_EXPERTS,
+    THEIRS,
+    build_gated_rows,
+    build_rows,
+    rename_rows,
+    without_rows,
+)
 
 # ---- settings
 
@@ -66,121 +87,27 @@ TOP_K = Setting("num_experts_per_tok", "--moe-router-topk")
 EXPERT_WIDTH = Setting("moe_intermediate_size", "--moe-ffn-hidden-size")
 UNNORMALISED = Setting("norm_topk_prob", "--moe-router-pre-softmax", "inverted switch", default=True)
 
-
-# ---- rows
-
-
-def _rename(prefix: str, their_prefix: str, names: Mapping[str, str], *kinds: str) -> dict[str, Row]:
-    """Rows for modules that only have other names; kinds: weight, bias."""
-    return {
-        row.ours: row
-        for ours, theirs in names.items()
-        for kind in kinds or ("weight",)
-        for row in [Row(f"{prefix}{ours}.{kind}", (f"{their_prefix}{theirs}.{kind}",))]
-    }
-
-
-def _build_rows(*rows: Row) -> dict[str, Row]:
-    return {row.ours: row for row in rows}
-
-
-def _without(rows: Mapping[str, Row], *parts: str) -> dict[str, Row]:
-    return {name: row for name, row in rows.items() if not any(part in name for part in parts)}
-
-
-OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
-
-
-def _projections(kind: str) -> tuple[str, ...]:
-    return tuple(f"{THEIRS}self_attn.{letter}_proj.{kind}" for letter in "qkv")
-
-
-def _gated(
-    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> dict[str, Row]:
-    """A gated MLP: linear_fc1 is [gate | up], linear_fc2 is down."""
-    return _build_rows(
-        Row(
-            f"{OURS}{ours}.linear_fc1.weight",
-            (f"{THEIRS}{theirs}.{gate}.weight", f"{THEIRS}{theirs}.{up}.weight"),
-            "stacked",
-        ),
-        Row(f"{OURS}{ours}.linear_fc2.weight", (f"{THEIRS}{theirs}.{down}.weight",)),
-    )
-
-
-ENDS = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm"}
-LLAMA_ROWS = {
-    **_rename("", "", ENDS | {"output_layer": "lm_head"}),
-    **_rename(OURS, THEIRS, {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}),
-    **_build_rows(Row(f"{OURS}self_attention.linear_qkv.weight", _projections("weight"), "qkv")),
-    **_rename(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}),
-    **_gated("mlp", "mlp"),
-}
-QKV_BIAS = _build_rows(Row(f"{OURS}self_attention.linear_qkv.bias", _projections("bias"), "qkv"))
-QK_NORMS = _rename(OURS, THEIRS, {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"})
-# In these models "post_attention_layernorm" is a norm on attention's output; in Llama the same name stands for the norm
-# before the MLP.
-OUTPUT_NORMS = _rename(
-    OURS, THEIRS,
-    {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
-)  # fmt: skip
-SANDWICH_NORMS = OUTPUT_NORMS | _rename(OURS, THEIRS, {"pre_mlp_layernorm": "pre_feedforward_layernorm"})
-EXPERTS = _gated("mlp.experts", "mlp.experts.{expert}") | _rename(OURS, THEIRS, {"mlp.router": "mlp.gate"})
-# w1 is the gate, w3 the other half, w2 the way back.
-MIXTRAL_EXPERTS = {
-    **_gated("mlp.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
-    **_rename(OURS, THEIRS, {"mlp.router": "block_sparse_moe.gate"}),
-}
-# Already joined in their files.
-PHI3_ROWS = LLAMA_ROWS | _build_rows(
-    Row(f"{OURS}self_attention.linear_qkv.weight", (f"{THEIRS}self_attn.qkv_proj.weight",), "qkv"),
-    Row(f"{OURS}mlp.linear_fc1.weight", (f"{THEIRS}mlp.gate_up_proj.weight",)),
+# Latent attention has keys and values of all heads; their files count these once more.
+LATENT_SIZES = (*_build_sizes(), Setting("num_key_value_heads", "--num-attention-heads"))
+LATENT = (
+    Setting("q_lora_rank", "--q-lora-rank"),
+    Setting("kv_lora_rank", "--kv-lora-rank"),
+    Setting("qk_nope_head_dim", "--qk-head-dim"),
+    Setting("qk_rope_head_dim", "--qk-pos-emb-head-dim"),
+    Setting("v_head_dim", "--v-head-dim"),
 )
-# An MLP without a gate: linear_fc1 is one matrix.
-NEMOTRON_ROWS = {
-    **LLAMA_ROWS,
-    **_rename(
-        OURS, THEIRS, {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}, "bias"
-    ),
-    **_rename("", "", {"decoder.final_layernorm": "model.norm"}, "bias"),
-    **_rename(OURS, THEIRS, {"mlp.linear_fc1": "mlp.up_proj"}),
-}
-GPT2_MATRICES = {
-    "self_attention.linear_proj": "attn.c_proj",
-    "mlp.linear_fc1": "mlp.c_fc",
-    "mlp.linear_fc2": "mlp.c_proj",
-}
-# The published files of GPT-2 itself leave out the prefix "transformer.".
-GPT2_ROWS = {
-    **_rename("embedding.", "transformer.", {"word_embeddings": "wte", "position_embeddings": "wpe"}),
-    **_rename("decoder.", "transformer.", {"final_layernorm": "ln_f"}, "weight", "bias"),
-    **_rename(
-        OURS, "transformer.h.{layer}.", {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}, "weight", "bias"
-    ),
-    **_rename(OURS, "transformer.h.{layer}.", GPT2_MATRICES, "bias"),
-    **_build_rows(
-        *(
-            Row(f"{OURS}{ours}.weight", (f"transformer.h.{{layer}}.{theirs}.weight",), transposed=True)
-            for ours, theirs in GPT2_MATRICES.items()
-        ),
-        Row(f"{OURS}self_attention.linear_qkv.weight", ("transformer.h.{layer}.attn.c_attn.weight",), "qkv", True),
-        Row(f"{OURS}self_attention.linear_qkv.bias", ("transformer.h.{layer}.attn.c_attn.bias",), "qkv"),
-    ),
-}
-GPT_NEOX_MODULES = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "self_attention.linear_qkv": "attention.query_key_value",
-    "self_attention.linear_proj": "attention.dense",
-    "mlp.linear_fc1": "mlp.dense_h_to_4h",
-    "mlp.linear_fc2": "mlp.dense_4h_to_h",
-}
-GPT_NEOX_ROWS = {
-    **_rename("", "", {"embedding.word_embeddings": "gpt_neox.embed_in", "output_layer": "embed_out"}),
-    **_rename("", "", {"decoder.final_layernorm": "gpt_neox.final_layer_norm"}, "weight", "bias"),
-    **_rename(OURS, "gpt_neox.layers.{layer}.", GPT_NEOX_MODULES, "weight", "bias"),
-}
+DEEPSEEK_EXPERTS = (
+    Setting("n_routed_experts", "--num-experts"),
+    TOP_K,
+    EXPERT_WIDTH,
+    Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+    Setting("first_k_dense_replace", "--moe-layer-freq", "dense layers first", default=0),
+    Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+)
+EXPERT_GROUPS = (
+    Setting("n_group", "--moe-router-num-groups", default=1),
+    Setting("topk_group", "--moe-router-group-topk", default=1),
+)
 
 
 # ---- the families
@@ -228,6 +155,22 @@ def _llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family
         settings=settings,
         rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
         expects=expects,
+        absent={"tie_word_embeddings": False},
+        **parts,
+    )
+
+
+def _deepseek(name: str, model_type: str, model_class: str, flags: str, **parts: Any) -> Family:
+    """Latent attention, and experts behind a few dense layers."""
+    return Family(
+        name=name,
+        model_type=model_type,
+        model_class=model_class,
+        flags=f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS} {flags}",
+        sizes=LATENT_SIZES,
+        settings=(*USUAL, *LATENT, *DEEPSEEK_EXPERTS, *parts.pop("settings", ())),
+        rows=tuple({**LATENT_ROWS, **SHARED_EXPERTS, **parts.pop("rows", {})}.values()),
+        expects={**SILU, **ALL_ROTATED, "attention_bias": False, "moe_layer_freq": 1, **parts.pop("expects")},
         absent={"tie_word_embeddings": False},
         **parts,
     )
@@ -286,7 +229,7 @@ FAMILIES: tuple[Family, ...] = (
         sizes=SIZES,
         settings=USUAL,
         rows=tuple({
-            **_without(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
+            **without_rows(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
         }.values()),
         expects={**SILU, **ALL_ROTATED, "attention_bias": False},
         absent={"tie_word_embeddings": False},
@@ -372,9 +315,9 @@ FAMILIES: tuple[Family, ...] = (
         sizes=SIZES,
         settings=(*USUAL, ROTARY_SHARE, HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
         rows=tuple({
-            **_without(LLAMA_ROWS, ".mlp."), **QKV_BIAS,
-            **_rename(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
-            **_build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
+            **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS,
+            **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
+            **build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
         }.values()),
         expects={"attention_bias": True},
         absent={"tie_word_embeddings": False},
@@ -400,8 +343,8 @@ FAMILIES: tuple[Family, ...] = (
             Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), *QWEN_WINDOWS,
         ),
         rows={
-            **QKV_BIAS, **EXPERTS, **_gated("mlp.shared_experts", "mlp.shared_expert"),
-            **_build_rows(Row(f"{OURS}mlp.shared_experts.gate_weight", (f"{THEIRS}mlp.shared_expert_gate.weight",))),
+            **QKV_BIAS, **EXPERTS, **build_gated_rows("mlp.shared_experts", "mlp.shared_expert"),
+            **build_rows(Row(f"{OURS}mlp.shared_experts.gate_weight", (f"{THEIRS}mlp.shared_expert_gate.weight",))),
         },
         expects=EVERY_LAYER_HAS_EXPERTS,
         examples={"Qwen 2 MoE": {
@@ -424,21 +367,54 @@ FAMILIES: tuple[Family, ...] = (
         }},
     ),
     _llama(
+        "OLMoE", "olmoe", "OlmoeForCausalLM",
+        flags=" --qk-layernorm --qk-norm-scope all",
+        # The width of an expert is called like that of a dense MLP.
+        settings=(Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
+        rows={**QK_NORMS, **EXPERTS},
+        expects={"attention_bias": False, "clip_qkv": None},
+        examples={"OLMoE": {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}},
+    ),
+    _deepseek(
+        # Groups of experts count by their best expert there, and by the sum of their best ones here: none of them.
+        "DeepSeek V2 Lite", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
+        expects={"norm_topk_prob": False, "topk_method": "greedy", "scoring_func": "softmax", "mlp_bias": False},
+        examples={"DeepSeek V2 Lite": {
+            "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "rope_scaling": {
+                "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            },
+        }},
+    ),
+    _deepseek(
+        "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        aliases=("kimi_k2",), settings=EXPERT_GROUPS, rows=EXPERT_BIAS,
+        expects={
+            "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True,
+        },
+        examples={"DeepSeek V3": {
+            "num_hidden_layers": 61, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+            "topk_group": 4, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "rope_scaling": {
+                "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            },
+        }},
+    ),
+    _llama(
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
         flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
-            ROTARY_SHARE, HEAD_WIDTH, Setting("n_routed_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
-            Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
-            Setting("first_k_dense_replace", "--moe-layer-freq", "dense layers first", default=0),
-            Setting("n_group", "--moe-router-num-groups", default=1),
-            Setting("topk_group", "--moe-router-group-topk", default=1),
-            Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+            ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS,
             Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
             Setting("use_qk_norm", "--qk-layernorm", "switch", default=False),
         ),
         rows={
-            **QKV_BIAS, **QK_NORMS, **EXPERTS, **_gated("mlp.shared_experts", "mlp.shared_experts"),
-            **_build_rows(Row(f"{OURS}mlp.router.expert_bias", (f"{THEIRS}mlp.gate.e_score_correction_bias",))),
+            **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS,
         },
         expects={"norm_topk_prob": True},
         examples={"GLM 4.5 Air": {
@@ -454,7 +430,7 @@ FAMILIES: tuple[Family, ...] = (
 def find_family(model_type: str) -> Family:
     """The family of a config.json's `model_type`. Raises ConfigError for one that is not known."""
     for family in FAMILIES:
-        if family.model_type == model_type:
+        if model_type in (family.model_type, *family.aliases):
             return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+    known = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.aliases))
     raise ConfigError(f"models of the type {model_type} are not known; known are {known}")

@@ -85,6 +85,8 @@ class Family:
     """`model_type` of the config.json."""
     model_class: str
     """Class of transformers."""
+    aliases: tuple[str, ...] = ()
+    """Other words for `model_type`, in files of the same model."""
     flags: str
     sizes: tuple[Setting, ...]
     settings: tuple[Setting, ...]
@@ -114,8 +116,10 @@ ROPE_TYPES: Mapping[str, tuple[str, tuple[Setting, ...], Mapping[str, Any]]] = {
             Setting("beta_fast", "--yarn-beta-fast", default=32),
             Setting("beta_slow", "--yarn-beta-slow", default=1),
             Setting("truncate", "--no-yarn-correction-range-round-to-int", "inverted switch", default=True),
+            Setting("mscale", "--mscale", default=1.0),
+            Setting("mscale_all_dim", "--mscale-all-dim", default=0.0),
         ),
-        {"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+        {"attention_factor": None},
     ),
 }
 """`rope_type` of a config.json -> our kind of positions, and settings and expected values of its `rope_parameters` (in
@@ -145,7 +149,10 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
     if family.is_rotary:
         flags = [*_build_rope_flags(family, config), *flags]
     settings = (*(family.sizes if with_sizes else ()), *family.settings)
-    return [*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))]
+    # Two fields may say the same.
+    return list(
+        dict.fromkeys([*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))])
+    )
 
 
 def _check(family: Family, fields: Mapping[str, Any], expects: Mapping[str, Any]) -> None:
@@ -166,6 +173,12 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
         )
     flags, settings, expects = ROPE_TYPES[kind]
     _check(family, rope, expects)
+    # Theirs takes no account of one without the other.
+    if rope.get("mscale", 1.0) != 1.0 and not rope.get("mscale_all_dim"):
+        raise ConfigError(f"{family.name}: mscale {rope['mscale']} without mscale_all_dim has no meaning; give both")
+    # With latent attention rope alone means YaRN.
+    if kind != "yarn" and "--multi-latent-attention" in family.flags:
+        flags += " --rope-type rope"
     given = re.findall(r"--\S+(?: [^-\s]\S*)?", flags)
     return [*given, *(flag for setting in settings for flag in _build_flag(family, rope, setting))]
 
