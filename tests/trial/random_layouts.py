@@ -86,8 +86,8 @@ def axis_flags(sizes: dict[str, int]) -> list[str]:
 class Draw:
     """Random choices that add flags."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(f"layout {seed}")
+    def __init__(self, seed: int, what: str = "layout") -> None:
+        self.random = random.Random(f"{what} {seed}")
         self.flags: list[str] = []
 
     def chance(self, probability: float) -> bool:
@@ -127,6 +127,7 @@ def draw_case(seed: int) -> LayoutCase:
     case.optimizer = draw.one(*["adam"] * 6, "sgd", "lion", "muon", "soap")
     case.model += _draw_training(draw, sizes, case.optimizer, virtual)
     case.layout = _draw_layout(draw, sizes, schedule, virtual, a2a, experts)
+    _make_latent(case)
     return case
 
 
@@ -177,6 +178,34 @@ def _draw_model(draw: Draw, sizes: dict[str, int], layers: int, a2a: bool) -> li
     draw.maybe(0.15, "--init-method-xavier-uniform", "--embedding-init-method-std=0.1")
     draw.maybe(0.2, "--cross-entropy-loss-fusion", "--no-bias-dropout-fusion", "--attention-softmax-in-fp32")
     return draw.flags
+
+
+# What latent attention does not go with.
+_OF_OTHER_ATTENTION = (
+    "--group-query-attention", "--num-query-groups", "--kv-channels", "--qk-l2-norm", "--attention-output-gate",
+    "--add-qkv-bias", "--rotary-interleaved", "--use-rope-scaling", "--rotary-percent", "--position-embedding-type",
+)  # fmt: skip
+
+
+def _make_latent(case: LayoutCase) -> None:
+    """Give some cases latent attention."""
+    # Choices of its own, so that all other cases stay what they are.
+    draw = Draw(case.seed, "latent")
+    if not draw.chance(0.2):
+        return
+    case.model[:] = [flag for flag in case.model if flag.split("=")[0] not in _OF_OTHER_ATTENTION]
+    plain, rotated = draw.one(3, 5, 8), draw.one(2, 4, 6)
+    draw.flags = [
+        "--multi-latent-attention", "--position-embedding-type=rope", f"--kv-lora-rank={draw.one(5, 9, 16)}",
+        f"--qk-head-dim={plain}", f"--qk-pos-emb-head-dim={rotated}",
+        f"--v-head-dim={draw.one(3, plain + rotated, 15)}",
+    ]  # fmt: skip
+    draw.maybe(0.6, f"--q-lora-rank={draw.one(7, 12)}")
+    draw.maybe(0.4, "--rope-type=rope", "--rotary-scaling-factor=4 --mscale=0.8 --mscale-all-dim=0.9")
+    draw.maybe(0.5, "--qk-layernorm" if "--qk-layernorm" not in case.model else "--no-rope-fusion")
+    case.model += draw.flags
+    if "--recompute-granularity=selective" in case.layout and "--recompute-modules" not in case.layout:
+        case.layout += ["--recompute-modules", *draw.one(["mla_up_proj"], ["mla_up_proj", "core_attn"])]
 
 
 def _draw_experts(draw: Draw, sizes: dict[str, int]) -> list[str]:

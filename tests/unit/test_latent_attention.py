@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.memory import KeptForBackward
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
 from megatron.core.inference.kv_cache import KVCache
@@ -197,6 +198,27 @@ def test_documents_of_a_packed_sequence_do_not_see_each_other(options: str) -> N
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("further", "more"),
+    [
+        ("", 0),
+        ("--qk-layernorm", 13 + 1 + 11 + 1),  # the norms' inputs or outputs, and the inverse root mean squares
+        ("--recompute-modules core_attn mla_up_proj", -4 * (10 + 10 + 5)),
+    ],
+)
+def test_bytes_that_wait_for_backward(further: str, more: int) -> None:
+    """The formula of docs/attention.md, in float32, without what a kernel of core attention keeps."""
+    model = build_model(f"{LOW_RANK_QUERIES} --recompute-granularity selective {further}")
+    assert model.rotary_pos_emb is not None
+    count, tokens = KeptForBackward(), SEQUENCE_LENGTH * 2
+    with count.counting():
+        hidden_states = torch.randn(SEQUENCE_LENGTH, 2, 32, requires_grad=True)
+        rotation = model.rotary_pos_emb.build_rotation(SEQUENCE_LENGTH)
+        output, _ = first_attention(model)(hidden_states, rotation=rotation)
+    hidden, latents, heads = 32, 13 + 11 + 4, 4 * (10 + 10 + 5 + 5)
+    assert output.requires_grad and count.now == 4 * tokens * (hidden + latents + heads + more)
+
+
 # ---- generation
 
 
@@ -361,6 +383,8 @@ def test_the_log_names_the_fused_rotation() -> None:
     assert "in place" in describe_operations(read_config(f"{LATENT} --qk-layernorm").model)["rotary positions"]
 
 
-def test_gradients_reach_every_parameter() -> None:
-    _, grads = losses_and_grads(build_model(f"{LOW_RANK_QUERIES} --qk-layernorm"))
+@pytest.mark.parametrize("width", [32, 34])
+def test_gradients_reach_every_parameter(width: int) -> None:
+    """Also where the heads, whose widths are their own, do not divide the hidden size."""
+    _, grads = losses_and_grads(build_model(f"{LOW_RANK_QUERIES} --qk-layernorm --hidden-size {width}"))
     assert all(grad.abs().max() > 0 for grad in grads.values())

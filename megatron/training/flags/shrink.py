@@ -130,7 +130,10 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
         "max_position_embeddings": _LENGTH, "tokenizer_type": "NullTokenizer", "vocab_size": 1000,
         "make_vocab_size_divisible_by": 8,
     }  # fmt: skip
-    small = {"ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "mup_base_hidden_size": 32}
+    small = {
+        "ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "mup_base_hidden_size": 32,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
     sizes |= {name: value for name, value in small.items() if name in given and values[name] is not None}
     if values["num_query_groups"] and values["num_query_groups"] < values["num_attention_heads"]:
         groups = 1 if values["num_query_groups"] == 1 else 2

@@ -203,8 +203,6 @@ class AttentionOptions:
     @classmethod
     def from_config(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
         """Read the options of layer `layer_number`, counted from 1, from the config."""
-        # The config's own checks fill it in; this tells the type checker so.
-        assert config.kv_channels is not None
         return cls(
             scale=config.attention_scale,
             layer_number=layer_number,
