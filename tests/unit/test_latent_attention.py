@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import KeptForBackward
+from megatron.core.dist_checkpointing.upstream_dist import our_names
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
 from megatron.core.inference.kv_cache import KVCache
@@ -152,6 +153,15 @@ def test_names_and_shapes_are_those_of_upstream() -> None:
         "q_layernorm.weight": (13,),
         "kv_layernorm.weight": (11,),
     }
+
+
+def test_norms_in_upstreams_checkpoints_are_found() -> None:
+    """With Transformer Engine they are part of the linear layer behind them."""
+    for theirs, ours in (("linear_q_up_proj", "q_layernorm"), ("linear_kv_up_proj", "kv_layernorm")):
+        name = f"decoder.layers.self_attention.{theirs}.layer_norm_weight"
+        assert our_names(name, (2, 13))[1] == (f"decoder.layers.1.self_attention.{ours}.weight", 1)
+        plain = f"decoder.layers.self_attention.{ours}.weight"
+        assert our_names(plain, (1, 13)) == [(plain.replace("layers.", "layers.0."), 0)]
 
 
 @pytest.mark.parametrize(

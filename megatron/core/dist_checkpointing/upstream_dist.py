@@ -8,6 +8,7 @@
 | one tensor of all layers, or one for each      | one for each layer                      |
 | self_attention.linear_qkv.layer_norm_weight    | input_layernorm.weight                  |
 | mlp.linear_fc1.layer_norm_weight               | pre_mlp_layernorm.weight                |
+| self_attention.linear_q_up_proj.layer_norm_... | self_attention.q_layernorm.weight       |
 | mlp.experts.experts.linear_fc1.weight          | mlp.experts.linear_fc1.weight           |
 | optimizer.state.exp_avg.<name>, fp32_param     | the same, with the names above          |
 | common_state/shard_0_1, or the file common.pt  | settings, progress, schedule, step      |
@@ -63,6 +64,11 @@ _BEGINNINGS = (
 )
 """How what follows the layer's number begins: in upstream's names, where a norm is part of the linear layer after it,
 and in ours."""
+_LATENT_BEGINNINGS = (
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+)
+"""The same of the norms of latent vectors; upstream's layers without Transformer Engine have them under our names."""
 
 
 class SavedSlice(NamedTuple):
@@ -199,7 +205,7 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     if found is None:
         return [(prefix + key, None)]
     rest = found["rest"]
-    for theirs, ours in _BEGINNINGS:
+    for theirs, ours in _BEGINNINGS + _LATENT_BEGINNINGS:
         if rest.startswith(theirs):
             rest = ours + rest.removeprefix(theirs)
             break
