@@ -95,6 +95,9 @@ def test_each_process_holds_its_share_of_the_experts() -> None:
     assert run_distributed(expert_bytes, 2, "dp2,ep2") == [(whole[0] // 2, whole[1] // 2)] * 2
 
 
+LOGGED = ("load_balancing_loss", "z_loss", "expert_load", "expert_entropy", "expert_bias", "tokens_dropped")
+
+
 def biases_and_losses(text: str, directory: str, save: bool) -> tuple[list[torch.Tensor], dict[str, float], float]:
     """Three steps, after loading or, where `save` says so, before saving: biases of the routers, the last step's
     logged losses and its loss."""
@@ -109,7 +112,7 @@ def biases_and_losses(text: str, directory: str, save: bool) -> tuple[list[torch
             result = train_step(run, batches)
             run.hooks.on_step_end(run, result)
         row = run.metrics.read()[-1]
-        logged = {name: row[name] for name in row.values if "load_balancing" in name or "z_loss" in name}
+        logged = {name: row[name] for name in row.values if name.partition(" layer")[0] in LOGGED}
         biases = [router.expert_bias.detach().clone() for router in list_routers(run) if router.expert_bias is not None]
         if save:
             save_checkpoint(run)
@@ -124,10 +127,10 @@ def test_checkpoints_and_logs_do_not_depend_on_the_layout(tmp_path: Path) -> Non
     alone = biases_and_losses("1", str(tmp_path / "one"), True)
     for other in first:
         assert_same(other, alone)
-    names = {"load_balancing_loss", "z_loss"}
-    assert {name.partition(" layer")[0] for name in alone[1]} == names
-    assert {name for name in alone[1] if "layer" in name} == {f"{name} layer {n}" for name in names for n in (1, 3)}
+    assert {name for name in alone[1] if "layer" in name} == {f"{name} layer {n}" for name in LOGGED for n in (1, 3)}
+    assert {name for name in alone[1] if "layer" not in name} == {"load_balancing_loss", "z_loss", "expert_load"}
     assert all(0 < value < 10 for value in alone[1].values())
+    assert all(alone[1][f"expert_entropy layer {n}"] < 1 < alone[1][f"expert_load layer {n}"] for n in (1, 3))
     assert any(bias.abs().max() > 0 for bias in alone[0])
     trained = load_trained_model(tmp_path)
     loaded = [module for module in trained.model.modules() if isinstance(module, TopKRouter)]

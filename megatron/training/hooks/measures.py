@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -118,7 +119,18 @@ class ZerosHook(Hook):
 
 
 class ExpertsHook(Hook):
-    """Mixture of experts: the routers' auxiliary losses. Every rank takes part. per_layer: also those of each layer."""
+    """Mixture of experts: the routers' auxiliary losses. Every rank takes part.
+
+    per_layer: also those of each layer, and how evenly its experts were chosen in the step:
+
+    | name             | what                                                                            | even |
+    |------------------|---------------------------------------------------------------------------------|------|
+    | expert_load      | choices of the most chosen expert / mean over experts                           | 1    |
+    | expert_rank_load | the same of the expert-parallel ranks, where there are several                  | 1    |
+    | expert_entropy   | of the choices' distribution over experts / its largest value, log(experts)     | 1    |
+    | tokens_dropped   | share of the choices that did not fit into --moe-expert-capacity-factor         | 0    |
+    | expert_bias      | largest - smallest bias, where the router has them                              | 0    |
+    """
 
     phase = Phase.MEASURE
     is_collective = True
@@ -132,23 +144,25 @@ class ExpertsHook(Hook):
         return None if config.model.num_moe_experts is None else cls(per_layer=config.model.moe_per_layer_logging)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Record means over microbatches, replicas and layers."""
+        """Record means over microbatches, replicas and layers. Values stay on the device; the host waits for none."""
         model = run.config.model
         # Layers of multi-token prediction, the last ones, count as others.
         count = model.num_layers + model.count_layers_with_weights()
         layers = [number for number in range(1, count + 1) if has_experts(model, number)]
         # A coefficient of 0 switches a loss off.
         names = [LOSS_NAMES[kind] for kind, coefficient in read_loss_coefficients(model).items() if coefficient]
-        if not names:
-            return
-        # Stays on the device; the host does not wait for it here.
-        means = self._reduce_losses(run, layers, names, result.samples)
-        over_layers = means.cumsum(0)[-1] / len(layers)
-        for place, name in enumerate(names):
-            run.metrics.record(name, over_layers[place], reduce="last", text=partial("{}: {:.6E}".format, name))
+        if names:
+            means = self._reduce_losses(run, layers, names, result.samples)
+            over_layers = means.cumsum(0)[-1] / len(layers)
+            for place, name in enumerate(names):
+                run.metrics.record(name, over_layers[place], reduce="last", text=partial("{}: {:.6E}".format, name))
             if self.per_layer:
-                for layer, value in zip(layers, means[:, place].unbind(), strict=True):
-                    run.metrics.record(f"{name} layer {layer}", value, reduce="last")
+                _record_layers(run, layers, dict(zip(names, means.unbind(1), strict=True)))
+        if self.per_layer:
+            found = self._reduce_load(run, layers)
+            _record_layers(run, layers, found)
+            busiest = found["expert_load"].max()
+            run.metrics.record("expert_load", busiest, reduce="max", text="expert load: {:.2f}".format)
 
     def _reduce_losses(self, run: Run, layers: list[int], names: list[str], samples: int) -> Tensor:
         """[layers, names], of the last step, which had so many samples."""
@@ -159,6 +173,43 @@ class ExpertsHook(Hook):
                 own[layers.index(router.layer_number), names.index(name)] += summed
         all_reduce(own, run.groups.world)  # each process has what its own tokens add to its own layers' losses
         return own * run.batch_size.micro_batch_size / samples
+
+    def _reduce_load(self, run: Run, layers: list[int]) -> dict[str, Tensor]:
+        """Name, as in the docstring of the class -> [layers], of the last step."""
+        model = run.config.model
+        experts = model.num_moe_experts or 1
+        # A row for each layer: choices of each expert, those dropped, biases, and how many processes hold them.
+        own = torch.zeros(len(layers), 2 * experts + 2, dtype=torch.float64, device=run.device)
+        for router in list_routers(run):
+            row = own[layers.index(router.layer_number)]
+            load = router.take_load()
+            if load is not None:
+                row[: experts + 1] += load
+            if router.expert_bias is not None:
+                row[experts + 1 : -1] += router.expert_bias.detach()
+                row[-1] += 1
+        all_reduce(own, run.groups.world)
+        choices, dropped = own[:, :experts], own[:, experts]
+        total = choices.sum(1).clamp(min=1)
+        shares = choices / total.unsqueeze(1)
+        found = {"expert_load": shares.amax(1) * experts}
+        ranks = model.expert_model_parallel_size
+        if ranks > 1:
+            found["expert_rank_load"] = shares.unflatten(1, (ranks, -1)).sum(2).amax(1) * ranks
+        found["expert_entropy"] = torch.special.entr(shares).sum(1) / math.log(max(experts, 2))
+        if model.moe_expert_capacity_factor is not None:
+            found["tokens_dropped"] = dropped / total
+        if model.moe_router_enable_expert_bias:
+            biases = own[:, experts + 1 : -1] / own[:, -1:].clamp(min=1)
+            found["expert_bias"] = biases.amax(1) - biases.amin(1)
+        return found
+
+
+def _record_layers(run: Run, layers: list[int], values: Mapping[str, Tensor]) -> None:
+    """Record values [layers] by name, those of each layer under a name of their own."""
+    for name, of_layers in values.items():
+        for layer, value in zip(layers, of_layers.unbind(), strict=True):
+            run.metrics.record(f"{name} layer {layer}", value, reduce="last")
 
 
 class PredictionHook(Hook):

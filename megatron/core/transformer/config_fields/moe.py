@@ -104,7 +104,8 @@ class MoEFields(ArchitectureFields):
     """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts
     (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
     moe_per_layer_logging: bool = flag(False, kind="report", needs=_EXPERTS)
-    """Log the auxiliary losses of each layer beside their mean."""
+    """Log the auxiliary losses of each layer beside their mean, and how evenly its experts are chosen: the load of the
+    busiest one, entropy, share dropped, spread of the biases."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

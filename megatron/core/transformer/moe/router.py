@@ -77,6 +77,8 @@ class TopKRouter(MegatronModule):
         self.losses: dict[str, Tensor] = {}
         self._tokens_per_expert: Tensor | None = None
         """[E], tokens of this process that chose each expert since the bias was last updated."""
+        self._load: Tensor | None = None
+        """[E + 1], for the log: the same since it was last taken, and how many of these choices were dropped."""
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
 
@@ -90,16 +92,24 @@ class TopKRouter(MegatronModule):
         # dropped: what the router wanted is to be balanced, not what it got.
         if learns:
             routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
-            if self.expert_bias is not None and not is_recomputing():
-                self._count_tokens(routing, logits)
         if self.config.moe_expert_capacity_factor is not None:
             routing = routing._replace(kept=self._keep_within_capacity(routing))
+        if learns and not is_recomputing():
+            self._count_tokens(routing, logits)
         return routing
 
     def _count_tokens(self, routing: Routing, logits: Tensor) -> None:
-        """Add this microbatch's tokens per expert to those of the step."""
+        """Add this microbatch's tokens per expert to those of the step, where the bias or the log needs them."""
+        config = self.config
+        if self.expert_bias is None and not config.moe_per_layer_logging:
+            return
         counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)  # [E]
-        self._tokens_per_expert = counts if self._tokens_per_expert is None else self._tokens_per_expert + counts
+        if self.expert_bias is not None:
+            self._tokens_per_expert = counts if self._tokens_per_expert is None else self._tokens_per_expert + counts
+        if config.moe_per_layer_logging:
+            dropped = counts.new_zeros(1) if routing.kept is None else (~routing.kept).sum().reshape(1)
+            load = torch.cat((counts, dropped))
+            self._load = load if self._load is None else self._load + load
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> [T, E], in the router's number format."""
@@ -196,6 +206,12 @@ class TopKRouter(MegatronModule):
     def take_losses(self) -> dict[str, Tensor]:
         """Return the sums of the auxiliary losses by name, and start new ones."""
         taken, self.losses = self.losses, {}
+        return taken
+
+    def take_load(self) -> Tensor | None:
+        """Return int64 [E + 1], how many of this process's tokens chose each expert since the last call, and how many
+        of these choices capacity has dropped; None where there were none, or without --moe-per-layer-logging."""
+        taken, self._load = self._load, None
         return taken
 
     # ---- bias
