@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Placement, Split
-from megatron.training.verify.activations import PointRecord, join_points
+from megatron.training.hooks.activations import PointRecord, join_points
 from megatron.training.verify.comparison import compare, find_differences
 from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, join
 from megatron.training.verify.parity_layouts import Layout, choose_padding, find_smallest_part, parse_layout

@@ -34,6 +34,13 @@ def find_hf_directory(text: str | None) -> Path | None:
     return Path(text.removeprefix(HF_PREFIX)) if text is not None and text.startswith(HF_PREFIX) else None
 
 
+_EAGER = (
+    Needs("layers that are not compiled; leave out --compile", lambda run: not run.compile),
+    Needs("sequences of one length; leave out --hybrid-context-parallel", lambda run: not run.hybrid_context_parallel),
+)
+_EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
+
+
 class Strictness(NamedTuple):
     """What loading does with the tensors that differ between checkpoint and model."""
 
@@ -99,6 +106,17 @@ class CheckpointConfig(CheckedConfig):
     save_hf: PathText | None = None
     """Directory for the model as Hugging Face's programs read it, written when the last iteration is done. A result of
     an earlier run there is replaced."""
+    save_params_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
+    """Iterations between dumps of the parameters in `params` in --save."""
+    save_wgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
+    """Iterations between dumps of the parameters' gradients, before clipping, in `wgrads` in --save."""
+    save_activations_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, *_EAGER))
+    """Iterations between dumps of activations in `activations` in --save: the outputs of layers, their norms and linear
+    layers, for all microbatches of the step; each rank keeps its own in host memory until then."""
+    save_dgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, *_EAGER))
+    """Iterations between dumps of the gradients of the same activations in `dgrads` in --save."""
+    save_tokens_per_expert_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _EXPERTS))
+    """Iterations between dumps of how many tokens of the step chose each expert, in `tokens_per_expert` in --save."""
     load: PathText | None = None
     """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start. hf:DIR:
     start from the weights of a Hugging Face directory."""

@@ -6,6 +6,13 @@ from megatron.training.config.container import RunConfig
 from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.clocks import NamedRangesHook, PipelineClockHook, TimingHook
 from megatron.training.hooks.console import ConsoleHook
+from megatron.training.hooks.dumps import (
+    ActivationGradsDumpHook,
+    ActivationsDumpHook,
+    ParamsDumpHook,
+    TokensPerExpertDumpHook,
+    WeightGradsDumpHook,
+)
 from megatron.training.hooks.evaluation import EvaluationHook, NonLossDataHook
 from megatron.training.hooks.exits import ExitHook
 from megatron.training.hooks.guards import NonFiniteHook, OutlierHook
@@ -39,6 +46,7 @@ HOOKS: tuple[type[Hook], ...] = (
     NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
+    ParamsDumpHook, WeightGradsDumpHook, ActivationsDumpHook, ActivationGradsDumpHook, TokensPerExpertDumpHook,
     CheckpointHook,
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.placement import Placement
-from megatron.training.verify.activations import DATA, Point, find_place
+from megatron.training.hooks.activations import DATA, Point, find_place
 from megatron.training.verify.parity import Trace
 
 

@@ -28,13 +28,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
+from megatron.training.hooks.activations import Point, PointRecord, join_points, record_activations
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
 from megatron.training.setup import setup
 from megatron.training.step import get_learning_rate, train_step
-from megatron.training.verify.activations import Point, PointRecord, join_points, record_activations
 
 # ---- on every rank
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron.training.verify.activations import Point
+from megatron.training.hooks.activations import Point
 from megatron.training.verify.comparison import Finding, Moment
 from megatron.training.verify.parity import Disagreement, Trace
 
