@@ -51,7 +51,7 @@ LEFT_OUT = {
     "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank force_reset_rng gtp_remat_world_size "
     "egtp_remat_world_size",
     "save_checkpoint": "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
-    "non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn release tp_group pp_group dp_cp_group "
+    "train_data_iterator preprocess_common_state_dict_fn release tp_group pp_group dp_cp_group "
     "dp_group expt_dp_group rng_state_key_prefix",
     "train_step": "pg_collection p2p_communicator",
     "training_log": "max_attention_logit pg_collection is_first_iteration seqlen_squared_sum_in_batch "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.errors import CheckpointError, ConfigError, MegatronError
+from megatron.core.errors import CheckpointError, ConfigError, MegatronError, StorageError
 from megatron.core.mesh import RankGrid
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -348,9 +349,57 @@ def test_state_dictionaries_go_and_come(tmp_path: Path) -> None:
         dist_checkpointing.save({"object": object()}, tmp_path / "two")
     with pytest.raises(ConfigError, match="put them into a dictionary"):
         dist_checkpointing.save({"list": [state["model"]["decoder.layers.0.mlp.linear_fc1.bias"]]}, tmp_path / "two")
-    with pytest.raises(ConfigError, match="in the background"):
-        dist_checkpointing.save(state, tmp_path / "two", async_sharded_save=True)
     assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_request_is_saved_beside_the_loop(persistent: bool, tmp_path: Path) -> None:
+    queue_class, request_class = use("dist_checkpointing.strategies.async_utils", "AsyncCallsQueue", "AsyncRequest")
+    queue, done, model = queue_class(persistent=persistent), [], gpt()
+    bias = next(model.parameters())
+    for number in range(2):
+        path, step = tmp_path / str(number), {"count": number}
+        request = dist_checkpointing.save(
+            {"model": model.sharded_state_dict(), "step": step}, path, async_sharded_save=True
+        )
+        step["count"] = -1
+        assert isinstance(request, request_class) and not path.exists(), "nothing is written before it is scheduled"
+        request.add_finalize_fn(lambda path=path: done.append(path.exists()))
+        expected = bias.detach().clone()
+        assert queue.schedule_async_request(request) == number
+        with torch.no_grad():
+            bias.add_(1.0)
+        assert queue.get_num_unfinalized_calls() == 1
+        with pytest.raises(ConfigError, match="comes before"):
+            request.add_finalize_fn(print)
+        while not (finished := queue.maybe_finalize_async_calls()):
+            time.sleep(0.01)
+        assert finished == [number] and done == [True] * (number + 1)
+        other = gpt(seed=5)
+        loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, path)
+        assert torch.equal(next(other.parameters()), expected) and loaded["step"] == {"count": number}
+    with pytest.raises(ConfigError, match="scheduled before"):
+        queue.schedule_async_request(request)
+    again = dist_checkpointing.save(model.sharded_state_dict(), tmp_path / "1", async_sharded_save=True)
+    with pytest.raises(CheckpointError, match="not an empty directory"):
+        queue.schedule_async_request(again)
+    queue.close()
+    dist_checkpointing.save(model.sharded_state_dict(), tmp_path / "now", async_sharded_save=True).execute_sync()
+    assert (tmp_path / "now" / "manifest.json").exists()
+
+
+def test_a_request_that_fails_is_told_by_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron.core.dist_checkpointing.async_save.write_contents", refuse)
+    queue, done = use("dist_checkpointing.strategies.async_utils", "AsyncCallsQueue")(), []
+    request = dist_checkpointing.save(gpt().sharded_state_dict(), tmp_path / "one", async_sharded_save=True)
+    request.add_finalize_fn(lambda: done.append(1))
+    queue.schedule_async_request(request)
+    with pytest.raises(StorageError, match="No space left"):
+        queue.close()
+    assert done == [] and list(tmp_path.iterdir()) == [] and queue.get_num_unfinalized_calls() == 0
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:

@@ -245,3 +245,44 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path, args: Namespace) -
     shaped, saved = settings(args=args, load_arg="load")
     assert shaped.num_layers == saved.num_layers == 2
     assert (shaped.layernorm_epsilon, shaped.rotary_base) == (1e-5, 10000)
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_a_loop_goes_on_while_it_is_saved(
+    worker: bool, tmp_path: Path, args: Namespace, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, finish = use(".checkpointing", "save_checkpoint"), use(".async_utils", "maybe_finalize_async_save")
+    settings = args.run_config.checkpoint
+    settings.save, settings.async_save, settings.use_persistent_ckpt_worker = str(tmp_path), True, worker
+    parts = setup()
+    finish()
+    for iteration in (2, 4):
+        assert save(iteration, *parts, num_floating_point_operations_so_far=0) is None
+    assert (tmp_path / "iter_0000002").is_dir(), "the one before is waited for"
+    finish(blocking=True)
+    assert (tmp_path / "iter_0000004" / "manifest.json").exists()
+    assert capsys.readouterr().out.count("training waited") == 2
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron.core.dist_checkpointing.async_save.write_contents", refuse)
+    save(6, *parts, num_floating_point_operations_so_far=0)
+    finish(terminate=True)
+    assert "iteration 6 was not saved: " in capsys.readouterr().err
+
+
+def test_a_loop_keeps_the_newest_of_its_non_persistent_checkpoints(tmp_path: Path, args: Namespace) -> None:
+    save, load = use(".checkpointing", "save_checkpoint", "load_checkpoint")
+    settings = args.run_config.checkpoint
+    settings.save, parts = str(tmp_path), setup()
+    with pytest.raises(ConfigError, match="needs --non-persistent-save-interval"):
+        save(1, *parts, num_floating_point_operations_so_far=0, non_persistent_ckpt=True)
+    settings.non_persistent_save_interval, settings.non_persistent_ckpt_type = 1, "global"
+    del args._saves
+    save(2, *parts, num_floating_point_operations_so_far=0)
+    for iteration in (3, 4):
+        save(iteration, *parts, num_floating_point_operations_so_far=0, non_persistent_ckpt=True)
+    assert [path.name for path in (tmp_path / "non_persistent").glob("iter_*")] == ["iter_0000004"]
+    settings.load = str(tmp_path)
+    assert load(*parts) == (4, 0)

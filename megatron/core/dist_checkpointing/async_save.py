@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.directory import abandon_save
+from megatron.core.dist_checkpointing.directory import abandon_save, begin_save_alone, commit_save_alone
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest
@@ -104,15 +104,34 @@ class AsyncSaver:
 
         The one before must have come to its outcome. Raises StorageError, on every member, when the save cannot begin.
         """
+        self._start(tensors, guard(root, iteration, lock), iteration, documents, attachments or {}, group)
+
+    def start_alone(
+        self, tensors: ShardedStateDict, path: Path, iteration: int, *, documents: Mapping[str, Any], group: Group
+    ) -> None:
+        """The same for a checkpoint in a directory of its own, which is missing or empty. Raises CheckpointError,
+        too."""
+        self._start(tensors, (lambda: begin_save_alone(path), commit_save_alone), iteration, documents, {}, group)
+
+    def _start(
+        self,
+        tensors: ShardedStateDict,
+        ends: tuple[Callable[[], Path], Callable[[Path, Manifest], Path]],
+        iteration: int,
+        documents: Mapping[str, Any],
+        attachments: Mapping[str, Path],
+        group: Group,
+    ) -> None:
+        """ends: how the save begins, and how it becomes visible."""
         assert self._save is None, "wait() for the save before"
         began_at = time.monotonic()
-        begin, commit = guard(root, iteration, lock)
+        begin, commit = ends
         temporary = on_first_rank(group, begin)
         try:
             reach("tensors-next")
             planner = ShardSavePlanner()
             plan = plan_write(temporary, planner, tensors, group)
-            accompany = gather_documents(tensors, documents, attachments or {}, group)
+            accompany = gather_documents(tensors, documents, attachments, group)
         except BaseException:
             if group.rank() == 0:
                 abandon_save(temporary)

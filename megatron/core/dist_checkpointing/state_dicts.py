@@ -15,6 +15,7 @@ The files are those of serialization.py, complete or invisible, with a manifest.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.async_requests import AsyncRequest
 from megatron.core.dist_checkpointing.directory import find_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
@@ -42,28 +44,29 @@ def save(
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-) -> None:
+) -> AsyncRequest | None:
     """Save on all processes together; they must be in the same place of the program.
 
     sharded_state_dict: nested dictionaries with text keys, and lists of what is not sharded, see above.
     checkpoint_dir: missing or empty; it appears when the checkpoint is complete. sharded_strategy, common_strategy:
     leave them None: there is one format, upstream's torch_dist. validate_access_integrity: that every element of every
-    tensor is saved once is always checked. async_sharded_save: not available.
+    tensor is saved once is always checked. async_sharded_save: save nothing yet, and return a request
+    for AsyncCallsQueue.schedule_async_request (async_requests.py); what is no tensor is saved as it is now.
     Raises CheckpointError when the directory holds something, StorageError when the disk fails.
     """
-    if async_sharded_save:
-        raise ConfigError("dist_checkpointing.save() cannot save in the background; leave out async_sharded_save")
     _refuse_strategies(sharded_strategy, common_strategy)
     tensors: ShardedStateDict = {}
     common = _without_tensors(dict(sharded_state_dict), (), tensors)
     iteration = common.get("iteration", 0)
-    serialization.save_alone(
-        tensors,
-        Path(checkpoint_dir),
-        iteration if isinstance(iteration, int) and iteration >= 0 else 0,
-        documents={COMMON: common},
-        group=_everyone(),
-    )
+    number = iteration if isinstance(iteration, int) and iteration >= 0 else 0
+    path, group = Path(checkpoint_dir), _everyone()
+    if async_sharded_save:
+        documents = copy.deepcopy({COMMON: common})
+        return AsyncRequest(
+            lambda saver: saver.start_alone(tensors, path, number, documents=documents, group=group), group
+        )
+    serialization.save_alone(tensors, path, number, documents={COMMON: common}, group=group)
+    return None
 
 
 def load(

@@ -28,6 +28,9 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.dist_checkpointing.serialization": _in(
         _STATE_DICTS, "load_common_state_dict", "load_tensors_metadata"
     ),
+    "megatron.core.dist_checkpointing.strategies.async_utils": _in(
+        "megatron.core.dist_checkpointing.async_requests", "AsyncCallsQueue", "AsyncRequest"
+    ),
     "megatron.core.dist_checkpointing.strategies.common": _in(_CHECKPOINTS, "load_common", "save_common"),
     "megatron.core.dist_checkpointing.strategies.fully_parallel": _in(_CHECKPOINTS, "FullyParallelLoadStrategyWrapper"),
     "megatron.core.dist_checkpointing.strategies.torch": _in(_CHECKPOINTS, "TorchDistLoadShardedStrategy"),
@@ -106,7 +109,7 @@ ABSENT: dict[str, str] = {
     "megatron.core.datasets.indexed_dataset._IndexReader": "it is private; use IndexedDataset",
     "megatron.core.datasets.multimodal_dataset": _MULTIMODAL,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": (
-        "saving beside training is AsyncSaver's of megatron.core.dist_checkpointing.async_save"
+        "saving beside training is dist_checkpointing.save(async_sharded_save=True) with AsyncCallsQueue"
     ),
     "megatron.core.distributed.fsdp": _DTENSOR,
     "megatron.core.extensions": _TE,

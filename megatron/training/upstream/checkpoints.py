@@ -20,9 +20,10 @@ from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
 from megatron.training.hooks.dispatch import Hooks
 from megatron.training.run import Progress
+from megatron.training.upstream.loop_saves import LoopSaves
 
 isfile = os.path.isfile
-_LOCKS = "_save_locks"
+_SAVES = "_saves"
 
 
 # Upstream's functions are handed pieces; a whole Run, with data, does not exist in a loop of one's own.
@@ -48,13 +49,17 @@ def save_checkpoint(
     optimizer: Any,
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
-) -> Path:
+    *,
+    non_persistent_ckpt: bool = False,
+) -> Path | None:
     """Save to args.save as the given iteration, in the format of pretrain_gpt.py; returns the directory.
 
-    It is complete then, also with --async-save: only a loop of ours sees to the end of a save under way.
+    With --async-save it is written while the loop goes on, and None is returned: the next call,
+    maybe_finalize_async_save and the end of the program wait for it, and say what has become of it.
 
     args.consumed_train_samples says which samples come next; from the iteration and the global batch sizes where it is
-    missing. num_floating_point_operations_so_far: of upstream's signature; it is not kept.
+    missing. num_floating_point_operations_so_far: of upstream's signature; it is not kept. non_persistent_ckpt: save
+    where only the newest stays, as --non-persistent-save-interval does. Raises StorageError.
     """
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
@@ -64,13 +69,19 @@ def save_checkpoint(
     if consumed is None:
         consumed = build_batch_size_calculator(args.run_config).count_samples(iteration)
     parts.progress.consumed_train_samples = consumed
-    # Held from the first save to the end of the process: a loop of one's own does not say when it is over.
-    if not hasattr(args, _LOCKS):
-        setattr(args, _LOCKS, save_and_load.prepare_save(args.run_config.checkpoint, parts.groups.world))
-    parts.save_locks = getattr(args, _LOCKS)
-    path = save_and_load.save_checkpoint(parts)  # type: ignore[arg-type]
-    assert path is not None, "without a saver it is complete when the function returns"
-    return path
+    if not hasattr(args, _SAVES):
+        setattr(args, _SAVES, LoopSaves(args.run_config.checkpoint, parts.groups.world))
+    saves: LoopSaves = getattr(args, _SAVES)
+    parts.save_locks = saves.locks
+    return saves.save(parts, non_persistent=non_persistent_ckpt)
+
+
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Say what has become of a save under way, once it has come to its end. blocking: wait for it. terminate: that was
+    the last one; give memory and process back."""
+    saves: LoopSaves | None = getattr(get_args(), _SAVES, None)
+    if saves is not None:
+        saves.finish(blocking=blocking, terminate=terminate)
 
 
 def load_checkpoint(

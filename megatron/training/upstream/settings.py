@@ -176,7 +176,3 @@ def report_theoretical_memory(args: Namespace, num_microbatches: int | None = No
     config: RunConfig = args.run_config
     workload = describe_gpt_workload(config, args.padded_vocab_size or args.vocab_size, num_microbatches or 1)
     print(describe_memory(estimate_memory(config.model, config.ddp, workload), config.model))
-
-
-def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-    """Nothing is left to do: a checkpoint is complete when save_checkpoint() returns."""

@@ -20,7 +20,7 @@ DEFINED: dict[str, dict[str, str]] = {
     | _in(_SETTINGS, "get_train_valid_test_num_samples", "is_last_rank", "print_rank_last"),
     "megatron.training.argument_utils": _in(_SETTINGS, "gpt_config_from_args", "pretrain_cfg_container_from_args"),
     "megatron.training.arguments": _in(_SETTINGS, "parse_and_validate_args", "validate_args"),
-    "megatron.training.async_utils": _in(_SETTINGS, "maybe_finalize_async_save"),
+    "megatron.training.async_utils": _in(_CHECKPOINTS, "maybe_finalize_async_save"),
     "megatron.training.checkpointing": _in(
         _CHECKPOINTS,
         "get_checkpoint_name",
