@@ -102,7 +102,7 @@ def test_damage_of_one_leaves_the_other(root: Path, capsys: pytest.CaptureFixtur
 def test_the_damaged_newest_one_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "non_persistent" / "iter_0000005" / "state.json").write_text("{}")
     assert prepare("--load", root).progress.iteration == 3
-    assert "iter_0000003 instead of the latest checkpoint: " in capsys.readouterr().err
+    assert "iter_0000003, because " in capsys.readouterr().err
 
 
 def test_a_diagnosis_knows_them(root: Path) -> None:
@@ -113,6 +113,19 @@ def test_a_diagnosis_knows_them(root: Path) -> None:
     found = diagnose(root)
     assert found.chosen == root / "iter_0000003"
     assert [finding.level for finding in found.findings] == ["problem"]
+
+
+def test_beside_a_checkpoint_of_upstreams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run goes on from one, and is killed before it has saved a persistent one of its own."""
+    train_tiny("--save", tmp_path, "--ckpt-format", "torch", "--exit-interval", "3")
+    (tmp_path / "iter_0000003" / "manifest.json").unlink()
+    train_tiny(*saving(tmp_path, 100), "--load", tmp_path)
+    remove_checkpoint(tmp_path, 6)
+    (tmp_path / TRACKER).write_text("3")
+    assert prepare("--load", tmp_path).progress.iteration == 5
+    (tmp_path / "non_persistent" / "iter_0000005" / "state.json").write_text("{}")
+    assert prepare("--load", tmp_path).progress.iteration == 3
+    assert "loading an earlier checkpoint" in capsys.readouterr().err
 
 
 def test_another_runs_checkpoints_stay(root: Path) -> None:

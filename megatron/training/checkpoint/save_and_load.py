@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
+    find_checkpoint,
     make_save_directory,
     refuse_unwritable,
     settle_leftovers,
@@ -328,16 +329,17 @@ def _restore_upstream(
     world = run.groups.world
 
     def find() -> tuple[Path | None, Path | None]:
-        if iteration is None and non_persistent_root is not None:
-            newest = non_persistent.list_all_candidates(root, non_persistent_root, [])[:1]
-            if newest and newest[0].parent == non_persistent_root:
-                return None, None
         found = find_upstream_checkpoint(root, iteration)
         # Beside checkpoints of ours an older one of upstream's counts only where it is asked for.
         has_ours = iteration is None and any(root.glob(f"iter_*/{MANIFEST_NAME}"))
         file = None if found is not None or has_ours else find_legacy_file(root, iteration)
         # What has a manifest is verified before it is read, in whichever format it is.
-        return found, None if file is None or (file.parent.parent / MANIFEST_NAME).is_file() else file
+        file = None if file is None or (file.parent.parent / MANIFEST_NAME).is_file() else file
+        if iteration is None and non_persistent_root is not None and (found or file) is not None:
+            newest = non_persistent.list_all_candidates(root, non_persistent_root, [])[0]
+            if newest.parent == non_persistent_root and _is_good(newest):
+                return None, None
+        return found, file
 
     # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
     path, file = on_first_rank(world, find)
@@ -347,6 +349,15 @@ def _restore_upstream(
     elif file is not None:
         _restore_legacy(run, file, with_optimizer=with_optimizer, weights_only=weights_only)
     return path is not None or file is not None
+
+
+def _is_good(path: Path) -> bool:
+    """Whether a checkpoint can be loaded; a warning where not."""
+    try:
+        return find_checkpoint(path) is not None
+    except CheckpointError as error:
+        say(f"warning: {error}; loading an earlier checkpoint", sys.stderr)
+        return False
 
 
 def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_only: bool) -> None:
