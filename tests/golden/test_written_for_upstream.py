@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata, read_restricted
+from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from tests.golden.test_train_curves import DATA, assert_same_step, command_line, lay_out, rows, train
 
 _LONG = 8
@@ -88,6 +90,67 @@ def test_torch_on_one_process(reference: Path, tmp_path: Path) -> None:
     assert list(content["model"]) == list(listing["model_optim_rng.pt"]["model"]), "the order of upstream's modules"
     assert content["num_floating_point_operations_so_far"] == 17270046720.0
     assert content["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.0009728616793536588, rel=1e-12)
+    assert_goes_on(saved, "b", 1, reference, tmp_path)
+
+
+def read_objects(path: Path) -> dict[str, Any]:
+    """Every pickled object of a torch_dist checkpoint by key, and the types of what is in it."""
+    metadata = read_metadata(path / ".metadata")
+    reader = BoxReader(path, metadata)
+    keys = [key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
+    return {key: describe(reader.read_object(key)) for key in keys}
+
+
+def list_tensors(path: Path) -> dict[str, Any]:
+    """The table of contents as a listing has it, boxes sorted."""
+    table = read_metadata(path / ".metadata").state_dict_metadata
+    return {
+        key: {
+            "global_shape": list(entry.size),
+            "dtype": str(entry.properties.dtype),
+            "chunks": sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks),
+        }
+        for key, entry in table.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def sort_boxes(listed: dict[str, Any]) -> dict[str, Any]:
+    return {key: {**entry, "chunks": sorted(entry["chunks"])} for key, entry in listed.items()}
+
+
+@pytest.mark.parametrize(("case", "name"), [("b", "b_iter10_torch_dist"), ("c", "c_torch_dist")])
+def test_torch_dist_on_one_process(case: str, name: str, reference: Path, tmp_path: Path) -> None:
+    listing = read_listing(name)
+    saved = save_run(case, 1, reference, tmp_path, "--ckpt-format", "upstream_torch_dist")
+    assert without_manifest(saved) == sorted(name for name, _ in listing["files"])
+    path = saved / "iter_0000010"
+    assert list_tensors(path) == sort_boxes(listing["tensors"])
+    assert read_objects(path) == types_of(listing["bytes_contents"])
+    assert json.loads((path / "metadata.json").read_text()) == listing["metadata.json"]
+    assert_goes_on(saved, case, 1, reference, tmp_path)
+
+
+def test_torch_dist_with_a_distributed_optimizer(reference: Path, tmp_path: Path) -> None:
+    """As upstream's with --dist-ckpt-optim-fully-reshardable: what is said beside the tensors is what is said with its
+    default, but for the place of the parameter groups; the tensors are those without a distributed optimizer."""
+    listing, whole = read_listing("b_dp2_distopt_torch_dist"), read_listing("b_iter10_torch_dist")
+    saved = save_run("b_dp2_distopt", 2, reference, tmp_path, "--ckpt-format", "upstream_torch_dist")
+    path = saved / "iter_0000010"
+    found = list_tensors(path)
+    for key, entry in whole["tensors"].items():
+        assert (found[key]["global_shape"], found[key]["dtype"]) == (entry["global_shape"], entry["dtype"]), key
+    main = {key: entry for key, entry in found.items() if key.startswith("optimizer.state.fp32_param.")}
+    assert {key.removeprefix("optimizer.state.fp32_param.") for key in main} == {
+        key for key in whole["tensors"] if not key.startswith("optimizer.")
+    }
+    assert found.keys() == whole["tensors"].keys() | main.keys()
+    objects = read_objects(path)
+    groups = objects["common_state/shard_0_1"][0]["optimizer"].pop("optimizer")
+    listed = types_of(listing["bytes_contents"])
+    assert groups == listed.pop("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")[0]
+    objects["common_state/shard_0_1"][0]["content_metadata"].pop("distrib_optim_fully_reshardable_mem_efficient")
+    assert objects == {key: entry for key, entry in listed.items() if not key.startswith("optimizer.")}
     assert_goes_on(saved, "b", 1, reference, tmp_path)
 
 

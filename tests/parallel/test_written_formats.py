@@ -14,7 +14,9 @@ from tests.parallel.test_layout_checkpoints import run_on
 
 STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
 ROUND_TRIPS = [
-    ("torch", "llama", "tp2,pp2", "1"),
+    ("upstream_torch_dist", "llama", "tp2,pp2", "1"),
+    ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2", "1"),
+    ("upstream_torch_dist", "gpt2", "dp2,dist-opt,--bf16", "dp2,--bf16"),
     ("torch", "gpt2", "pp2,vpp2", "1"),
     ("torch", "moe", "tp2,sp,ep2,dp2", "1"),
     ("torch", "gpt2", "dp2,dist-opt,--bf16", "dp2,--bf16"),
@@ -22,6 +24,13 @@ ROUND_TRIPS = [
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROUND_TRIPS += [
+        ("torch", "llama", "tp2,pp2", "1"),
+        ("upstream_torch_dist", "gpt2", "pp2,vpp2", "1"),
+        ("upstream_torch_dist", "gpt2", "pp2,--pipeline-schedule=zb-v", "tp2"),
+        ("upstream_torch_dist", "llama", "dp3,fsdp2", "1"),
+        ("upstream_torch_dist", "picky", "dp2,ep2,--fp16,--initial-loss-scale=256", "1,--fp16"),
+        ("upstream_torch_dist", "moe", "1,--transformer-impl=transformer_engine,--moe-grouped-gemm", "dp2,ep2"),
+        ("upstream_torch_dist", "moe", "tp4,ep2,etp1,dp1,sp,--moe-layer-freq=1", "1,--moe-layer-freq=1"),
         ("torch", "picky", "dp2,ep2", "1"),
         ("torch", "picky", "dp2,ep2,--fp16,--initial-loss-scale=256", "1,--fp16"),
         ("torch", "moe", "1,--transformer-impl=transformer_engine,--moe-grouped-gemm", "dp2,ep2"),

@@ -21,6 +21,8 @@ from megatron.training.training import run_recipe
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import FLAGS, RandomTokens, differing, prepare, train_tiny
 
+FILES = {"torch": "mp_rank_00/model_optim_rng.pt", "upstream_torch_dist": "__0_0.distcp"}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -134,23 +136,33 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained: Path, capsys: pytest.Ca
     assert whole.progress.iteration == 6 and whole.optimizer.step_count == 6
 
 
-def test_resumed_without_dropout_it_is_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_format", FILES)
+def test_resumed_without_dropout_it_is_the_same_run(file_format: str, tmp_path: Path) -> None:
     dropout = ("--hidden-dropout", "0", "--attention-dropout", "0")
     whole = train_tiny(*dropout)
-    saved = ("--save", tmp_path, "--ckpt-format", "torch", "--load", tmp_path)
+    saved = ("--save", tmp_path, "--ckpt-format", file_format, "--load", tmp_path)
     train_tiny(*dropout, *saved, "--exit-interval", "3")
     resumed = train_tiny(*dropout, *saved)
     assert differing(whole, resumed) == [] and resumed.progress == whole.progress
 
 
-def test_a_damaged_file_is_passed_over(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--save", tmp_path, "--save-interval", "3", "--ckpt-format", "torch", "--exit-interval", "6")
+@pytest.mark.flags("--use-checkpoint-args")
+def test_settings_are_taken_from_upstream_s_torch_dist(tmp_path: Path) -> None:
+    train_tiny("--save", tmp_path, "--ckpt-format", "upstream_torch_dist", "--num-layers", "1", "--exit-interval", "1")
+    required = "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 6 --mock-data --use-checkpoint-args"
+    config = read_run_config([*required.split(), "--load", str(tmp_path)], {})
+    assert config.model.num_layers == 1 and config.model.hidden_size == 16 and config.data.seq_length == 16
+
+
+@pytest.mark.parametrize("file_format", FILES)
+def test_a_damaged_file_is_passed_over(file_format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--save", tmp_path, "--save-interval", "3", "--ckpt-format", file_format, "--exit-interval", "6")
     train_tiny(*flags)
-    file = tmp_path / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt"
+    file = tmp_path / "iter_0000006" / FILES[file_format]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="model_optim_rng.pt is damaged: its checksum is"):
+    with pytest.raises(CheckpointError, match=f"{FILES[file_format]} is damaged: its checksum is"):
         prepare("--load", tmp_path, "--ckpt-step", "6")
     assert prepare("--load", tmp_path).progress.iteration == 3
     assert "instead of the latest checkpoint" in capsys.readouterr().err
@@ -179,8 +191,9 @@ def test_an_optimizer_with_16_bit_parameters(tmp_path: Path) -> None:
 @pytest.mark.flags("--ckpt-convert-format")
 def test_conversion_there_and_back(tmp_path: Path) -> None:
     run = train_tiny("--save", tmp_path / "first")
-    for source, target in (("first", "torch"), ("there/torch", "torch_dist")):
-        place = "there" if target == "torch" else "back"
+    steps = (("first", "torch"), ("there/torch", "upstream_torch_dist"), ("there/upstream_torch_dist", "torch_dist"))
+    for source, target in steps:
+        place = "back" if target == "torch_dist" else "there"
         convert = ("--ckpt-convert-format", target, "--ckpt-convert-save", tmp_path / place)
         config = read_run_config([*FLAGS.split(), *map(str, ("--load", tmp_path / source, *convert))], {})
         datasets = lambda counts: [RandomTokens(n) if n else None for n in counts]  # noqa: E731

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.legacy import FILE_NAME
 from megatron.core.dist_checkpointing.manifest import FileRecord
-from megatron.core.dist_checkpointing.upstream_dist import name_upstream
+from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
 from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.process_groups_config import Group
 
@@ -115,9 +115,12 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
     fused: of its layers with Transformer Engine, where a norm is part of the linear layer after it. grouped: of the
     layers that multiply all experts at once.
     """
-    mixtures = {name for tensor in chunk if (name := _before(tensor.name, "mlp.router.")) is not None}
+    layers: dict[str, set[str]] = {}
+    for tensor in chunk:
+        layer, rest = _split_layer(tensor.name)
+        layers.setdefault(layer, set()).add(rest)
     arranged: list[RankTensor] = []
-    for _, held in itertools.groupby((_rename(tensor, mixtures, fused=fused) for tensor in chunk), key=_owner):
+    for _, held in itertools.groupby((_rename(tensor, layers, fused=fused) for tensor in chunk), key=_owner):
         members = list(held)
         if _EXPERTS.fullmatch(members[0].name):
             arranged += _divide_experts(members, grouped=grouped)
@@ -127,19 +130,16 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
     return arranged
 
 
-def _rename(tensor: RankTensor, mixtures: Collection[str], *, fused: bool) -> RankTensor:
-    kept = ["mlp.experts."]
-    if not fused:
-        kept += ["input_layernorm.", "pre_mlp_layernorm."]
-    # A mixture of experts has no single linear layer that the norm could be part of.
-    elif _before(tensor.name, "pre_mlp_layernorm.") in mixtures:
-        kept += ["pre_mlp_layernorm."]
+def _rename(tensor: RankTensor, layers: Mapping[str, Collection[str]], *, fused: bool) -> RankTensor:
+    rests = layers[_split_layer(tensor.name)[0]]
+    kept = ["mlp.experts.", *list_kept(rests, fused=fused, renames_norms=False)]
     return dataclasses.replace(tensor, name=name_upstream(tensor.name, kept=kept))
 
 
-def _before(name: str, part: str) -> str | None:
-    before, found, _ = name.partition(f".{part}")
-    return before if found else None
+def _split_layer(name: str) -> tuple[str, str]:
+    """(`decoder.layers.3`, what follows); ("", name) of what is in no layer."""
+    found = re.fullmatch(r"(.*layers\.\d+)\.(.+)", name)
+    return ("", name) if found is None else (found[1], found[2])
 
 
 def _owner(tensor: RankTensor) -> str:

@@ -240,6 +240,13 @@ def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:
     return {key: tensor.valid_rows for key, tensor in tensors.items() if tensor.valid_rows is not None}
 
 
+def write_upstream_documents(directory: Path, attachments: Mapping[str, Path]) -> dict[str, FileRecord]:
+    """What upstream has beside the tensors of its torch_dist, and files to copy, by their names there; returns their
+    records. Raises OSError."""
+    texts = {name: json.dumps(content) for name, content in _UPSTREAM_DOCUMENT.items()}
+    return _write_documents(directory, texts) | _copy_attachments(directory, attachments)
+
+
 def _write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
     records = {}
     for name, text in texts.items():

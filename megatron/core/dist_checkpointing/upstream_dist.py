@@ -124,13 +124,14 @@ def name_setting(name: str, flag: str) -> list[str]:
 # ---- finding one
 
 
-def find_upstream_checkpoint(root: Path, iteration: int | None = None) -> Path | None:
+def find_upstream_checkpoint(root: Path, iteration: int | None = None, *, or_ours: bool = False) -> Path | None:
     """The directory of the checkpoint that `root` (or the iteration in it) names, where it is upstream's torch_dist.
 
-    None where it is one of ours, of another format, or missing.
+    None where it is one of ours, of another format, or missing. or_ours: one that we have saved for upstream will do,
+    which has a manifest.
     """
     if (root / METADATA_NAME).is_file():
-        return root if _is_upstream(root) else None
+        return root if _is_upstream(root, or_ours=or_ours) else None
     if iteration is not None:
         candidates = [iteration_directory(root, iteration)]
     else:
@@ -142,13 +143,13 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None) -> Path |
             candidates = [root / text]
         elif re.fullmatch("[0-9]{1,12}", text):
             candidates = [iteration_directory(root, int(text))]
-    return next((path for path in candidates if _is_upstream(path)), None)
+    return next((path for path in candidates if _is_upstream(path, or_ours=or_ours)), None)
 
 
-def _is_upstream(path: Path) -> bool:
+def _is_upstream(path: Path, *, or_ours: bool) -> bool:
     """Whether a directory is a torch_dist checkpoint without anything that only we write."""
     # A checkpoint of ours that has lost its manifest must be refused as damaged, not be read unverified.
-    ours = any(os.path.exists(path / name) for name in (MANIFEST_NAME, _OURS_ALONE))
+    ours = any(os.path.exists(path / name) for name in ([] if or_ours else [MANIFEST_NAME]) + [_OURS_ALONE])
     # os.path: a directory that may not be read is not upstream's, and no end of the search for one that is good.
     return os.path.isfile(path / METADATA_NAME) and not ours
 
@@ -212,6 +213,21 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     if found["number"] is not None:
         return [(f"{prefix}{found['start']}.{found['number']}.{rest}", None)]
     return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]
+
+
+def list_kept(rests: Collection[str], *, fused: bool, renames_norms: bool) -> list[str]:
+    """The beginnings of names that upstream has in the same place in a layer with parameters of these names, behind its
+    number; for `name_upstream`.
+
+    fused: its layers with Transformer Engine, where norms are part of linear layers. renames_norms: the format names
+    norms so with all of its layers.
+    """
+    is_latent = any(rest.startswith("self_attention.linear_kv_") for rest in rests)
+    is_mixture = any(rest.startswith("mlp.router.") for rest in rests)
+    if not fused:
+        return ["input_layernorm.", "pre_mlp_layernorm."] if is_latent or not renames_norms else []
+    # Latent attention has several linear layers behind its norm, and a mixture of experts has none.
+    return ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * is_mixture
 
 
 def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:

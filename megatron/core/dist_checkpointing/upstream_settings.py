@@ -15,7 +15,7 @@ def read_upstream_settings(root: Path, iteration: int | None) -> tuple[Path, dic
 
     Raises CheckpointError for a checkpoint that is damaged.
     """
-    path = find_upstream_checkpoint(root, iteration)
+    path = find_upstream_checkpoint(root, iteration, or_ours=True)
     if path is not None:
         return path, dict(read_common_state(path, read_metadata(path / METADATA_NAME)).args)
     file = find_legacy_file(root, iteration)

@@ -1,14 +1,16 @@
 """Saving a run in upstream's formats, for programs of upstream's to load.
 
-| --ckpt-format | what is written                                                             |
-|---------------|-----------------------------------------------------------------------------|
-| torch         | a pickled file for each model-parallel rank of this run (legacy_write.py)   |
+| --ckpt-format       | what is written                                                             |
+|---------------------|-----------------------------------------------------------------------------|
+| torch               | a pickled file for each model-parallel rank of this run (legacy_write.py)   |
+| upstream_torch_dist | torch's DCP with upstream's keys, for any layout (upstream_dist_write.py)   |
 
 The directories become visible as ours do, with a manifest beside upstream's files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +31,21 @@ from megatron.core.dist_checkpointing.legacy_write import (
     write_rank_file,
 )
 from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.dist_checkpointing.upstream_dist_write import (
+    UpstreamNaming,
+    name_object,
+    stack_tensors,
+    write_upstream_dist,
+)
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import to_upstream
+from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
+from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.run import Run
+
+MAIN_PARAM_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
 
 
 def save_for_upstream(run: Run) -> Path:
@@ -40,7 +53,7 @@ def save_for_upstream(run: Run) -> Path:
 
     Raises StorageError on every rank.
     """
-    return save_torch(run)
+    return save_torch(run) if run.config.checkpoint.ckpt_format == "torch" else save_upstream_dist(run)
 
 
 def save_torch(run: Run) -> Path:
@@ -49,8 +62,7 @@ def save_torch(run: Run) -> Path:
     Where replicas divide parameters or the optimizer's state, they put them together: the files are those of a run that
     divides nothing. Raises StorageError on every rank.
     """
-    settings, groups = run.config.checkpoint, run.groups
-    assert settings.save is not None
+    groups = run.groups
     stage = groups.pp.rank() if groups.grid.pp > 1 else None
     name = name_rank_directory(groups.tp.rank(), stage, groups.ep.rank() if groups.grid.ep > 1 else None)
     # Replicas of a rank hold the same; the first of them in the job writes.
@@ -65,23 +77,96 @@ def save_torch(run: Run) -> Path:
         reach("tensors-written")
         return lambda _: records
 
-    root = Path(settings.save)
+    return _save_files(run, write)
+
+
+def save_upstream_dist(run: Run) -> Path:
+    """Save the run as upstream's --ckpt-format torch_dist does, and return the directory. Every rank calls this.
+
+    With --use-distributed-optimizer as it does with --dist-ckpt-optim-fully-reshardable. Raises StorageError on every
+    rank.
+    """
+    settings, world = run.config.checkpoint, run.groups.world
+    model = build_sharded_model_state(run)
+    reach("weights-gathered")
+    state = {} if settings.no_save_optim else build_sharded_optimizer_state(run)
+    if state and _is_divided(run) and not to_upstream.is_mixed(run):
+        # Upstream's distributed optimizer has main parameters also where they are those of the model.
+        main = {f"{MAIN_PARAM_PREFIX}{name}": tensor for name, tensor in model.items() if name in _list_trained(run)}
+        state = {key: dataclasses.replace(tensor, key=key) for key, tensor in main.items()} | state
+    # A list says of each layer what it is, also where it says the same of all.
+    may_stack = run.config.model.moe_layer_freq in (None, 1)
+    naming = UpstreamNaming.find(
+        model, world, fused=run.config.gpt.transformer_impl != "local",
+        is_gated=run.config.model.gated_linear_unit, may_stack=may_stack,
+    )  # fmt: skip
+    tensors = stack_tensors(model | state, naming)
+    shapes = {name: tensor.global_shape for name, tensor in model.items()}
+    objects = dict.fromkeys(naming.list_extra_states(shapes)) | _build_objects(run)
+    attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
+    reach("state-gathered")
+
+    def write(directory: Path) -> Callable[[Path], Mapping[str, FileRecord]]:
+        records = write_upstream_dist(directory, tensors, objects, world)
+        reach("tensors-written")
+        return lambda directory: records | serialization.write_upstream_documents(directory, attachments)
+
+    return _save_files(run, write)
+
+
+def _save_files(run: Run, write: Callable[[Path], Callable[[Path], Mapping[str, FileRecord]]]) -> Path:
+    assert run.config.checkpoint.save is not None
+    root = Path(run.config.checkpoint.save)
     lock = next((lock for lock in run.save_locks if lock.covers(root)), None)
-    return serialization.save_files(write, root, run.progress.iteration, group=groups.world, lock=lock)
+    return serialization.save_files(write, root, run.progress.iteration, group=run.groups.world, lock=lock)
+
+
+# ---- upstream's torch_dist
+
+
+def _is_divided(run: Run) -> bool:
+    """Whether upstream's run with these settings has its distributed optimizer."""
+    return run.config.ddp.use_distributed_optimizer and not run.config.ddp.use_torch_fsdp2
+
+
+def _list_trained(run: Run) -> set[str]:
+    return set(run.optimizer.param_keys())
+
+
+def _build_objects(run: Run) -> dict[str, Any]:
+    """What upstream keeps as objects, by key, as far as this rank has it."""
+    groups, settings = run.groups, run.config.checkpoint
+    grid, rank = groups.grid, groups.world.rank()
+    objects: dict[str, Any] = {
+        name_object("rerun_state_machine_state", [(rank, groups.world.size())]): to_upstream.build_rank_rerun_state()
+    }
+    if not settings.no_save_rng:
+        place = [(groups.pp.rank(), grid.pp), (groups.tp.rank(), grid.tp)]
+        # With experts on several ranks each replica has generators of its own.
+        place += [(groups.dp.rank(), grid.dp)] if grid.ep > 1 else []
+        objects[name_object("rng_state", place)] = to_upstream.build_rng_state()
+    if rank == 0:
+        common = to_upstream.build_common(run)
+        if not settings.no_save_optim:
+            common["optimizer"] = to_upstream.build_common_optimizer(run, is_divided=_is_divided(run))
+        common["rerun_state_machine"] = to_upstream.build_rerun_state(run.progress.iteration)
+        common["content_metadata"] = to_upstream.build_content_metadata(is_divided=_is_divided(run))
+        objects[name_object("common_state", [])] = common
+    return objects
 
 
 # ---- content of a rank's file
 
 
 def _build_content(run: Run, chunks: Sequence[Sequence[RankTensor]]) -> dict[str, Any]:
-    settings, model = run.config.checkpoint, run.config.model
+    settings = run.config.checkpoint
     content = to_upstream.build_common(run) | build_models(chunks)
     if not settings.no_save_optim:
         groups = SavedGroups(
             to_upstream.build_param_groups(run),
             run.optimizer.step_count,
             to_upstream.build_grad_scaler(run),
-            is_mixed=model.bf16 or model.fp16,
+            is_mixed=to_upstream.is_mixed(run),
         )
         content["optimizer"] = build_optimizer(chunks, groups)
     if not settings.no_save_rng:

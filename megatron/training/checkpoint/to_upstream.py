@@ -23,6 +23,8 @@ from megatron.training.checkpoint.rng_state import get_torch_states
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.run import Progress, Run
 
+FULLY_RESHARDABLE = "fully_reshardable"
+"""Upstream's name of optimizer state in the shapes of the parameters."""
 CHECKPOINT_VERSION = 3.0
 """Of upstream's formats, since the rows of queries, keys and values have the order that they have today."""
 
@@ -123,6 +125,42 @@ def build_param_groups(run: Run) -> list[dict[str, Any]]:
         for is_expert in ((False, True) if run.groups.grid.ep > 1 else (False,))
         for wd_mult in (1.0, 0.0)
     ]
+
+
+def build_common_optimizer(run: Run, *, is_divided: bool) -> dict[Any, Any]:
+    """What upstream's torch_dist has of the optimizer beside its tensors; twice where experts have one of their own.
+
+    is_divided: for its distributed optimizer, whose state any layout loads.
+    """
+    groups = build_param_groups(run)
+    parts = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
+    saved = [_build_common_part(run, part, is_divided=is_divided) for part in parts if part]
+    return saved[0] if len(saved) == 1 else dict(enumerate(saved))
+
+
+def _build_common_part(run: Run, groups: list[dict[str, Any]], *, is_divided: bool) -> dict[str, Any]:
+    step_count = run.optimizer.step_count
+    scaler = build_grad_scaler(run)
+    beside = {} if scaler is None else {"grad_scaler": scaler}
+    if is_divided:
+        inner = {"param_groups": [{**group, "step": float(step_count)} for group in groups]}
+        return {"optimizer": inner, **beside, "param_state_sharding_type": FULLY_RESHARDABLE}
+    whole = {"state": {"common_step": torch.tensor(float(step_count))}, "param_groups": groups}
+    return {"optimizer": whole, **beside} if is_mixed(run) else whole
+
+
+def build_content_metadata(*, is_divided: bool) -> dict[str, Any]:
+    """How upstream is to understand the optimizer's tensors."""
+    kind = {
+        "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    return {**(kind if is_divided else {}), "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def is_mixed(run: Run) -> bool:
+    """Whether upstream's optimizer keeps main parameters beside those of the model."""
+    return run.config.model.bf16 or run.config.model.fp16
 
 
 def build_grad_scaler(run: Run) -> dict[str, Any] | None:

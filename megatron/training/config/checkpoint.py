@@ -14,7 +14,8 @@ from megatron.core.setting import Needs, PathText
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-FOR_UPSTREAM = ("torch",)
+UPSTREAM_TORCH_DIST = "upstream_torch_dist"
+FOR_UPSTREAM = ("torch", UPSTREAM_TORCH_DIST)
 """Formats that are saved for programs of upstream's."""
 
 
@@ -120,11 +121,13 @@ class CheckpointConfig(CheckedConfig):
     load: PathText | None = None
     """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start. hf:DIR:
     start from the weights of a Hugging Face directory."""
-    ckpt_format: str = flag("torch_dist", choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"))
+    ckpt_format: str = flag(
+        "torch_dist", choices=("torch", "torch_dist", UPSTREAM_TORCH_DIST, "torch_dcp", "fsdp_dtensor")
+    )
     """Format to save in. torch_dist: one directory for all ranks that any layout can load; it also takes the place of
-    torch_dcp, and of fsdp_dtensor, which belongs to --use-megatron-fsdp. torch: a file for each model-parallel rank, as
-    Megatron-LM has it."""
-    ckpt_convert_format: str | None = flag(None, choices=("torch", "torch_dist"))
+    torch_dcp, and of fsdp_dtensor, which belongs to --use-megatron-fsdp. For Megatron-LM to load: upstream_torch_dist,
+    its torch_dist, or torch, a file for each model-parallel rank."""
+    ckpt_convert_format: str | None = flag(None, choices=("torch", "torch_dist", UPSTREAM_TORCH_DIST))
     """Load, save in this format to --ckpt-convert-save, and end: nothing is trained."""
     ckpt_convert_save: PathText | None = flag(
         None, needs=Needs("--ckpt-convert-format", lambda run: run.ckpt_convert_format is not None)

@@ -15,7 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
-from megatron.training.config.checkpoint import FOR_UPSTREAM
+from megatron.training.config.checkpoint import FOR_UPSTREAM, UPSTREAM_TORCH_DIST
 from megatron.training.config.layout_relations import find_interleaving_problem, sharding_flag
 
 if TYPE_CHECKING:
@@ -269,12 +269,12 @@ def upstream_knows_what_is_saved(run: RunConfig) -> Iterator[str]:
         if model.expert_model_parallel_size > 1 and expert_ranks != model.tensor_model_parallel_size:
             yield (
                 f"{written} has a file for each tensor-parallel rank, and {run.say('expert_tensor_parallel_size')} "
-                f"divides experts otherwise; use the size {model.tensor_model_parallel_size}, or torch_dist"
+                f"divides experts otherwise; use the size {model.tensor_model_parallel_size}, or {UPSTREAM_TORCH_DIST}"
             )
         if model.pipeline_schedule == "zb-v":
             yield (
                 f"{written} numbers layers as upstream's stages have them, and {run.say('pipeline_schedule')} lays "
-                f"them out otherwise; use another schedule, or torch_dist"
+                f"them out otherwise; use another schedule, or {UPSTREAM_TORCH_DIST}"
             )
 
 
