@@ -53,6 +53,10 @@ GPT_OSS_POSITIONS = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+DEEPSEEK_POSITIONS = {
+    "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 K = 1024
 
 
@@ -236,6 +240,9 @@ def _build_others() -> Iterator[Preset]:
     ):
         width = size["hidden_size"] // size["num_attention_heads"]
         yield Preset(name, "nemotron", size | {"partial_rotary_factor": 0.5, "head_dim": width}, parameters)
+    # Muennighoff et al., arXiv 2409.02060.
+    fields = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5}
+    yield Preset("olmoe-1b-7b", "olmoe", _size(16, 2048, 1024, "16", 50304, 4 * K) | fields, "6.92B", "1.3B")
     # GLM team, arXiv 2508.06471, which calls them 106B and 355B: it counts neither embedding nor output layer, and of
     # the larger one the layer that predicts further tokens, which is not here.
     for name, parameters, active, size, layers, experts, width, has_norms, scale in (
@@ -251,9 +258,37 @@ def _build_others() -> Iterator[Preset]:
         yield Preset(name, "glm4_moe", size | fields, parameters, active)
 
 
+def _build_latent() -> Iterator[Preset]:
+    # DeepSeek-AI, arXiv 2405.04434 and 2412.19437; Kimi team, arXiv 2507.20534. Without the layers that predict further
+    # tokens, which their numbers do not count either.
+    def describe(
+        size: dict[str, Any], ranks: tuple[int | None, int], experts: tuple[int, int, int, int], dense_layers: int
+    ) -> dict[str, Any]:
+        names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+        return {
+            **size, "q_lora_rank": ranks[0], "kv_lora_rank": ranks[1], "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, **dict(zip(names, experts, strict=True)), "first_k_dense_replace": dense_layers,
+            "rms_norm_eps": 1e-6,
+        }  # fmt: skip
+
+    lite = describe(_size(27, 2048, 10944, "16", 102400, 160 * K), (None, 512), (64, 6, 1408, 2), 1)
+    lite |= {"rope_scaling": DEEPSEEK_POSITIONS | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+    yield Preset("deepseek-v2-lite", "deepseek_v2", lite, "15.7B", "2.4B")
+    groups = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "rope_scaling": DEEPSEEK_POSITIONS}
+    size = _size(61, 7168, 18432, "128", 129280, 160 * K)
+    yield Preset(
+        "deepseek-v3", "deepseek_v3", describe(size, (1536, 512), (256, 8, 2048, 1), 3) | groups, "671B", "37B"
+    )
+    size = _size(61, 7168, 18432, "64", 163840, 128 * K)
+    fields = {
+        "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "rope_scaling": DEEPSEEK_POSITIONS | {"factor": 32.0},
+    }  # fmt: skip
+    yield Preset("kimi-k2", "kimi_k2", describe(size, (1536, 512), (384, 8, 2048, 1), 1) | fields, "1.03T", "32B")
+
+
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
-    for build in (_build_gpt, _build_llama, _build_mistral, _build_qwen, _build_gemma, _build_others)
+    for build in (_build_gpt, _build_llama, _build_mistral, _build_qwen, _build_gemma, _build_others, _build_latent)
     for preset in build()
 }
 """Every preset by its name."""
