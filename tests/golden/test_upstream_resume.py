@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -31,6 +32,7 @@ from tests.golden.test_train_curves import (
     train,
 )
 from tests.golden.test_upstream_checkpoints import SHAPE
+from tests.unit.test_upstream_formats import GATED_WRITER
 from tests.unit.tiny_training import prepare, values
 
 LAST = 20
@@ -77,6 +79,32 @@ def test_torch_dist_follows_the_curve(layout: str, golden_dir: Path, reference: 
 def test_torch_follows_the_curve(golden_dir: Path, reference: Path, tmp_path: Path) -> None:
     flags = ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4")
     continue_upstream(golden_dir / "ckpt" / "b_iter10_torch", reference, tmp_path, 2, *flags)
+    assert_upstream_curve(tmp_path)
+
+
+FLAT = {
+    "dp_reshardable": ("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "4"),
+    "torch": ("--use-distributed-optimizer",),
+}
+
+
+@pytest.mark.parametrize("kind", FLAT)
+def test_flat_buffers_follow_the_curve(kind: str, golden_dir: Path, reference: Path, tmp_path: Path) -> None:
+    """The state of the reference as upstream's distributed optimizer saves it on 4 ranks, loaded by 2."""
+    source = golden_dir / "ckpt" / "b_iter10_torch" / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
+    content = read_restricted(source, "the reference")
+    weights = {name: tensor for name, tensor in content["model"].items() if tensor is not None}
+    # Its optimizer numbers the matrices first.
+    order = sorted(weights, key=lambda name: weights[name].dim() == 1)
+    state = content["optimizer"]["state"]
+    moments = {k: {n: state[i][k] for i, n in enumerate(order)} for k in ("exp_avg", "exp_avg_sq")}
+    writer = dataclasses.replace(GATED_WRITER, tp=2, pp=2, scheduler=content["opt_param_scheduler"])
+    full = {"": weights, "param": weights, **moments}
+    if kind == "torch":
+        writer.write_torch(tmp_path / "checkpoint", full, distributed=True)
+    else:
+        writer.write_torch_dist(tmp_path / "checkpoint", full, kind)
+    continue_upstream(tmp_path / "checkpoint", reference, tmp_path, 2, *FLAT[kind])
     assert_upstream_curve(tmp_path)
 
 

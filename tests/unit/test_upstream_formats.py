@@ -32,6 +32,18 @@ PLAIN = Writer(layers=4)
 GATED_WRITER = Writer(layers=4, gated=True, biases=False, tied=False, positions=False, norm_bias=False)
 EXPERTS_WRITER = Writer(layers=4, gated=True, biases=False, tied=False, positions=False, norm_bias=False, experts=4)
 
+LATENT = (
+    *GATED[: GATED.index("--group-query-attention")], "--num-attention-heads", "4", *"""
+    --multi-latent-attention --qk-layernorm --q-lora-rank 8 --kv-lora-rank 6 --qk-head-dim 4 --qk-pos-emb-head-dim 2
+    --v-head-dim 4 --num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*3) --mtp-num-layers 2
+    --moe-shared-expert-intermediate-size 8 --moe-router-enable-expert-bias --moe-router-score-function sigmoid
+    """.split(),
+)  # fmt: skip
+LATENT_WRITER = Writer(
+    layers=4, gated=True, biases=False, tied=False, positions=False, norm_bias=False, experts=4, latent=True,
+    predictions=2,
+)  # fmt: skip
+
 LAYOUTS: dict[str, tuple[tuple[str, ...], Writer, dict[str, Any]]] = {
     "one rank": (DENSE, PLAIN, {}),
     "tp 2": (DENSE, PLAIN, {"tp": 2}),
@@ -40,6 +52,8 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], Writer, dict[str, Any]]] = {
     "uneven stages": (GATED, GATED_WRITER, {"pp": 2, "per_chunk": (1, 3), "te": True}),
     "several buckets": (GATED, GATED_WRITER, {"bucket_size": 3000, "dp": 3}),
     "experts": (EXPERTS, EXPERTS_WRITER, {"tp": 2}),
+    "latent attention": (LATENT, LATENT_WRITER, {"tp": 2, "pp": 2, "ep": 2}),
+    "latent attention, fused": (LATENT, LATENT_WRITER, {"tp": 2, "te": True, "grouped": True}),
     "expert parallel": (EXPERTS, EXPERTS_WRITER, {"ep": 2, "tp": 2, "pp": 2, "grouped": True, "te": True}),
 }
 FORMATS = (
@@ -62,23 +76,27 @@ def draw(flags: tuple[str, ...]) -> Full:
     run = prepare(*flags, "--bf16")
     names = {name: tensor.shape for name, tensor in values(run) if " of " not in name}
     generator = torch.Generator().manual_seed(1)
-    full = {kind: {n: torch.randn(s, generator=generator) for n, s in names.items()} for kind in
-            ("param", "exp_avg", "exp_avg_sq")}  # fmt: skip
-    full[""] = {name: tensor.bfloat16() for name, tensor in full["param"].items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+    # What is no parameter upstream, so that its optimizer knows nothing of it.
+    trained = {name: tensor for name, tensor in drawn.items() if not name.endswith(".expert_bias")}
+    full = {kind: {n: torch.randn(t.shape, generator=generator) for n, t in trained.items()} for kind in
+            ("exp_avg", "exp_avg_sq")}  # fmt: skip
+    full |= {"param": trained, "": {name: tensor.bfloat16() for name, tensor in drawn.items()}}
     return full
 
 
 def assert_loaded(run: Run, full: Full) -> None:
     found = dict(values(run))
+    for name, tensor in full[""].items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
     for name in full["param"]:
-        assert torch.equal(found[name], full[""][name]), name
         assert torch.equal(found[f"main_param of {name}"], full["param"][name]), name
         assert torch.equal(found[f"exp_avg of {name}"], full["exp_avg"][name]), name
         assert torch.equal(found[f"exp_avg_sq of {name}"], full["exp_avg_sq"][name]), name
 
 
 # Every format in the hardest layouts, every layout in a format of each kind.
-CASES = [(kind, layout) for kind in FORMATS for layout in ("interleaved", "expert parallel")]
+CASES = [(kind, layout) for kind in FORMATS for layout in ("interleaved", "latent attention")]
 CASES += [(kind, layout) for kind in ("torch with distrib_optim.pt", "dp_reshardable") for layout in LAYOUTS]
 
 

@@ -11,8 +11,8 @@ import itertools
 import math
 import pickle
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,13 @@ class Writer:
     tied: bool = True
     positions: bool = True
     norm_bias: bool = True
+    latent: bool = False
+    """Latent attention, and experts in all layers but the first, one of which all tokens share."""
+    predictions: int = 0
+    """Layers of multi-token prediction."""
     bucket_size: int | None = None
+    scheduler: Mapping[str, Any] = field(default_factory=lambda: {"num_steps": 40})
+    """State of the learning-rate schedule."""
     per_chunk: tuple[int, ...] = ()
     """Layers of each chunk, in their order, where they are uneven."""
 
@@ -73,7 +79,8 @@ class Writer:
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.tp,
             "transformer_impl": "transformer_engine" if self.te else "local", "moe_grouped_gemm": self.grouped,
-            "swiglu": self.gated, "untie_embeddings_and_output_weights": not self.tied, "consumed_train_samples": 40,
+            "swiglu": self.gated, "untie_embeddings_and_output_weights": not self.tied,
+            "consumed_train_samples": self.scheduler["num_steps"],
             "overlap_grad_reduce": self.bucket_size is not None, "ddp_bucket_size": self.bucket_size,
         }  # fmt: skip
         return Namespace(**(known | more))
@@ -94,22 +101,36 @@ class Writer:
         found: list[Param] = []
         if (stage, chunk) == (0, 0):
             table = "embedding.word_embeddings.weight"
-            found.append(Param(table, table, shared=self.tied and self.pp > 1))
+            found.append(Param(table, table, shared=(self.tied or self.predictions > 0) and self.pp > 1))
             position = "embedding.position_embeddings.weight"
             found += [Param(position, position)] if self.positions else []
         for local, layer in enumerate(layers):
-            for theirs, ours, expert in self._in_layer(ep_rank):
+            for theirs, ours, expert in self._in_layer(ep_rank, has_experts=layer > 0 or not self.latent):
                 found.append(Param(f"decoder.layers.{local}.{theirs}", f"decoder.layers.{layer}.{ours}", expert))
         if (stage, chunk) == (self.pp - 1, self.vpp - 1):
+            if self.predictions and self.pp > 1:
+                table = "embedding.word_embeddings.weight"
+                found.insert(0, Param(table, table, shared=True))
             names = ["decoder.final_layernorm.weight"] + ["decoder.final_layernorm.bias"] * self.norm_bias
             found += [Param(name, name) for name in names]
+            found += self._in_predictions(ep_rank)
             if not self.tied:
                 found.append(Param("output_layer.weight", "output_layer.weight"))
             elif self.pp > 1:
                 found.append(Param("output_layer.weight", "embedding.word_embeddings.weight", shared=True))
         return found
 
-    def _in_layer(self, ep_rank: int) -> Iterator[tuple[str, str, int | None]]:
+    def _in_predictions(self, ep_rank: int) -> list[Param]:
+        found = []
+        for number in range(self.predictions):
+            start = f"mtp.layers.{number}."
+            found += [Param(name, name) for name in (f"{start}{part}.weight" for part in ("enorm", "hnorm", "eh_proj"))]
+            for theirs, ours, expert in self._in_layer(ep_rank, has_experts=True):
+                found.append(Param(f"{start}mtp_model_layer.{theirs}", f"{start}mtp_model_layer.{ours}", expert))
+            found.append(Param(f"{start}final_layernorm.weight", f"{start}final_layernorm.weight"))
+        return found
+
+    def _in_layer(self, ep_rank: int, *, has_experts: bool) -> Iterator[tuple[str, str, int | None]]:
         """(upstream's name, ours, expert) of a layer's parameters."""
         norms = ("weight", "bias") if self.norm_bias else ("weight",)
         both = ("weight", "bias") if self.biases else ("weight",)
@@ -122,14 +143,25 @@ class Writer:
             for part in both:
                 yield f"{name}.{part}", f"{name}.{part}", None
 
-        if not self.te:
+        experts = self.experts if has_experts else 0
+        if not self.te or self.latent:
             yield from norm("input_layernorm", None)
         yield from linear("self_attention.linear_proj")
-        if self.te:
-            yield from norm("input_layernorm", "self_attention.linear_qkv")
-        yield from linear("self_attention.linear_qkv")
-        yield from norm("pre_mlp_layernorm", "mlp.linear_fc1" if self.te and not self.experts else None)
-        if not self.experts:
+        if self.latent:
+            for side in ("q", "kv"):
+                yield from linear(f"self_attention.linear_{side}_down_proj")
+                up = f"self_attention.linear_{side}_up_proj"
+                if self.te:
+                    yield from norm(f"self_attention.{side}_layernorm", up)
+                yield from linear(up)
+            for side in () if self.te else ("q", "kv"):
+                yield from norm(f"self_attention.{side}_layernorm", None)
+        else:
+            if self.te:
+                yield from norm("input_layernorm", "self_attention.linear_qkv")
+            yield from linear("self_attention.linear_qkv")
+        yield from norm("pre_mlp_layernorm", "mlp.linear_fc1" if self.te and not experts else None)
+        if not experts:
             yield from linear("mlp.linear_fc1")
             yield from linear("mlp.linear_fc2")
             return
@@ -139,17 +171,23 @@ class Writer:
         for fc, n in places if self.grouped else sorted(places, key=lambda place: place[1]):
             name = f"mlp.experts.{fc}.weight{n}" if self.grouped else f"mlp.experts.local_experts.{n}.{fc}.weight"
             yield name, f"mlp.experts.{fc}.weight", ep_rank * here + n
+        if self.latent:
+            yield from linear("mlp.shared_experts.linear_fc1")
+            yield from linear("mlp.shared_experts.linear_fc2")
+
+    def rows(self) -> list[str]:
+        """Parts of the names of what is cut by rows."""
+        down = [] if self.te else ["down_proj"]
+        return ["word_embeddings", "output_layer", "linear_qkv.", "linear_fc1.", "up_proj.weight", "eh_proj", *down]
 
     def shard(self, param: Param, full: Tensor, tp_rank: int) -> Tensor:
         """What a tensor-parallel rank has of a parameter."""
         tensor = full if param.expert is None else full[param.expert]
-        rows = ("word_embeddings", "output_layer", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight",
-                "linear_fc1.bias")  # fmt: skip
         if self.tp == 1:
             return tensor
         if any(part in param.full for part in ("linear_proj.weight", "linear_fc2.weight")):
             return tensor.chunk(self.tp, 1)[tp_rank]
-        if not any(part in param.full for part in rows):
+        if not any(part in param.full for part in self.rows()):
             return tensor
         halves = tensor.chunk(2) if self.gated and "linear_fc1" in param.full else (tensor,)
         return torch.cat([half.chunk(self.tp)[tp_rank] for half in halves])
@@ -175,7 +213,13 @@ class Writer:
         tp, stage, ep = rank
         chunks = [self.registered(stage, chunk, ep) for chunk in range(self.vpp)]
         models = [{p.local: self.shard(p, full[""][p.full], tp).clone() for p in params} for params in chunks]
-        content = {"args": self.args(), "iteration": 10, "opt_param_scheduler": {"num_steps": 40}}
+        for params, model in zip(chunks, models, strict=True):
+            # A buffer, which no optimizer knows.
+            for p in params:
+                name = p.full.replace("router.weight", "router.expert_bias")
+                if name != p.full and name in full[""]:
+                    model[p.local.replace("router.weight", "router.expert_bias")] = full[""][name].clone()
+        content = {"args": self.args(), "iteration": 10, "opt_param_scheduler": dict(self.scheduler)}
         content |= {"model": models[0]} if self.vpp == 1 else {f"model{i}": m for i, m in enumerate(models)}
         if distributed:
             states = [
@@ -285,7 +329,7 @@ class Writer:
             for key, at, values in self._as_saved(name, tensor):
                 files.add_layer(key, at, values, self.layers)
         common: dict[str, Any] = {
-            "args": self.args(), "iteration": 10, "opt_param_scheduler": {"num_steps": 40},
+            "args": self.args(), "iteration": 10, "opt_param_scheduler": dict(self.scheduler),
             "optimizer": {"param_state_sharding_type": sharding},
             "content_metadata": {"distrib_optim_sharding_type": sharding},
         }  # fmt: skip
@@ -303,9 +347,15 @@ class Writer:
     def _as_saved(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int | None, Tensor]]:
         """(upstream's key, layer of the stack, values)."""
         if not name.startswith("decoder.layers."):
-            yield name, None, tensor
+            yield name.replace("mlp.experts.", "mlp.experts.experts."), None, tensor
             return
         _, _, layer, rest = name.split(".", 3)
+        if self.latent:
+            for side in ("q", "kv") if self.te else ():
+                rest = rest.replace(f"{side}_layernorm.", f"linear_{side}_up_proj.layer_norm_")
+            # Layers that differ are saved one by one.
+            yield f"decoder.layers.{layer}." + rest.replace("mlp.experts.", "mlp.experts.experts."), None, tensor
+            return
         rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         if not self.experts:
             rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -318,9 +368,8 @@ class Writer:
             cuts = [1] * (values.dim() - len(expert))
             if any(part in name for part in ("linear_proj.weight", "linear_fc2.weight")):
                 cuts[1] = self.tp
-            elif any(part in name for part in ("embeddings.weight", "output_layer", "linear_qkv", "linear_fc1")):
+            elif any(part in name for part in self.rows()):
                 cuts[0] = self.tp * (2 if self.gated and "linear_fc1" in name else 1)
-                cuts[0] = 1 if "position" in name else cuts[0]
             cuts = [values.shape[0]] * len(expert) + cuts
             shard = [size // cut for size, cut in zip(values.shape, cuts, strict=True)]
             full_key = f"optimizer.state.{kind}.{key}"

@@ -26,7 +26,7 @@ from megatron.core.errors import CheckpointError
 
 FILE_NAME = "model_optim_rng.pt"
 _REFUSAL = "pass --no-load-optim or --finetune"
-_IGNORED = re.compile(r"_extra_state|\.local_tokens_per_expert$|\.inv_freq$")
+_IGNORED = re.compile(r"_extra_state|\.local_tokens_per_expert$|\.inv_freq$|rotary_pos_emb\.")
 _UNTRAINED = re.compile(r"\.expert_bias$")
 """Weights that no optimizer updates."""
 _NESTINGS = ("model", "state_dict", "module")

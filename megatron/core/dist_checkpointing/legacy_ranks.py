@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, our_names
-from megatron.core.dist_checkpointing.upstream_layout import Cut, SavedLayout, find_cut, is_gated
+from megatron.core.dist_checkpointing.upstream_layout import Cut, SavedLayout, find_cut
 from megatron.core.dist_checkpointing.upstream_optimizer import Buffers, FlatOptimizerState, parse_joined_buffers
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
@@ -158,12 +158,13 @@ def _join_files(
             if name.endswith("output_layer.weight") and not args.get("untie_embeddings_and_output_weights", True):
                 continue
             expert = parse_expert_name(name)
-            cut = find_cut(name if expert is None else expert.stack, is_gated=is_gated(args))
+            cut = find_cut(name if expert is None else expert.stack, args)
             for ep in range(layout.ep if expert is not None else 1):
                 shards = [_take(contents[tp, ep], chunk, prefix, name, directory) for tp in range(layout.tp)]
                 tensor = _join(shards, cut)
                 if expert is None:
-                    joined[prefix + our_names(_renumber(name, layers), ())[0][0]] = tensor
+                    # With multi-token prediction the last stage has a copy of the embedding, too.
+                    joined.setdefault(prefix + our_names(_renumber(name, layers), ())[0][0], tensor)
                 else:
                     number = ep * experts_per_rank[expert.stack] + expert.number
                     stacks[prefix + _renumber(expert.stack, layers)][number] = tensor

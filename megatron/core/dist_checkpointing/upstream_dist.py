@@ -56,7 +56,9 @@ FLAT_KEY = re.compile(
 """Of upstream's distributed optimizer: what belongs to no single parameter."""
 _STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<parameter>.+)")
 _OPTIMIZER_OBJECT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_.+")
-_LAYERS = re.compile(r"(?P<start>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+_LAYERS = re.compile(
+    r"(?P<start>(?:.*\.)?layers)\.(?:(?P<number>\d+)\.)?(?P<inner>(?:mtp_model|transformer)_layer\.)?(?P<rest>.+)"
+)
 _BEGINNINGS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -210,6 +212,8 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
         if rest.startswith(theirs):
             rest = ours + rest.removeprefix(theirs)
             break
+    # Of multi-token prediction; older releases call it transformer_layer.
+    rest = f"mtp_model_layer.{rest}" if found["inner"] else rest
     if found["number"] is not None:
         return [(f"{prefix}{found['start']}.{found['number']}.{rest}", None)]
     return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]
@@ -241,7 +245,8 @@ def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:
     rest = found["rest"]
     for theirs, ours in _BEGINNINGS:
         if rest.startswith(ours) and ours not in kept:
-            return f"{found['start']}.{found['number']}.{theirs}{rest.removeprefix(ours)}"
+            inner = found["inner"] or ""
+            return f"{found['start']}.{found['number']}.{inner}{theirs}{rest.removeprefix(ours)}"
     return name
 
 

@@ -26,7 +26,11 @@ _CUT_BY_ROWS = re.compile(
     r"|(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias))"
 )
 _CUT_BY_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_CUT_WITHOUT_FUSION = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)")
+"""Of latent attention: by rows, but with Transformer Engine each rank has all of it."""
 _LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
+_PREDICTION_LAYER = re.compile(r"mtp\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
+_PREDICTION_MODULES = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _ALIGNMENT = 64
 """In elements: where a parameter of a bucket may start."""
 
@@ -41,10 +45,14 @@ _MODULES = (
     "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.shared_experts.gate_weight",
 )  # fmt: skip
 """The modules of a layer in the order in which upstream's own implementation registers them."""
-_FUSED_MODULES = (
-    *(name for name in _MODULES[1:8]), _NORM, *_MODULES[8:],
-)  # fmt: skip
+_FUSED_MODULES = (*_MODULES[1:8], _NORM, *_MODULES[8:])
 """The same with Transformer Engine, where the norm before a linear layer is part of it."""
+_FUSED_LATENT_MODULES = (
+    *_MODULES[:5], "self_attention.q_layernorm", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.kv_layernorm", "self_attention.linear_kv_up_proj",
+    *_MODULES[12:],
+)  # fmt: skip
+"""The same of latent attention, whose first norm stands alone."""
 
 
 # ---- ranks
@@ -120,18 +128,17 @@ class Cut:
         return [(number * part + rank * length, number * length, length) for number in range(self.parts)]
 
 
-def find_cut(name: str, *, is_gated: bool) -> Cut:
-    """How upstream cuts the tensor with this name, an expert's without the dimension of the experts."""
+def find_cut(name: str, args: Mapping[str, Any]) -> Cut:
+    """How upstream, with these settings, cuts the tensor with this name; an expert's without the dimension of the
+    experts."""
     if _CUT_BY_COLUMNS.fullmatch(name):
         return Cut(1)
+    if _CUT_WITHOUT_FUSION.fullmatch(name) and args.get("transformer_impl") == "local":
+        return Cut(0)
+    is_gated = args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit")
     if _CUT_BY_ROWS.fullmatch(name):
         return Cut(0, 2 if is_gated and ".linear_fc1." in name else 1)
     return Cut()
-
-
-def is_gated(args: Mapping[str, Any]) -> bool:
-    """Whether the first layer of the saved run's MLPs has a gate."""
-    return bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
 
 
 # ---- the order of parameters
@@ -162,7 +169,18 @@ def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped:
     fused: norms are part of the linear layers after them (Transformer Engine). grouped: the first layers of all experts
     come before their second ones. Raises CheckpointError for a name whose place is not known.
     """
-    modules = {name: number for number, name in enumerate(_FUSED_MODULES if fused else _MODULES)}
+    parameters = list(parameters)
+    is_latent = any(".linear_kv_down_proj." in parameter.name for parameter in parameters)
+    order = _MODULES if not fused else _FUSED_LATENT_MODULES if is_latent else _FUSED_MODULES
+    modules = {name: number for number, name in enumerate(order)}
+
+    def place_in_layer(parameter: Parameter, rest: str) -> tuple[int, ...]:
+        module = next((module for module in modules if rest.startswith(f"{module}.") or rest == module), rest)
+        if module not in modules:
+            raise CheckpointError(f"{parameter.name}: its place in upstream's flat buffers is not known")
+        second = int(".linear_fc2." in rest)
+        inside = (second, parameter.expert or 0) if grouped else (parameter.expert or 0, second)
+        return (modules[module], *inside, int(rest.endswith(".bias")))
 
     def place(parameter: Parameter) -> tuple[int, ...]:
         name = parameter.name
@@ -171,16 +189,17 @@ def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped:
             return (0, int("position_embeddings" in name))
         found = _LAYER.fullmatch(name)
         if found is not None:
-            module = next((module for module in modules if found["rest"].startswith(f"{module}.")), found["rest"])
-            if module not in modules:
-                raise CheckpointError(f"{name}: its place in upstream's flat buffers is not known")
-            second = int(".linear_fc2." in name)
-            inside = (second, parameter.expert or 0) if grouped else (parameter.expert or 0, second)
-            return (1, int(found["number"]), modules[module], *inside, ending)
+            return (1, int(found["number"]), *place_in_layer(parameter, found["rest"]))
         if name.startswith("decoder.final_layernorm."):
             return (2, ending)
+        found = _PREDICTION_LAYER.fullmatch(name)
+        if found is not None:
+            part, _, rest = found["rest"].partition(".")
+            if part in _PREDICTION_MODULES:
+                inner = place_in_layer(parameter, rest) if part == "mtp_model_layer" else (ending,)
+                return (3, int(found["number"]), _PREDICTION_MODULES.index(part), *inner)
         if name.startswith("output_layer."):
-            return (3, ending)
+            return (4, ending)
         raise CheckpointError(f"{name}: its place in upstream's flat buffers is not known")
 
     return sorted(parameters, key=place)
@@ -259,9 +278,8 @@ class ModelOutline:
     shapes: Mapping[str, tuple[int, ...]]
     """Of the full parameters, by their names; experts in stacks."""
     layout: SavedLayout
-    is_gated: bool
-    is_tied: bool
-    """Whether the output layer is the embedding's table."""
+    args: Mapping[str, Any]
+    """Upstream's settings."""
 
     def list_parameters(self, layers: range, *, first: bool, last: bool, experts: bool | None) -> list[Parameter]:
         """Of a model chunk with these layers, in no particular order.
@@ -275,13 +293,21 @@ class ModelOutline:
             here = int(layer["number"]) in layers if layer else first if name.startswith("embedding.") else last
             if here and experts in (None, self.is_expert(name)):
                 found += self._parameters_of(name, shape)
-        if self.is_tied and self.layout.pp > 1:
-            table = "embedding.word_embeddings.weight"
-            found = [dataclasses.replace(p, is_alone=p.name == table) for p in found]
-            if last and experts is not True and table in self.shapes:
-                copy = self._parameters_of(table, self.shapes[table])[0]
-                found.append(dataclasses.replace(copy, name="output_layer.weight", is_alone=True))
+        table = "embedding.word_embeddings.weight"
+        copies = self._list_copies() if experts is not True and table in self.shapes else []
+        if copies:
+            found = [dataclasses.replace(each, is_alone=each.name == table) for each in found]
+            original = self._parameters_of(table, self.shapes[table])[0]
+            found += [dataclasses.replace(original, name=name, is_alone=True) for name in copies if last]
         return found
+
+    def _list_copies(self) -> list[str]:
+        """What the last pipeline stage calls its copies of the first stage's table."""
+        if self.layout.pp == 1:
+            return []
+        predicts = any(name.startswith("mtp.") for name in self.shapes)
+        is_tied = not self.args.get("untie_embeddings_and_output_weights", False)
+        return ["embedding.copy"] * predicts + ["output_layer.weight"] * is_tied
 
     @staticmethod
     def is_expert(name: str) -> bool:
@@ -294,7 +320,7 @@ class ModelOutline:
 
     def cut_of(self, name: str) -> Cut:
         """How they share it."""
-        return find_cut(name, is_gated=self.is_gated)
+        return find_cut(name, self.args)
 
     def _parameters_of(self, name: str, shape: tuple[int, ...]) -> list[Parameter]:
         is_expert = self.is_expert(name)

@@ -44,7 +44,6 @@ from megatron.core.dist_checkpointing.upstream_layout import (
     Slot,
     expert_of,
     find_bucket_size,
-    is_gated,
     iterate_ranks,
     place_in_buckets,
     place_in_joined_buckets,
@@ -248,9 +247,8 @@ class FlatOptimizerState:
         self._where = where
         self._args = args
         layout = SavedLayout.read(args, where)
-        is_tied = not args.get("untie_embeddings_and_output_weights", False)
         trained = {name: shape for name, shape in shapes.items() if not name.endswith(".expert_bias")}
-        self._outline = ModelOutline(trained, layout, is_gated(args), is_tied)
+        self._outline = ModelOutline(trained, layout, args)
         self._buffers = buffers
         self._shards: dict[str, list[_Shard]] = {}
 
