@@ -1,4 +1,4 @@
-"""Every row of the fault catalogue on flags, text and datasets has a test that bears its id."""
+"""Every row of the fault catalogue on flags, text, datasets and checkpoints has a test that bears its id."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ ROWS = {
     "F": 15,  # flags and environment
     "J": 15,  # raw text to .bin/.idx
     "I": 15,  # .bin/.idx reading and dataset cache
+    "S": 39,  # saving a checkpoint
+    "L": 18,  # loading one, and going on
 }
 _IDS = re.compile(r"(?:^|_)([A-Z])(\d+)(?:_to_([A-Z])(\d+))?(?=_|$)")
 

@@ -99,7 +99,7 @@ def test_a_number_that_another_process_has_now(tmp_path: Path, monkeypatch: pyte
     DirectoryLock(tmp_path, ignore).release()
 
 
-def test_elsewhere_the_counter_decides_by_our_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S37_elsewhere_the_counter_decides_by_our_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on a machine whose processes we cannot see: refused while it beats, taken over once it stands still."""
     monkeypatch.setattr(directory_lock, "PATIENCE_SECONDS", 1.5)
     told: list[str] = []
@@ -271,7 +271,9 @@ class LosingHook(Hook):
             leave_lock(self.root, ELSEWHERE, 2)
 
 
-def test_a_run_that_lost_its_directory_saves_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_S35_a_run_that_lost_its_directory_saves_nothing_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "ckpt"
     run = prepare("--save", root, "--save-interval", "2")
     assert lock_files(root) == ["save-00000001.lock"]
@@ -285,7 +287,7 @@ def test_a_run_that_lost_its_directory_saves_nothing_there(tmp_path: Path, capsy
     assert lock_files(root) == ["save-00000002.lock"], "the other's lock is left alone"
 
 
-def test_two_runs_with_one_save_directory(tmp_path: Path) -> None:
+def test_S36_two_runs_with_one_save_directory(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     flags = [*TINY, "--save", root, "--load", root, "--save-interval", "5"]
     first = start([*flags, "--train-iters", "100000", "--lr-decay-style", "constant", "--lr-decay-iters", "10"])

@@ -309,7 +309,7 @@ def with_hook(run: Run, hook: Hook) -> Run:
     return run
 
 
-def test_training_goes_on_and_the_previous_checkpoint_stays_until_the_next_is_complete(
+def test_S29_training_goes_on_and_the_previous_checkpoint_stays_until_the_next_is_complete(
     tmp_path: Path, gate: type[Gate]
 ) -> None:
     seen = []
@@ -367,7 +367,7 @@ def test_a_save_under_way_is_finished_when_the_run_fails(tmp_path: Path, gate: t
     assert differing(train_tiny("--load", tmp_path), train_tiny()) == []
 
 
-def test_ctrl_c_finishes_both_saves(tmp_path: Path, gate: type[Gate]) -> None:
+def test_S31_ctrl_c_finishes_both_saves(tmp_path: Path, gate: type[Gate]) -> None:
     def press(run: Run) -> None:
         if run.progress.iteration == 3:
             os.kill(os.getpid(), signal.SIGINT)

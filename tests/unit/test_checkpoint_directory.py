@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.core.dist_checkpointing import manifest
 from megatron.core.dist_checkpointing.directory import (
     TRACKER_NAME,
     list_superseded,
@@ -151,3 +153,35 @@ def test_S34_links_to_checkpoints_are_neither_followed_nor_counted(tmp_path: Pat
     assert settle_leftovers(root) == ["removed iter_0000020.old-0123abcd of an interrupted save"]
     found = find(root, 20)
     assert found is not None and content(found) == 21 and (elsewhere / "manifest.json").exists()
+
+
+def test_L17_a_checkpoint_that_another_run_removes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    newest = save(tmp_path, 20)
+    checksum = manifest.checksum
+
+    def remove_and_read(path: Path, *more: Any) -> int:
+        shutil.rmtree(newest, ignore_errors=True)
+        return checksum(path, *more)
+
+    monkeypatch.setattr(manifest, "checksum", remove_and_read)
+    found = find(tmp_path)
+    assert found is not None and content(found) == 10
+    assert len(found.skipped) == 1 and str(newest) in found.skipped[0] and "is missing" in found.skipped[0]
+
+
+@pytest.mark.parametrize("name", ["with space", "line\nbreak", "größe", "-x", "'quoted\"", "n" * 255])
+def test_S38_names_and_rights_of_directories(tmp_path: Path, name: str) -> None:
+    before = os.umask(0o077)
+    try:
+        for iteration in (10, 20):
+            path = save(tmp_path / name, iteration)
+    finally:
+        os.umask(before)
+    assert [entry.stat().st_mode & 0o077 for entry in (path, *path.iterdir())] == [0] * 7
+    assert found_value(tmp_path / name) == 20
+    (tmp_path / name / TRACKER_NAME).write_text("30")
+    found = find(tmp_path / name)
+    assert found is not None and content(found) == 20 and name in found.skipped[0]

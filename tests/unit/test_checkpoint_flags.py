@@ -78,7 +78,7 @@ def test_save_without_an_interval_saves_where_the_run_ends(tmp_path: Path) -> No
 
 
 @pytest.mark.flags("--ckpt-step")
-def test_ckpt_step(trained: Path) -> None:
+def test_L10_ckpt_step(trained: Path) -> None:
     assert prepare("--load", trained).progress.iteration == 6
     assert prepare("--load", trained, "--ckpt-step", "3").progress.iteration == 3
     with pytest.raises(CheckpointError, match="--ckpt-step 4: .*saved iterations: 6, 3"):
@@ -86,7 +86,7 @@ def test_ckpt_step(trained: Path) -> None:
 
 
 @pytest.mark.flags("--no-load-optim")
-def test_no_load_optim(trained: Path) -> None:
+def test_L10_no_load_optim(trained: Path) -> None:
     loaded = prepare("--load", trained, "--ckpt-step", "3", "--no-load-optim")
     assert loaded.progress.iteration == 3 and loaded.optimizer.step_count == 0
     assert loaded.scheduler.num_steps == 0
@@ -151,7 +151,7 @@ def test_no_save_optim(tmp_path: Path) -> None:
 
 
 @pytest.mark.flags("--no-load-rng")
-def test_no_load_rng(trained: Path) -> None:
+def test_L10_no_load_rng(trained: Path) -> None:
     prepare("--load", trained)
     continued = torch.get_rng_state(), np.random.random()
     prepare()
@@ -172,7 +172,7 @@ def test_no_save_rng(tmp_path: Path) -> None:
 
 
 @pytest.mark.flags("--finetune")
-def test_finetune_takes_weights_only(trained: Path) -> None:
+def test_L10_finetune_takes_weights_only(trained: Path) -> None:
     tuned = prepare("--load", trained, "--finetune")
     assert (tuned.progress.iteration, tuned.progress.consumed_train_samples) == (0, 0)
     assert tuned.optimizer.step_count == 0 and tuned.scheduler.num_steps == 0
