@@ -88,8 +88,9 @@ def _play_points(options: argparse.Namespace, directory: Path) -> Tally:
 
 def _play_calls(options: argparse.Namespace, directory: Path) -> Tally:
     def play() -> Iterator[Verdict]:
-        for way in options.ways:
-            step = 1 if way == "sync" else _CALLS_BESIDE_TRAINING
+        # Where a save lies makes no difference to the calls it is made of.
+        for way in (way for way in options.ways if way != "non-persistent"):
+            step = 1 if way in ("sync", "torch") else _CALLS_BESIDE_TRAINING
             yield from failing_calls.play(directory, ways=[way], faults=list(failing_calls.FAULTS), step=step)
 
     return count(play(), None)
@@ -97,9 +98,8 @@ def _play_calls(options: argparse.Namespace, directory: Path) -> Tally:
 
 def _play_kills(options: argparse.Namespace, directory: Path) -> Tally:
     whole = killed_at_random.train_whole(directory / "whole")
-    return count(
-        killed_at_random.play(whole, directory, options.seed, options.kills, options.ways), options.kills
-    )  # fmt: skip
+    ways = [way for way in options.ways if way in killed_at_random.EXACT_WAYS]
+    return count(killed_at_random.play(whole, directory, options.seed, options.kills, ways), options.kills)
 
 
 def _play_kinds(options: argparse.Namespace, directory: Path) -> Tally:

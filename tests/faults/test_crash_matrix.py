@@ -20,6 +20,8 @@ SAMPLE = [
     Case("earlier-moved-aside", 0),
     Case("snapshot-taken", 1, "thread"),
     Case("shard-begun", 0, "process"),
+    Case("shard-begun", 1, "torch"),
+    Case("tracker-flushed", 0, "non-persistent"),
 ]
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.dist_checkpointing.directory import list_leftovers
+from megatron.core.dist_checkpointing.non_persistent import DIRECTORY_NAME, find_newest
 from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
+from megatron.core.errors import CheckpointError
 from tests.functional.pretrain_runs import TINY, finish, free_port, start
 from tests.programs import Program
 
@@ -19,8 +22,10 @@ WAYS = {
     "sync": [],
     "thread": ["--async-save"],
     "process": ["--async-save", "--use-persistent-ckpt-worker"],
+    "torch": ["--ckpt-format", "torch"],
+    "non-persistent": "--save-interval 100 --non-persistent-save-interval 2 --non-persistent-ckpt-type global".split(),
 }
-"""Ways of saving, by who writes."""
+"""Ways of saving: by who writes, what, and where."""
 
 
 def train(root: Path, *flags: str | Path, crash_point: str | None = None) -> list[tuple[int, str]]:
@@ -37,6 +42,21 @@ def start_ranks(flags: Sequence[str | Path], **variables: str) -> list[Program]:
     """Start all ranks of a run."""
     job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()} | variables
     return [start([*FLAGS, *flags], RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in range(RANKS)]
+
+
+def find_saved(root: Path) -> int:
+    """The iteration that is loaded next; 0 where there is none, -1 where something is there and nothing is good."""
+    try:
+        found = find_newest(root, root / DIRECTORY_NAME)
+    except CheckpointError:
+        return -1
+    return 0 if found is None else found.manifest.iteration
+
+
+def list_remains(root: Path) -> list[str]:
+    """What interrupted saves have left, and locks."""
+    places = [place for place in (root, root / DIRECTORY_NAME) if place.is_dir()]
+    return [str(path) for place in places for path in (*list_leftovers(place), *place.glob("*.lock"))]
 
 
 def read_tensors(root: Path, iteration: int) -> dict[str, torch.Tensor]:
