@@ -61,10 +61,12 @@ class Clock:
         self.start_seconds, self.step_seconds = 1.0, 0.1
 
     def wait(self, ranks: list[Program], directory: Path, saved: int, pick: random.Random) -> None:
-        """Wait for a random moment of a run that goes on from `saved`: at its start, or after any of its iterations."""
+        """Wait for a random moment of a run that goes on from `saved`: at its start, or after one of its next
+        iterations."""
         began_at = time.monotonic()
         is_at_start = pick.random() < _AT_START
-        target, delay = pick.randint(min(saved + 1, ITERATIONS), ITERATIONS), pick.random()
+        # Near enough that the kills of a run are spread over all of it.
+        target, delay = min(ITERATIONS, saved + pick.randint(1, 2 * ITERATIONS // _KILLS_OF_A_RUN)), pick.random()
         if is_at_start:
             time.sleep(delay * self.start_seconds)
             return
