@@ -21,7 +21,7 @@ from megatron.training.verify.parity import RankTrace, Trace, join, open_local_r
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import COMMON, STYLES, own_rank
+from tests.parallel.small_training import COMMON, OPTIONS, STYLES, own_rank
 from tests.unit.test_sft_dataset import Letters, conversation, write
 
 ITERATIONS = 3
@@ -38,6 +38,7 @@ LAYOUTS = [
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     LAYOUTS += [
+        ("latent", f"tp2,sp,dp2,{HYBRID}24,dist-opt", {1, 2}),
         ("llama", f"dp4,{HYBRID}24,overlap", {1, 2}),
         ("llama", f"tp2,sp,cp2,{HYBRID}24,--tp-comm-overlap", {1, 2}),
         ("gpt2", f"tp2,dp4,{HYBRID}12,dist-opt", {1, 2, 4}),
@@ -90,7 +91,7 @@ def reference(flags: str) -> Trace:
 @pytest.mark.parametrize(("style", "layout", "sizes"), LAYOUTS)
 def test_it_is_the_run_of_one_process(style: str, layout: str, sizes: set[int], data: str) -> None:
     """Which packs the same conversations into sequences of one length."""
-    flags = f"{STYLES[style]} {data}"
+    flags = f"{(STYLES | OPTIONS)[style]} {data}"
     world = parse_layout(layout).world_size
     shares, microbatches = zip(*run_distributed(share_and_microbatches, world, flags, layout, timeout=240), strict=True)
     trace = join(shares)

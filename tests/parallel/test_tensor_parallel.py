@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.inference.kv_cache import KVCache
 from megatron.core.mesh import RankGrid
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tests.parallel.harness import distributed, run_distributed
 
 LLAMA = {
@@ -111,3 +112,35 @@ def test_mappings_and_their_transposes() -> None:
     # Each rank goes on with its own work: the gradients of both are summed.
     check(gather_from_sequence_parallel_region, own_rows, whole, 2 * weight.chunk(2)[rank])
     check(reduce_scatter_to_sequence_parallel_region, whole, 2 * own_rows, both_rows)
+
+
+# ---- generation with latent attention: every rank keeps the same latent vectors
+
+
+def latent_logits(sequence_parallel: bool, groups: ProcessGroupCollection, ends: list[int]) -> torch.Tensor:
+    """Logits [b, s, v] of eight tokens that are read in parts which end there."""
+    config = MLATransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, q_lora_rank=7, kv_lora_rank=6, qk_head_dim=5,
+        qk_pos_emb_head_dim=4, v_head_dim=3, qk_layernorm=True, sequence_parallel=sequence_parallel,
+        tensor_model_parallel_size=groups.tp.size(), init_method_std=0.3,
+    )  # fmt: skip
+    model = GPTModel(config, get_gpt_decoder_block_spec(config), 32, 8, parallel_output=False, pg_collection=groups)
+    ids, positions = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0)), torch.arange(8)[None]
+    cache, parts, first = KVCache(8), [], 0
+    with torch.no_grad():
+        for end in ends:
+            parts.append(model.eval()(ids[:, first:end], positions[:, first:end], inference_context=cache))
+            cache.advance(end - first)
+            first = end
+    return torch.cat(parts, dim=1)
+
+
+def latent_logits_on_two_ranks(sequence_parallel: bool, ends: list[int]) -> torch.Tensor:
+    return latent_logits(sequence_parallel, two_ranks(), ends)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "ends"), [(False, [5, 6, 8]), (True, [4, 6, 8])])
+def test_generation_with_latent_vectors(sequence_parallel: bool, ends: list[int]) -> None:
+    expected = latent_logits(False, ProcessGroupCollection.single(), [8])
+    for found in run_distributed(latent_logits_on_two_ranks, 2, sequence_parallel, ends):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
