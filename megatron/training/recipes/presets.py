@@ -281,7 +281,8 @@ def _build_latent() -> Iterator[Preset]:
     )
     size = _size(61, 7168, 18432, "64", 163840, 128 * K)
     fields = {
-        "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "rope_scaling": DEEPSEEK_POSITIONS | {"factor": 32.0},
+        "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
+        "rope_scaling": DEEPSEEK_POSITIONS | {"factor": 32.0, "beta_fast": 1.0},
     }  # fmt: skip
     yield Preset("kimi-k2", "kimi_k2", describe(size, (1536, 512), (384, 8, 2048, 1), 1) | fields, "1.03T", "32B")
 
