@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 RUN_ELSEWHERE = {
     "bash examples/quickstart.sh": "tests/functional/test_quickstart.py",
     "bash tests/run.sh": "this run",
-    "LAPTOP=1 bash examples/mixtral/train_mixtral_8x7b.sh": "tests/functional/test_launchers.py",
+    "LAPTOP=1 bash examples/deepseek/train_deepseek_v3.sh": "tests/functional/test_launchers.py",
     "python -m tests.faults.crash_matrix": "tests/faults/test_crash_matrix.py",
     "python tools/checkpoint/average.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",

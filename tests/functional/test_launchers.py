@@ -34,9 +34,11 @@ SCRIPTS = {
     "mixtral/train_mixtral_8x7b.sh": 64,
     "mixtral/train_mixtral_8x22b.sh": 128,
     "qwen/train_qwen3_30b_a3b.sh": 32,
+    "deepseek/train_deepseek_v2_lite.sh": 8,
+    "deepseek/train_deepseek_v3.sh": 1024,
 }
 """Script and argument -> processes."""
-TRAINED = ("llama/train_llama_70b.sh", "mixtral/train_mixtral_8x7b.sh")
+TRAINED = ("llama/train_llama_70b.sh", "deepseek/train_deepseek_v3.sh")
 SHELL_FILES = sorted(EXAMPLES.rglob("*.sh"))
 MISSING = ("DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "MERGE_FILE")
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# DeepSeek V2 Lite on 8 GPUs: 1 node of 8.
+#
+#   sbatch --nodes=1 --gpus-per-node=8 --time=24:00:00 examples/launch/slurm.sh examples/deepseek/train_deepseek_v2_lite.sh
+#   LAPTOP=1 bash examples/deepseek/train_deepseek_v2_lite.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+NNODES="${NNODES:-1}"
+MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
+need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
+need TOKENIZER_MODEL /path/to/tokenizer "" "a directory with the tokenizer.json of the model"
+CHECKPOINTS="${CHECKPOINTS:-checkpoints/deepseek-v2-lite}"
+
+start --preset deepseek-v2-lite --seq-length 4096 --expert-model-parallel-size 8 \
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 \
+    --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion \
+    --micro-batch-size 1 --global-batch-size 512 --train-iters 500000 \
+    --lr 4.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
+    --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.006 \
+    --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL" --split 99,1,0 \
+    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --tensorboard-dir "$CHECKPOINTS/tensorboard" \
+    --log-interval 10 --log-throughput --moe-per-layer-logging --eval-interval 1000 --eval-iters 10 ${EXTRA_FLAGS:-} "$@"
