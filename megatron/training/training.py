@@ -108,7 +108,14 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
 
 
 def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) -> Run:
-    process = initialize(config)
+    try:
+        process = initialize(config)
+    except RuntimeError as error:
+        # The store at which all meet may go with the first rank, before anybody knows who else is there.
+        problem = explain_lost_peer(error)
+        if problem is None:
+            raise
+        raise TemporaryError(problem) from error
     if process.launch.rank == 0:
         notes = [f"note: {note}" for note in (*config.notes, *process.notes)]
         say("\n".join([describe_machine(process), *notes]))

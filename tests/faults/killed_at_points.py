@@ -108,8 +108,9 @@ def check(case: Case, beginning: Beginning, root: Path) -> None:
         _check_goes_on(outcomes)
     else:
         assert outcomes[case.rank][0] == -_SIGKILL, f"rank {case.rank} was not killed: {outcomes}"
-        assert all(code != 0 for code, _ in outcomes), outcomes
         found, expected = find_saved(root), _find_expected_iteration(case)
+        # A rank that has trained to its end does not wait for the first one to remove what is old.
+        assert expected == _END or all(code != 0 for code, _ in outcomes), outcomes
         assert found == expected, f"{found} is loaded instead of {expected}"
         train(root, *_FLAGS)
     assert list_remains(root) == []

@@ -60,16 +60,16 @@ class Clock:
     def __init__(self) -> None:
         self.start_seconds, self.step_seconds = 1.0, 0.1
 
-    def wait(self, ranks: list[Program], directory: Path, saved: int, pick: random.Random) -> None:
+    def wait(self, ranks: list[Program], directory: Path, saved: int, pick: random.Random) -> bool:
         """Wait for a random moment of a run that goes on from `saved`: at its start, or after one of its next
-        iterations."""
+        iterations. Whether it has begun to train."""
         began_at = time.monotonic()
         is_at_start = pick.random() < _AT_START
         # Near enough that the kills of a run are spread over all of it.
         target, delay = min(ITERATIONS, saved + pick.randint(1, 2 * ITERATIONS // _KILLS_OF_A_RUN)), pick.random()
         if is_at_start:
             time.sleep(delay * self.start_seconds)
-            return
+            return False
         # Rows of iterations that will be repeated are there until the run begins to train.
         stale = _read_metrics(directory) if _count_done(directory) > saved else b""
         started_at: float | None = None
@@ -85,6 +85,7 @@ class Clock:
             self.step_seconds = (time.monotonic() - started_at) / max(1, target - saved - 1)
         # The next iteration and its save.
         time.sleep(delay * 2 * self.step_seconds)
+        return started_at is not None
 
 
 def _read_metrics(directory: Path) -> bytes:
@@ -131,9 +132,14 @@ def _kill_once(directory: Path, way: str, pick: random.Random, clock: Clock) -> 
     victims = pick.choice(_VICTIMS)
     before = find_saved(directory / "ckpt")
     ranks = _start(directory, way)
-    clock.wait(ranks, directory, before, pick)
+    is_training = clock.wait(ranks, directory, before, pick)
     for victim in victims:
         ranks[victim].kill()
+    if not is_training:
+        # Whoever has not met the others yet waits for them as long as a job may take to start; a launcher does this.
+        time.sleep(pick.random())
+        for rank in ranks:
+            rank.kill()
     victim_names = " and ".join(map(str, victims))
     case = f"{way}, rank {victim_names} killed"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -207,6 +208,24 @@ def test_R3_a_killed_rank_ends_the_others_with_75(layout: str, tmp_path: Path) -
     (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
     assert "another rank was lost: rank 1 has ended" in line
     assert "Traceback" not in errors
+
+
+def test_R3_a_first_rank_that_is_lost_while_the_others_meet(tmp_path: Path) -> None:
+    port = free_port()
+    store = torch.distributed.TCPStore("localhost", int(port), 2, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": "1", "LOCAL_RANK": "1"}
+    other = start([*TINY, "--tensor-model-parallel-size", "2"], **place)
+    deadline = time.monotonic() + 120
+    while store.num_keys() < 3 and other.poll() is None:
+        assert time.monotonic() < deadline, "rank 1 does not come"
+        time.sleep(0.01)
+    # The store goes with the process that serves it.
+    del store
+    gc.collect()
+    _, errors = other.communicate(timeout=120)
+    assert other.returncode == 75, errors
+    (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
+    assert "another rank was lost or did not answer" in line and "Traceback" not in errors
 
 
 def test_I8_data_of_another_tokenizer(tmp_path: Path) -> None:
