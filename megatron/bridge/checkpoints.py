@@ -78,11 +78,11 @@ class OpenCheckpoint:
         self.found: FoundCheckpoint = found
         self.path: Path = found.path
         self.valid_rows: Mapping[str, int] = serialization.read_document(found.path, "tensors")["valid_rows"]
+        contents = load_tensors_metadata(found.path)
         self.contents: Mapping[str, ShardedTensor] = {
-            key: tensor
-            for key, tensor in load_tensors_metadata(found.path).items()
-            if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))
+            key: tensor for key, tensor in contents.items() if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))
         }
+        self.has_optimizer = any(key.startswith(OPTIMIZER_PREFIX) for key in contents)
 
     def read_config(self) -> RunConfig:
         """The settings, for one process. Raises CheckpointError where this release cannot use them."""

@@ -3,14 +3,16 @@
     python -m megatron.bridge.convert --source hf --target megatron --input-path DIR --output-path DIR
     python -m megatron.bridge.convert --source megatron --target hf --input-path DIR --output-path DIR
 
-A checkpoint has no layout, so sizes such as --tensor-model-parallel-size are only checked against the model. The result
-is compared with the source, and appears under its name only when it is complete.
+A checkpoint has no layout, so sizes such as --tensor-model-parallel-size are only checked against the model, but with
+--ckpt-format torch: then it is upstream's format with a file for each rank of the target's layout. The result is
+compared with the source, and appears under its name only when it is complete.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -44,6 +46,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="Hugging Face directory, directory of checkpoints, or one iter_ directory")  # fmt: skip
     add("--output-path", metavar="DIR", type=path, required=True, help="directory to make; it must not hold anything")
     add("--ckpt-step", metavar="N", type=int, help="iteration of the source to convert (the latest)")
+    add("--ckpt-format", choices=("torch_dist", "torch"), default="torch_dist",
+        help="of --target megatron; torch: upstream's files of each rank, weights alone (torch_dist)")  # fmt: skip
     add("--no-verify", action="store_true", help="do not compare the result with the source")
     for name, text in _SIZES.items():
         add(name, metavar="N", type=int, help=f"{text}; checked, as a checkpoint has no layout")
@@ -55,6 +59,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
+    if arguments.target == "hf" and arguments.ckpt_format != "torch_dist":
+        raise ConfigError("--ckpt-format torch is a format of --target megatron; leave it out")
     if arguments.source == "hf" and arguments.ckpt_step is not None:
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step} chooses a checkpoint, and --source hf has none")
     return arguments
@@ -79,8 +85,25 @@ def _from_hf(arguments: argparse.Namespace) -> None:
         say(f"verified: every weight bit for bit; {compare_logits(arguments.input_path, result)}")
 
     verify = not arguments.no_verify
+    if arguments.ckpt_format == "torch":
+        # In two steps, so that what is verified is what the files are made of.
+        with tempfile.TemporaryDirectory(dir=arguments.output_path.absolute().parent) as staged:
+            whole = Path(staged) / "whole"
+            import_model(source, whole, verify=verify, check=check if verify else None)
+            _write_ranks(whole, None, arguments.output_path, tensor_ranks, stages)
+        return
     import_model(source, arguments.output_path, verify=verify, check=check if verify else None)
     _note_layout(tensor_ranks, stages)
+
+
+def _write_ranks(root: Path, iteration: int | None, output: Path, tensor_ranks: int, stages: int) -> None:
+    from megatron.bridge.checkpoints import OpenCheckpoint
+    from megatron.bridge.rank_files import note_rank_files, write_rank_files
+
+    checkpoint = OpenCheckpoint(root, iteration)
+    write_rank_files(checkpoint, output, tensor_ranks, stages)
+    if (note := note_rank_files(checkpoint)) is not None:
+        say(f"note: {note}")
 
 
 def _to_hf(arguments: argparse.Namespace) -> None:
@@ -107,6 +130,9 @@ def _copy(arguments: argparse.Namespace) -> None:
                                   strict=True):  # fmt: skip
         if given is not None and given != found:
             say(f"note: {name} is {given}, and the checkpoint was saved with {found}; that makes no difference")
+    if arguments.ckpt_format == "torch":
+        _write_ranks(arguments.input_path, arguments.ckpt_step, arguments.output_path, tensor_ranks, stages)
+        return
     copy_checkpoint(checkpoint, arguments.output_path)
     _note_layout(tensor_ranks, stages)
 
@@ -119,10 +145,8 @@ def _note_layout(tensor_ranks: int, stages: int) -> None:
         )
 
 
-@command_line
-def main() -> int:
-    """Read the command line, convert, print."""
-    arguments = parse_arguments(sys.argv[1:])
+def convert(arguments: argparse.Namespace) -> None:
+    """Do what the command line says, and print what was written. Raises ConfigError, CheckpointError, StorageError."""
     if arguments.source == "hf":
         _from_hf(arguments)
     elif arguments.target == "hf":
@@ -130,6 +154,12 @@ def main() -> int:
     else:
         _copy(arguments)
     say(f"wrote {arguments.output_path}")
+
+
+@command_line
+def main() -> int:
+    """Read the command line, convert, print."""
+    convert(parse_arguments(sys.argv[1:]))
     return 0
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import io
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.bridge.convert import convert as bridge_convert
+from megatron.bridge.convert import parse_arguments
 from megatron.core.dist_checkpointing.legacy_write import RankTensor, arrange, build_models, name_rank_directory
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
@@ -19,7 +22,8 @@ from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.training import run_recipe
 from tests.unit.run_flags import run_config
-from tests.unit.tiny_training import FLAGS, RandomTokens, differing, prepare, train_tiny
+from tests.unit.tiny_training import FLAGS, RandomTokens, differing, prepare, train_tiny, values
+from tools.checkpoint import convert
 
 FILES = {"torch": "mp_rank_00/model_optim_rng.pt", "upstream_torch_dist": "__0_0.distcp"}
 
@@ -165,7 +169,7 @@ def test_a_damaged_file_is_passed_over(file_format: str, tmp_path: Path, capsys:
     with pytest.raises(CheckpointError, match=f"{FILES[file_format]} is damaged: its checksum is"):
         prepare("--load", tmp_path, "--ckpt-step", "6")
     assert prepare("--load", tmp_path).progress.iteration == 3
-    assert "instead of the latest checkpoint" in capsys.readouterr().err
+    assert "is damaged: its checksum is" in capsys.readouterr().err
 
 
 @pytest.mark.flags("--no-save-optim", "--no-save-rng")
@@ -240,3 +244,84 @@ def test_layouts_that_upstream_s_ranks_do_not_have(tmp_path: Path) -> None:
         run_config(
             "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 4 --ckpt-format torch", world_size=2
         )
+
+
+def run_convert(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
+    """tools/checkpoint/convert.py with this command line, in this process."""
+    program = ["python", "tools/checkpoint/convert.py"]
+    words = command.split()
+    assert words[:2] == program
+    monkeypatch.setattr(sys, "argv", words[1:])
+    code: int = convert.main()
+    return code
+
+
+LLAMA = ("--swiglu", "--ffn-hidden-size", "32", "--disable-bias-linear", "--normalization", "RMSNorm",
+         "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")  # fmt: skip
+
+
+def test_upstream_s_converter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2"
+    trained = train_tiny("--save", tmp_path / "ours", "--exit-interval", "2", *LLAMA)
+    program = "python tools/checkpoint/convert.py --model-type GPT"
+    places = f"--load-dir {tmp_path}/ours --save-dir {tmp_path}/ranks"
+    assert run_convert(monkeypatch, f"{program} --loader core --saver core {places} {layout}") == 0
+    assert "the optimizer's state is left out" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "ranks" / "iter_0000002").iterdir())
+    assert names == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+    loaded = prepare("--load", tmp_path / "ranks", "--no-load-optim", *LLAMA)
+    assert loaded.progress.iteration == 2
+    weights = {name: tensor for name, tensor in values(trained) if " of " not in name}
+    assert_weights(loaded, weights)
+
+    # To Hugging Face's programs, and from there to the ranks of upstream.
+    places = f"--load-dir {tmp_path}/ours --save-dir {tmp_path}/hf"
+    assert run_convert(monkeypatch, f"{program} --saver hf --no-checking {places}") == 0
+    places = f"--load-dir {tmp_path}/hf --save-dir {tmp_path}/release"
+    assert run_convert(monkeypatch, f"{program} --loader llama_mistral --no-checking {places} {layout}") == 0
+    assert (tmp_path / "release" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert len(list((tmp_path / "release" / "release").iterdir())) == 4
+    assert_weights(prepare("--pretrained-checkpoint", tmp_path / "release", *LLAMA), weights)
+    places = f"--load-dir {tmp_path}/hf --save-dir {tmp_path}/dist"
+    assert run_convert(monkeypatch, f"{program} --loader hf --saver torch_dist --no-checking {places}") == 0
+    assert_weights(prepare("--pretrained-checkpoint", tmp_path / "dist", *LLAMA), weights)
+
+
+def assert_weights(run: Any, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in values(run):
+        if " of " not in name:
+            rows = 50 if len(tensor) == 64 and name.startswith(("embedding.", "output_layer.")) else len(tensor)
+            assert torch.equal(tensor[:rows], expected[name][:rows]), name
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("--model-type BERT", "--model-type BERT is not converted; give GPT"),
+        (
+            "--model-type GPT --loader legacy",
+            "--loader legacy is not known: the layers before Megatron-Core's are",
+        ),
+        ("--model-type GPT --saver picture", "--saver picture is not known; give one of core, mcore"),
+        ("--model-type GPT --checkpoint-type meta", "--checkpoint-type meta is not read"),
+        ("--model-type GPT --target-expert-parallel-size 2", "--target-expert-parallel-size 2 is not written here"),
+        ("--model-type GPT --target-tensor-parallel-size 0", "must be at least 1"),
+        ("--model-type GPT --nothing", "unrecognized arguments: --nothing; see python tools/checkpoint/convert.py"),
+    ],
+)
+def test_what_upstream_s_converter_is_told(command: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_arguments(convert.translate([*command.split(), "--load-dir", "a", "--save-dir", "b"]))
+
+
+def test_a_layout_that_the_model_cannot_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_tiny("--save", tmp_path / "ours", "--exit-interval", "1")
+    arguments = ["--source", "megatron", "--target", "megatron", "--ckpt-format", "torch", "--target-tp", "3"]
+    arguments += ["--input-path", str(tmp_path / "ours"), "--output-path", str(tmp_path / "new")]
+    with pytest.raises(ConfigError, match="--num-attention-heads 2"):
+        bridge_convert(parse_arguments(arguments))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="--ckpt-format torch is a format of --target megatron"):
+        parse_arguments(["--source", "megatron", "--target", "hf", "--ckpt-format", "torch", *arguments[8:]])

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cpu
 from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.legacy import FILE_NAME
@@ -186,7 +187,7 @@ def _with_extra_states(tensors: Iterable[RankTensor]) -> dict[str, Tensor | None
 
 def _copy(tensor: Tensor) -> Tensor:
     # torch writes the whole memory that a view belongs to, here a buffer with all parameters.
-    is_alone = tensor.is_cpu and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    is_alone = is_cpu(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor.detach() if is_alone else tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -179,14 +179,15 @@ def build_grad_scaler(run: Run) -> dict[str, Any] | None:
 def build_rng_state() -> list[dict[str, Any]]:
     """This process's generators, in a list as upstream has one for its data-parallel ranks."""
     states = get_torch_states()
-    of_device = [state for name, state in states.items() if name != "cpu" and not name.startswith(_STREAM)]
+    host = states["cpu"]
+    of_device = [state for name, state in states.items() if state is not host and not name.startswith(_STREAM)]
     return [
         {
             "random_rng_state": random.getstate(),
             "np_rng_state": np.random.get_state(),
-            "torch_rng_state": states["cpu"],
+            "torch_rng_state": host,
             # Without a GPU upstream saves the generator that takes its place.
-            "cuda_rng_state": next(iter(of_device), states["cpu"]),
+            "cuda_rng_state": next(iter(of_device), host),
             "rng_tracker_states": {
                 name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)
             },
