@@ -18,8 +18,9 @@ import torch
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
 from megatron.training.run import Run
+from tests.unit.test_checkpoint_tools import Tool
 from tests.unit.tiny_training import prepare, values
-from tests.unit.upstream_files import Full, Writer
+from tests.unit.upstream_files import DistFiles, Full, Writer
 
 DENSE = ("--ffn-hidden-size", "24", "--hidden-size", "24", "--num-layers", "4")
 GATED = (
@@ -172,3 +173,43 @@ def test_a_checkpoint_of_two_runs_is_refused(tmp_path: Path) -> None:
         write(tmp_path / str(number), "tp 2", kind, other)
         with pytest.raises(CheckpointError, match=f"{name} differs from the main parameter in its flat buffers"):
             prepare(*DENSE, "--bf16", "--load", tmp_path / str(number))
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool(monkeypatch, capsys)
+
+
+def test_tools_see_whole_tensors(tmp_path: Path, tool: Tool) -> None:
+    full = draw(LATENT)
+    write(tmp_path / "torch", "latent attention", "torch with distrib_optim.pt", full)
+    write(tmp_path / "dist", "latent attention", "dp_reshardable", full)
+    found = tool.read_json("inspect_checkpoint.py", tmp_path / "torch", "--norms")
+    assert (found["format"], found["world_size"]) == ("torch (upstream)", 8)
+    assert found["tensors"].keys() == full[""].keys()
+    for name, tensor in full[""].items():
+        assert found["tensors"][name]["shape"] == list(tensor.shape)
+        assert found["tensors"][name]["norm"] == pytest.approx(float(tensor.double().norm()))
+    found = tool.read_json("inspect_checkpoint.py", tmp_path / "dist")
+    assert found["format"] == "torch_dist (upstream)" and "embedding.word_embeddings.weight" in found["tensors"]
+    code, out, _ = tool("doctor.py", tmp_path / "torch")
+    assert code == 1 and "takes it as it is" in out and "copy iter_0000010" not in out
+    next((tmp_path / "torch" / "iter_0000010").glob("mp_rank_01*/model_optim_rng.pt")).unlink()
+    (tmp_path / "dist" / "iter_0000010" / "__0_0.distcp").unlink()
+    for name, sentence in (("torch", "files are missing or mixed up"), ("dist", "names '__0_0.distcp', which is not")):
+        code, out, _ = tool("doctor.py", tmp_path / name)
+        assert code == 1 and sentence in out and "copy iter_0000010 once more" in out
+
+
+def test_formats_that_are_not_read_are_named(tmp_path: Path, tool: Tool) -> None:
+    """Upstream's directories of wrapped modules, as torch.distributed.checkpoint writes them."""
+    files = DistFiles(tmp_path / "iter_0000010")
+    files.add("model.module.decoder.final_layernorm.weight", [0], torch.ones(24), [24])
+    files.objects["args"] = {}
+    files.finish()
+    with pytest.raises(CheckpointError, match="upstream's format torch_dcp or fsdp_dtensor, which is not read; have"):
+        prepare(*DENSE, "--load", tmp_path, "--no-load-optim", "--auto-detect-ckpt-format")
+    code, out, _ = tool("doctor.py", tmp_path)
+    assert code == 1 and "format torch_dcp or fsdp_dtensor, which is not read" in out
+    found = tool.read_json("inspect_checkpoint.py", tmp_path)
+    assert found["format"] == "torch_dcp or fsdp_dtensor (upstream)" and len(found["tensors"]) == 1

@@ -22,10 +22,12 @@ from megatron.core.dist_checkpointing.directory import (
     saved_iterations,
 )
 from megatron.core.dist_checkpointing.directory_lock import PATIENCE_SECONDS, list_holders
+from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
+from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
-from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
+from megatron.core.dist_checkpointing.upstream_dist import SHARDED_MODULES, find_upstream_checkpoint, name_format
 from megatron.core.dist_checkpointing.validation import check_coverage
 from megatron.core.errors import CheckpointError, format_bytes
 from megatron.core.paths import explain_no_directory
@@ -104,6 +106,8 @@ def diagnose(
         foreign = explain_foreign_format(path)
         if foreign is not None and not (path / MANIFEST_NAME).exists():
             diagnosis.add("warning", f"{path} {foreign[0]}", foreign[1])
+            for damage in _examine_foreign(path):
+                diagnosis.add("problem", damage, f"copy {path.name} once more from where it was written")
             continue
         diagnosis.checkpoints.append(_examine(path, with_checksums, on_bytes))
     good = {condition.path for condition in diagnosis.checkpoints if not condition.damage}
@@ -118,16 +122,26 @@ def diagnose(
 def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     """What kind of another program's checkpoint lies in a directory, as the end of a sentence, and what to do; None
     where nothing is recognised."""
-    if any(path.glob("mp_rank_*/model_optim_rng.pt")):
+    if any(path.glob(f"mp_rank_*/{FILE_NAME}")):
         return (
             "is a checkpoint in upstream's torch format, which has no checksums",
             f"--load {path.parent} takes it as it is; whether it is undamaged cannot be told",
         )
     if find_upstream_checkpoint(path) is not None:
-        return (
-            "is a checkpoint in upstream's torch_dist format, which has no checksums",
-            f"--load {path.parent} takes it as it is; whether it is undamaged cannot be told",
-        )
+        try:
+            found = name_format(path, read_metadata(path / METADATA_NAME))
+        except CheckpointError as error:
+            return ("looks like a checkpoint in upstream's torch_dist format, and cannot be read", str(error))
+        if found == SHARDED_MODULES:
+            return (
+                f"is a checkpoint in upstream's format {found}, which is not read",
+                "have upstream save it with --ckpt-format torch_dist or torch",
+            )
+        if found is not None:
+            return (
+                "is a checkpoint in upstream's torch_dist format, which has no checksums",
+                f"--load {path.parent} takes it as it is; whether it is undamaged cannot be told",
+            )
     if (path / METADATA_NAME).is_file():
         return (
             f"has no {MANIFEST_NAME}: the file was lost, or another program wrote it with torch.distributed.checkpoint",
@@ -195,6 +209,20 @@ def _examine_contents(path: Path) -> list[str]:
         for name in sorted(names)
         if Path(name).name != name or not (path / name).is_file()
     ]
+
+
+def _examine_foreign(path: Path) -> list[str]:
+    """What another program's checkpoint lacks: files of ranks, or boxes of tensors."""
+    try:
+        if any(path.glob(f"mp_rank_*/{FILE_NAME}")):
+            file = find_legacy_file(path)
+            if file is not None:
+                open_legacy(file)
+        elif (path / METADATA_NAME).is_file():
+            return _examine_contents(path)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _report_damage(diagnosis: Diagnosis) -> None:

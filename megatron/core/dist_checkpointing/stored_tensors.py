@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT, read_document
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
+from megatron.core.dist_checkpointing.upstream_dist import name_format
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
@@ -67,7 +68,8 @@ class StoredCheckpoint:
 
     path: Path
     format: str
-    """`torch_dist`, `torch_dist (upstream)` or `torch (upstream)`."""
+    """`torch_dist`; `torch_dist (upstream)`, `torch (upstream)` or `torch_dcp or fsdp_dtensor (upstream)`; or `of
+    torch.distributed.checkpoint`, where another program wrote it."""
     iteration: int | None
     world_size: int | None
     """Processes that wrote it; None where that is written nowhere."""
@@ -138,12 +140,17 @@ def _open_torch_dist(path: Path) -> StoredCheckpoint:
     ]
     return StoredCheckpoint(
         path,
-        "torch_dist" if is_ours else "torch_dist (upstream)",
+        "torch_dist" if is_ours else _name_foreign(path, metadata),
         _iteration_in_name(path) if manifest is None else manifest.iteration,
         None if manifest is None else manifest.world_size,
         tensors,
         sorted(key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)),
     )
+
+
+def _name_foreign(path: Path, metadata: Metadata) -> str:
+    found = name_format(path, metadata)
+    return "of torch.distributed.checkpoint" if found is None else f"{found} (upstream)"
 
 
 def _own_valid_rows(key: str, valid_rows: Mapping[str, Any]) -> int | None:

@@ -156,6 +156,19 @@ def _is_upstream(path: Path, *, or_ours: bool) -> bool:
     return os.path.isfile(path / METADATA_NAME) and not ours
 
 
+SHARDED_MODULES = "torch_dcp or fsdp_dtensor"
+"""What upstream saves of modules that torch's or its own fully sharded data parallelism wraps: no names tell which."""
+
+
+def name_format(path: Path, metadata: Metadata) -> str | None:
+    """The --ckpt-format of upstream's that a table of contents without anything of ours is of; None for other
+    programs'."""
+    keys = metadata.state_dict_metadata
+    if (path / _COMMON_FILE).is_file() or isinstance(keys.get(_COMMON_OBJECT), BytesStorageMetadata):
+        return "torch_dist"
+    return SHARDED_MODULES if any(key.startswith("model.") for key in keys) else None
+
+
 # ---- names
 
 
@@ -306,7 +319,13 @@ def _unusable(where: str) -> Iterator[None]:
 def _read_common(path: Path, metadata: Metadata) -> Any:
     if (path / _COMMON_FILE).is_file():
         return read_restricted(path / _COMMON_FILE, str(path / _COMMON_FILE))
-    if not isinstance(metadata.state_dict_metadata.get(_COMMON_OBJECT), BytesStorageMetadata):
+    found = name_format(path, metadata)
+    if found == SHARDED_MODULES:
+        raise CheckpointError(
+            f"{path} is in upstream's format {found}, which is not read; have upstream save it with --ckpt-format "
+            "torch_dist or torch, or convert it to Hugging Face there and that here"
+        )
+    if found is None:
         raise CheckpointError(
             f"{path} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours; it holds neither "
             f"{_COMMON_OBJECT} nor {_COMMON_FILE}: it is none of upstream's"
