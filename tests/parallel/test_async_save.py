@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing import torch_dist
+from megatron.core.dist_checkpointing.async_requests import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.training.loop import train
@@ -53,6 +55,26 @@ def test_the_same_files_as_without(tmp_path: Path, with_process: bool) -> None:
     ours = {path.name: path.read_bytes() for path in (tmp_path / "async" / "iter_0000004").iterdir()}
     assert {name for name in theirs if ours.pop(name) != theirs[name]} == {"manifest.json"} and not ours
     assert all(run_distributed(load_worker, 2, str(tmp_path / "async")))
+
+
+def queue_worker(root: str) -> tuple[int, bool]:
+    """How often a rank asked until the save was done, and whether its finalize function found the checkpoint."""
+    queue, seen = AsyncCallsQueue(), []
+    request = AsyncRequest(lambda saver: start(saver, root, 4), world())
+    # Collective: both ranks come here in the same call.
+    request.add_finalize_fn(lambda: (dist.barrier(), seen.append((Path(root) / "iter_0000004").exists())))
+    assert queue.schedule_async_request(request) == 0
+    calls = 1
+    while queue.maybe_finalize_async_calls() != [0]:
+        calls += 1
+        time.sleep(0.01 * dist.get_rank())
+    queue.close()
+    return calls, seen == [True]
+
+
+def test_ranks_finish_a_scheduled_request_in_the_same_call(tmp_path: Path) -> None:
+    first, second = run_distributed(queue_worker, 2, str(tmp_path))
+    assert first == second and first[1]
 
 
 def failing_worker(root: str, broken_rank: int) -> tuple[str, str]:
