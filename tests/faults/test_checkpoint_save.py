@@ -140,7 +140,7 @@ def test_S27_training_goes_on(
             super().__init__(*arguments)
 
         def write(self, data: Any) -> int:
-            if opened == 1 and self.tell() > 20_000:
+            if opened == 1 and self.tell() + len(data) > 20_000:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(data)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, model_state
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError, StorageError
@@ -139,6 +141,44 @@ def test_L7_mismatch_on_one_rank_is_everyones(tmp_path: Path) -> None:
     run_distributed(save_worker, 2, str(tmp_path))
     for refusal, tolerated in run_distributed(mismatch_worker, 2, str(tmp_path)):
         assert "extra is missing" in refusal and tolerated == ("extra (2,)",)
+
+
+def verifying_worker(root: str) -> tuple[str, int]:
+    """What this rank is told of the checkpoint, and how many bytes it has read for the checksums."""
+    import os
+
+    count, read = 0, os.preadv
+
+    def counting_preadv(*arguments: Any) -> int:
+        nonlocal count
+        done = read(*arguments)
+        count += done
+        return done
+
+    os.preadv = counting_preadv
+    try:
+        found = serialization.find(Path(root), None, world())
+    except CheckpointError as error:
+        return str(error), count
+    return str(found and found.skipped), count
+
+
+def test_L2_all_ranks_verify_a_share_of_the_files(tmp_path: Path) -> None:
+    run_distributed(save_worker, 2, str(tmp_path))
+    checkpoint = tmp_path / "iter_0000004"
+    total = sum(record.bytes for record in read_manifest(checkpoint).files.values())
+    answers = run_distributed(verifying_worker, 2, str(tmp_path))
+    assert [answer for answer, _ in answers] == ["[]", "[]"]
+    assert sum(count for _, count in answers) == total and all(0 < count < 0.9 * total for _, count in answers)
+    for name in ("__0_0.distcp", "__1_0.distcp", "metadata.json"):
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for answer, _ in run_distributed(verifying_worker, 2, str(tmp_path)):
+            assert f"{name} is damaged: its checksum is" in answer
+        (checkpoint / name).write_bytes(content[:-1])
+        for answer, _ in run_distributed(verifying_worker, 2, str(tmp_path)):
+            assert f"{name} is {len(content) - 1} bytes long" in answer
+        (checkpoint / name).write_bytes(content)
 
 
 def other_mount_worker(roots: list[str]) -> None:

@@ -20,8 +20,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing import serialization, shard_files
-from megatron.core.dist_checkpointing.checksums import combine_crc32
+from megatron.core.dist_checkpointing import checksums, serialization, shard_files
+from megatron.core.dist_checkpointing.checksums import (
+    combine_crc32,
+    compute_checksums,
+    join_checksums,
+    list_segments,
+    take_share,
+)
 from megatron.core.dist_checkpointing.manifest import checksum
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.shard_files import SavedBox, read_box, write_boxes
@@ -155,11 +161,33 @@ def test_a_long_second_part() -> None:
     assert combined == zlib.crc32(b"x" + 3 * zeros)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares_of_files_make_up_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(checksums, "_SEGMENT_BYTES", 100)
+    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 30)
+    sizes = {"__10_0.distcp": 1000, "__2_0.distcp": 1000, "config.json": 17, "empty": 0, "tokenizer/a": 99}
+    (tmp_path / "tokenizer").mkdir()
+    for number, (name, size) in enumerate(sizes.items()):
+        (tmp_path / name).write_bytes(bytes(range(number, number + 100)) * 10 if size == 1000 else b"x" * size)
+    segments = list_segments(sizes)
+    names = [segment.name for segment in segments]
+    assert names.index("__2_0.distcp") < names.index("__10_0.distcp"), "2 comes before 10"
+    shares = [take_share(segments, index, count) for index in range(count)]
+    assert sum(shares, []) == segments
+    lengths = [sum(segment.num_bytes for segment in share) for share in shares]
+    assert max(lengths) - min(lengths) <= 200, "two segments"
+    heard: list[int] = []
+    found = sum((compute_checksums(tmp_path, share, heard.append) for share in shares), [])
+    assert sum(heard) == sum(sizes.values())
+    assert join_checksums(segments, found) == {name: checksum(tmp_path / name) for name, size in sizes.items() if size}
+
+
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a few numbers are then written and read in many pieces, with threads."""
     monkeypatch.setattr(shard_files, "_PIECE_BYTES", 64)
-    monkeypatch.setattr(shard_files, "_SMALL_BYTES", 8)
+    monkeypatch.setattr(shard_files, "_SHORT_BYTES", 8)
+    monkeypatch.setattr(shard_files, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(shard_files, "_FLUSH_BYTES", 100)
     monkeypatch.setattr(shard_files, "_SHORTEST_READ_BYTES", 24)
 
@@ -221,17 +249,18 @@ def test_a_file_that_ends_too_early_is_refused(tmp_path: Path) -> None:
         read_box(file, boxes["a"], (0, 0), torch.zeros(400, 5))
 
 
+@pytest.mark.usefixtures("short_pieces")
 def test_tensors_that_are_made_for_writing_are_gone_with_the_next(tmp_path: Path) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
     class Maker:
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
             assert all(made() is None for made in alive), "the tensor before is still there"
-            values = torch.full((300, 300), float(len(alive)))
+            values = torch.full((30, 30), float(len(alive)))
             alive.append(weakref.ref(values))
             return values
 
-    items = [item_of(str(number), torch.empty(300, 300, device="meta")) for number in range(5)]
+    items = [item_of(str(number), torch.empty(30, 30, device="meta")) for number in range(5)]
     write_boxes(tmp_path / "boxes", items, Maker())
     assert len(alive) == 5
 

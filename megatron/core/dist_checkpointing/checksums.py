@@ -1,6 +1,20 @@
-"""crc32 of parts of a file, put together to that of the whole, so that several threads and processes can share it."""
+"""crc32 of parts of files, put together to that of the whole, so that several threads and processes can share it."""
 
 from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+_SEGMENT_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
+"""Short enough to be in the processor's cache still when its checksum is computed."""
+_THREADS = 4
+"""One waits for the disk while another computes."""
 
 _POLYNOMIAL = 0xEDB88320
 """Of crc32, its coefficients from the lowest bit on: bit 31 is x^0."""
@@ -17,12 +31,10 @@ def combine_crc32(first: int, second: int, second_bytes: int) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    result, square = _ONE, _X
-    while exponent:
-        if exponent & 1:
+    result = _ONE
+    for bit, square in enumerate(_SQUARES):
+        if exponent >> bit & 1:
             result = _multiply(result, square)
-        square = _multiply(square, square)
-        exponent >>= 1
     return result
 
 
@@ -35,3 +47,99 @@ def _multiply(a: int, b: int) -> int:
         a = a << 1 & 0xFFFFFFFF
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product
+
+
+def _list_squares() -> list[int]:
+    squares = [_X]
+    while len(squares) < 64:
+        squares.append(_multiply(squares[-1], squares[-1]))
+    return squares
+
+
+_SQUARES = _list_squares()
+"""x^(2^n), of which every power is a product."""
+
+
+class Segment(NamedTuple):
+    """A part of a file."""
+
+    name: str
+    """Of the file, below a directory."""
+    start: int
+    num_bytes: int
+
+
+def list_segments(sizes: Mapping[str, int]) -> list[Segment]:
+    """Files of these sizes as parts of 16 MiB at most, each file's in order. Numbers in names count as numbers, so that
+    an equal share of all is, with files of equal size, a file for each."""
+    segments = []
+    for name in sorted(sizes, key=lambda name: [int(part) if part.isdigit() else part for part in _split(name)]):
+        starts = range(0, sizes[name], _SEGMENT_BYTES)
+        segments += [Segment(name, start, min(_SEGMENT_BYTES, sizes[name] - start)) for start in starts]
+    return segments
+
+
+def take_share(segments: Sequence[Segment], index: int, count: int) -> list[Segment]:
+    """Share number `index` of `count` shares of about as many bytes each; one behind the other, they are all."""
+    total, end, share = sum(segment.num_bytes for segment in segments), 0, []
+    for segment in segments:
+        middle = end + segment.num_bytes / 2
+        end += segment.num_bytes
+        if int(middle * count / total) == index:
+            share.append(segment)
+    return share
+
+
+def compute_checksums(
+    directory: Path, segments: Sequence[Segment], on_block: Callable[[int], None] = lambda size: None
+) -> list[int]:
+    """crc32 of each segment, by several threads. on_block: hears of the bytes of each, on this thread. Raises OSError,
+    with the file's name."""
+    descriptors: dict[str, int] = {}
+    checksums = []
+    try:
+        for segment in segments:
+            if segment.name not in descriptors:
+                descriptors[segment.name] = os.open(directory / segment.name, os.O_RDONLY)
+        # The threads end before the files are closed.
+        with ThreadPoolExecutor(min(_THREADS, max(1, len(segments)))) as threads:
+            results = threads.map(
+                lambda segment: _compute(descriptors[segment.name], directory / segment.name, segment), segments
+            )
+            for segment, crc32 in zip(segments, results, strict=True):
+                checksums.append(crc32)
+                on_block(segment.num_bytes)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return checksums
+
+
+def join_checksums(segments: Sequence[Segment], checksums: Sequence[int]) -> dict[str, int]:
+    """crc32 of each file from those of its parts."""
+    files: dict[str, int] = {}
+    for segment, crc32 in zip(segments, checksums, strict=True):
+        files[segment.name] = combine_crc32(files.get(segment.name, 0), crc32, segment.num_bytes)
+    return files
+
+
+def _compute(descriptor: int, path: Path, segment: Segment) -> int:
+    block = memoryview(bytearray(min(_BLOCK_BYTES, segment.num_bytes)))
+    crc32, position, end = 0, segment.start, segment.start + segment.num_bytes
+    try:
+        while position < end:
+            # A file that has become shorter ends here; its checksum then tells.
+            count = os.preadv(descriptor, [block[: end - position]], position)
+            if not count:
+                break
+            crc32 = zlib.crc32(block[:count], crc32)
+            position += count
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+    return crc32
+
+
+def _split(name: str) -> list[str]:
+    """Text and numbers in turn, beginning with text."""
+    return re.split(r"([0-9]+)", name)

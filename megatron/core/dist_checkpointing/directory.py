@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -287,7 +287,11 @@ def _completes(root: Path, iteration: int) -> bool:
 # ---- loading
 
 
-def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint | None:
+Verify = Callable[[Path, Manifest], None]
+"""Raises CheckpointError unless every file of a directory is as its manifest says."""
+
+
+def find_checkpoint(root: Path, iteration: int | None = None, verify: Verify = verify_files) -> FoundCheckpoint | None:
     """The checkpoint to load: the given iteration, else the tracker's, else the newest that is complete and undamaged.
 
     root: a directory of checkpoints, or one checkpoint's own directory. None when there is nothing in it yet. Raises
@@ -295,18 +299,20 @@ def find_checkpoint(root: Path, iteration: int | None = None) -> FoundCheckpoint
     """
     # --load may also name one checkpoint's own directory.
     if (root / MANIFEST_NAME).exists():
-        return _verified(root)
+        return _verified(root, verify)
     if iteration is not None:
         path = iteration_directory(root, iteration)
         if not path.is_dir():
             saved = ", ".join(map(str, saved_iterations(root))) or "none"
             raise CheckpointError(f"--ckpt-step {iteration}: {path} does not exist; saved iterations: {saved}")
-        return _verified(path)
+        return _verified(path, verify)
     skipped: list[str] = []
-    return take_first_good(root, list_candidates(root, skipped), skipped)
+    return take_first_good(root, list_candidates(root, skipped), skipped, verify)
 
 
-def take_first_good(root: Path, candidates: list[Path], skipped: list[str]) -> FoundCheckpoint | None:
+def take_first_good(
+    root: Path, candidates: list[Path], skipped: list[str], verify: Verify = verify_files
+) -> FoundCheckpoint | None:
     """The first of the candidates that is complete and undamaged; None where there are none.
 
     skipped: what is odd about the directory; why a candidate was not taken is added. Raises CheckpointError when there
@@ -314,7 +320,7 @@ def take_first_good(root: Path, candidates: list[Path], skipped: list[str]) -> F
     """
     for path in candidates:
         try:
-            found = _verified(path)
+            found = _verified(path, verify)
         except CheckpointError as error:
             skipped.append(str(error))
             continue
@@ -364,10 +370,10 @@ def check_number(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path} holds iteration {manifest.iteration}: it was renamed or mixed up")
 
 
-def _verified(path: Path) -> FoundCheckpoint:
+def _verified(path: Path, verify: Verify) -> FoundCheckpoint:
     manifest = read_manifest(path)
     check_number(path, manifest)
-    verify_files(path, manifest)
+    verify(path, manifest)
     return FoundCheckpoint(path, manifest)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from megatron.core.dist_checkpointing.checksums import Segment, compute_checksums, join_checksums, list_segments
 from megatron.core.dist_checkpointing.durable import read_file, write_file
 from megatron.core.errors import CheckpointError
 
@@ -99,13 +100,28 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify_files(directory: Path, manifest: Manifest, on_block: Callable[[int], None] = lambda size: None) -> None:
+def verify_files(
+    directory: Path,
+    manifest: Manifest,
+    on_block: Callable[[int], None] = lambda size: None,
+    compute: Callable[[list[Segment]], list[int]] | None = None,
+) -> None:
     """Raise CheckpointError unless every file of the manifest is there, as long as it says and with its checksum.
 
-    on_block: hears of the bytes of each block that was read.
+    on_block: hears of the bytes of each block that was read. compute: returns the checksum of each segment; by default
+    this process reads them all.
     """
+    check_lengths(directory, manifest)
+    segments = list_segments({name: record.bytes for name, record in manifest.files.items()})
+    try:
+        checksums = compute(segments) if compute else compute_checksums(directory, segments, on_block)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename} is missing; the manifest names it") from None
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+    found = join_checksums(segments, checksums)
     for name, record in manifest.files.items():
-        verify_file(directory / name, record, read=lambda path: checksum(path, on_block))
+        _compare(directory / name, found.get(name, 0), record)
 
 
 def check_lengths(directory: Path, manifest: Manifest) -> None:
@@ -134,6 +150,10 @@ def verify_file(path: Path, record: FileRecord, *, read: Callable[[Path], int] |
         raise CheckpointError(f"{path} is missing; the manifest names it") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    _compare(path, found, record)
+
+
+def _compare(path: Path, found: int, record: FileRecord) -> None:
     if found != record.crc32:
         raise CheckpointError(f"{path} is damaged: its checksum is {found:08x}, the manifest says {record.crc32:08x}")
 

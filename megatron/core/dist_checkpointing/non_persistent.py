@@ -15,12 +15,13 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
+    Verify,
     find_checkpoint,
     iteration_directory,
     list_candidates,
     take_first_good,
 )
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest, verify_files
 from megatron.core.errors import CheckpointError
 
 DIRECTORY_NAME = "non_persistent"
@@ -33,19 +34,21 @@ def build_document(root: Path) -> dict[str, str | None]:
     return {"since": _read_run_id(persistent[0]) if persistent else None}
 
 
-def find_newest(root: Path, other: Path, iteration: int | None = None) -> FoundCheckpoint | None:
+def find_newest(
+    root: Path, other: Path, iteration: int | None = None, verify: Verify = verify_files
+) -> FoundCheckpoint | None:
     """The newest good checkpoint of a directory and of the non-persistent ones in `other`; see find_checkpoint.
 
     An iteration that is asked for is looked for in both, first in `root`. Raises CheckpointError.
     """
     if not other.is_dir() or (root / MANIFEST_NAME).exists():
-        return find_checkpoint(root, iteration)
+        return find_checkpoint(root, iteration, verify)
     if iteration is not None:
         is_elsewhere = not iteration_directory(root, iteration).is_dir()
         is_there = iteration_directory(other, iteration).is_dir()
-        return find_checkpoint(other if is_elsewhere and is_there else root, iteration)
+        return find_checkpoint(other if is_elsewhere and is_there else root, iteration, verify)
     skipped: list[str] = []
-    return take_first_good(root, list_all_candidates(root, other, skipped), skipped)
+    return take_first_good(root, list_all_candidates(root, other, skipped), skipped, verify)
 
 
 def list_all_candidates(root: Path, other: Path, problems: list[str]) -> list[Path]:

@@ -12,6 +12,7 @@ iter_0000010/
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import uuid
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.torch_dist import read_tensors, write_tensors
 from megatron.core.dist_checkpointing.validation import KeyReport
+from megatron.core.dist_checkpointing.verification import Look, find_together
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
@@ -194,13 +196,13 @@ def gather_documents(
 def find(root: Path, iteration: int | None, group: Group) -> FoundCheckpoint | None:
     """The checkpoint to load, as the first member of `group` finds it (see find_checkpoint); all members must see
     it."""
-    return agree(lambda: find_checkpoint(root, iteration), group)
+    return agree(functools.partial(find_checkpoint, root, iteration), group)
 
 
-def agree(look: Callable[[], FoundCheckpoint | None], group: Group) -> FoundCheckpoint | None:
-    """What `look` finds on the first member of `group`, on every one; raises CheckpointError where one does not see
-    it."""
-    found = on_first_rank(group, look)
+def agree(look: Look, group: Group) -> FoundCheckpoint | None:
+    """What `look` finds on the first member of `group`, on every one; all of them verify its files. Raises
+    CheckpointError where one does not see it."""
+    found = find_together(look, group)
     if found is not None:
         on_every_rank(group, lambda: _check_same(found, group.rank()))
     return found

@@ -2,7 +2,7 @@
 own (tensor_archives.py), one behind the other.
 
 Values go from where they lie into the file, and from the file to where they belong. Where that is one stretch of host
-memory, nothing lies in between; otherwise, as on a GPU, a buffer of 16 MiB.
+memory, nothing lies in between; otherwise, as on a GPU, a few buffers of 8 MiB.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -30,10 +31,13 @@ from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
 from megatron.core.errors import CheckpointError
 
-_PIECE_BYTES = 16 << 20
-_SMALL_BYTES = 256 << 10
-"""Below, handing a piece to another thread takes longer than its checksum."""
-_FLUSH_BYTES = 32 << 20
+_PIECE_BYTES = 8 << 20
+_PIECES = 3
+"""So many may be waiting to be written."""
+_SHORT_BYTES = 256 << 10
+"""Pieces shorter than this are gathered."""
+_LARGE_BYTES = 64 << 20
+_FLUSH_BYTES = 16 << 20
 _SHORTEST_READ_BYTES = 256 << 10
 """Of rows of which less is wanted, all is read: a disk takes as long for a few bytes."""
 
@@ -53,24 +57,18 @@ def write_boxes(path: Path, items: Sequence[WriteItem], source: BoxSource) -> tu
 
     Raises OSError, with the file's name.
     """
-    buffer = torch.empty(0, dtype=torch.uint8)
     results = []
     try:
-        # The threads end before the file is closed, whose number might then be another file's.
-        with io.BufferedWriter(io.FileIO(path, "xb")) as file, ThreadPoolExecutor(2) as threads:
+        # The thread ends before the file is closed, whose number might then be another file's.
+        with io.FileIO(path, "xb") as file, ThreadPoolExecutor(1) as thread:
             reach("shard-created")
-            shard = _Shard(file, threads)
+            shard = _Shard(file, thread)
             for item in items:
-                values = source.resolve_data(item).detach()
-                if not _is_memory(values) and len(buffer) < min(values.nbytes, _PIECE_BYTES):
-                    buffer = torch.empty(min(values.nbytes, _PIECE_BYTES), dtype=torch.uint8)
                 start = shard.num_bytes
-                shard.put_archive(values, buffer)
-                # Of a tensor that was made for this, and of its memory, nothing is left when the next one is.
-                del values
+                shard.put_archive(source.resolve_data(item).detach())
                 length = shard.num_bytes - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
-            file.flush()
+            shard.finish()
             os.fsync(file.fileno())
         reach("shard-flushed")
     except OSError as error:
@@ -80,41 +78,90 @@ def write_boxes(path: Path, items: Sequence[WriteItem], source: BoxSource) -> tu
 
 
 class _Shard:
-    """What has been written so far, and its checksum."""
+    """A file that is written by a thread, a few pieces behind the one that computes checksums."""
 
-    def __init__(self, file: io.BufferedWriter[io.FileIO], threads: ThreadPoolExecutor) -> None:
-        self._file, self._threads = file, threads
+    def __init__(self, file: io.FileIO, thread: ThreadPoolExecutor) -> None:
+        self._file, self._thread = file, thread
         self.num_bytes, self.crc32 = 0, 0
+        self._short = bytearray()
+        """What is too short to be written by itself."""
+        self._under_way: deque[Future[None]] = deque()
+        self._buffers: list[Tensor] = []
         self._flushed_bytes = 0
 
-    def put_archive(self, values: Tensor, buffer: Tensor) -> None:
-        """Write a tensor. buffer: see _pieces."""
+    def put_archive(self, values: Tensor) -> None:
+        """Write a tensor, whose memory is read until `finish`; one of more than 64 MiB is written when this returns."""
         head = render_head(values.dtype, values.shape)
         self._put(head.content)
         crc32, count = 0, 0
-        for piece in _pieces(values, buffer):
-            crc32, count = combine_crc32(crc32, self._put(piece), len(piece)), count + len(piece)
+        for piece in self._pieces(values):
+            ours = self._put(piece)
+            crc32 = combine_crc32(crc32, ours, len(piece)) if count else ours
+            count += len(piece)
         self._put(render_tail(head, crc32))
+        # Two large tensors that were made for this need not be in memory together.
+        if values.nbytes > _LARGE_BYTES:
+            self._wait(0)
+
+    def finish(self) -> None:
+        """Wait until all has been written."""
+        self._write_short()
+        self._wait(0)
+
+    def _pieces(self, values: Tensor) -> Iterator[memoryview]:
+        """The values row by row, in pieces."""
+        if _is_memory(values):
+            yield from (_bytes_of(part) for part in _flatten(values).split(_PIECE_BYTES))
+            return
+        for number, part in enumerate(_split(values, _PIECE_BYTES)):
+            # What is written is never further behind than there are buffers.
+            if len(self._buffers) <= _PIECES:
+                self._buffers.append(torch.empty(_PIECE_BYTES, dtype=torch.uint8))
+            place = self._buffers[number % len(self._buffers)][: part.nbytes]
+            place.view(part.dtype).view(part.shape).copy_(part)
+            yield _bytes_of(place)
 
     def _put(self, data: bytes | memoryview) -> int:
-        """Write, and return the checksum of the data alone."""
-        if len(data) < _SMALL_BYTES:
-            crc32 = zlib.crc32(data)
-            self._file.write(data)
-        else:
-            # While the bytes are at hand, and beside writing them: neither holds up the other.
-            later = self._threads.submit(zlib.crc32, data)
-            self._file.write(data)
-            crc32 = later.result()
-        self.crc32 = combine_crc32(self.crc32, crc32, len(data))
+        """Have it written, and return the checksum of the data alone."""
+        crc32 = zlib.crc32(data)
         self.num_bytes += len(data)
-        # The device is busy from the start, instead of only when all has been written.
-        if self.num_bytes - self._flushed_bytes >= _FLUSH_BYTES:
-            unflushed = self.num_bytes - self._flushed_bytes
-            self._threads.submit(begin_flush, self._file.fileno(), self._flushed_bytes, unflushed)
-            self._flushed_bytes = self.num_bytes
-        reach("shard-begun")
+        if len(data) < _SHORT_BYTES:
+            self.crc32 = zlib.crc32(data, self.crc32)
+            self._short += data
+            if len(self._short) >= _SHORT_BYTES:
+                self._write_short()
+            return crc32
+        self.crc32 = combine_crc32(self.crc32, crc32, len(data))
+        self._write_short()
+        self._submit(data)
         return crc32
+
+    def _write_short(self) -> None:
+        if self._short:
+            self._submit(memoryview(self._short))
+            self._short = bytearray()
+
+    def _submit(self, data: memoryview | bytes) -> None:
+        self._under_way.append(self._thread.submit(self._write, data))
+        self._wait(_PIECES)
+
+    def _wait(self, most: int) -> None:
+        """Wait until no more than so many pieces are under way. Raises what writing has raised."""
+        while len(self._under_way) > most:
+            self._under_way.popleft().result()
+
+    def _write(self, data: memoryview | bytes) -> None:
+        """On the thread."""
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+            reach("shard-begun")
+        # The device is busy from the start, instead of only when all has been written. Whole pages: one that is on its
+        # way cannot be added to.
+        ready = self._file.tell() // _FLUSH_BYTES * _FLUSH_BYTES
+        if ready > self._flushed_bytes:
+            begin_flush(self._file.fileno(), self._flushed_bytes, ready - self._flushed_bytes)
+            self._flushed_bytes = ready
 
 
 def _is_memory(values: Tensor) -> bool:
@@ -126,18 +173,6 @@ def _flatten(values: Tensor) -> Tensor:
     """A stretch of host memory as bytes [num_bytes], uint8."""
     # Dimensions of one element may have any stride, which view() and reshape() keep.
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
-
-
-def _pieces(values: Tensor, buffer: Tensor) -> Iterator[memoryview]:
-    """The values row by row, at most 16 MiB at once. buffer: where they are copied if they are no stretch of host
-    memory; each piece is then gone with the next."""
-    if _is_memory(values):
-        yield from (_bytes_of(part) for part in _flatten(values).split(_PIECE_BYTES))
-        return
-    for part in _split(values, len(buffer)):
-        place = buffer[: part.nbytes]
-        place.view(part.dtype).view(part.shape).copy_(part)
-        yield _bytes_of(place)
 
 
 def _split(values: Tensor, most_bytes: int, itemsize: int | None = None) -> Iterator[Tensor]:

@@ -190,7 +190,7 @@ def load_checkpoint(run: Run) -> None:
         if _restore_upstream(run, root, step, weights_only=settings.finetune, non_persistent_root=other):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
-        found = serialization.agree(lambda: non_persistent.find_newest(root, other, step), world)
+        found = serialization.agree(functools.partial(non_persistent.find_newest, root, other, step), world)
         if found is not None:
             _restore_verified(run, found, weights_only=settings.finetune)
             _override_iteration(run, settings.override_ckpt_iteration)

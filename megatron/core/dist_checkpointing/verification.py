@@ -1,0 +1,86 @@
+"""The checkpoint to load, found by all processes together: the first one chooses, and all of them read for checksums.
+
+first process                               the others
+choose a candidate, compare lengths
+"verify this one"                      ->   which of them see the same checkpoint?
+checksums of its share                      of theirs
+compare all with the manifest          <-   report them
+choose another one, or end             ->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.core.collectives import all_gather_object, broadcast_object
+from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.checksums import Segment, compute_checksums, list_segments, take_share
+from megatron.core.dist_checkpointing.directory import FoundCheckpoint, Verify
+from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, verify_files
+from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import Group
+
+Look = Callable[[Verify], FoundCheckpoint | None]
+"""Finds a checkpoint and has its files verified, as find_checkpoint() does."""
+
+
+def find_together(look: Look, group: Group) -> FoundCheckpoint | None:
+    """What `look` finds on the first member of `group`; every member calls this and gets the same result or error."""
+    if group.size() == 1:
+        return look(verify_files)
+    if group.rank() > 0:
+        while (task := _announce(None, group)) is not None:
+            _read_share(*task, group)
+        return on_first_rank(group, lambda: None)
+
+    def verify(path: Path, manifest: Manifest) -> None:
+        def compute(segments: list[Segment]) -> list[int]:
+            _announce((path, manifest), group)
+            return _read_share(path, manifest, group)
+
+        verify_files(path, manifest, compute=compute)
+
+    def search() -> FoundCheckpoint | None:
+        try:
+            return look(verify)
+        finally:
+            _announce(None, group)
+
+    return on_first_rank(group, search)
+
+
+def _announce(task: tuple[Path, Manifest] | None, group: Group) -> tuple[Path, Manifest] | None:
+    """What the first member tells the others to read; None when there is nothing more."""
+    return broadcast_object(task, group)
+
+
+def _read_share(path: Path, manifest: Manifest, group: Group) -> list[int]:
+    """Checksums of all segments, on every member. Raises, on the first one only, the OSError that anybody had."""
+    # On a disk of its own a process may have another checkpoint, or none: it is told so later, and has no share.
+    readers = [rank for rank, sees in enumerate(all_gather_object(_sees(path, manifest), group)) if sees]
+    outcome: list[int] | OSError = []
+    if group.rank() in readers:
+        segments = list_segments({name: record.bytes for name, record in manifest.files.items()})
+        share = take_share(segments, readers.index(group.rank()), len(readers))
+        try:
+            outcome = compute_checksums(path, share)
+        except OSError as error:
+            # As it travels: with the file's name, and without what belongs to this process.
+            outcome = type(error)(error.errno, error.strerror, error.filename)
+    outcomes = all_gather_object(outcome, group)
+    if group.rank() > 0:
+        return []
+    checksums: list[int] = []
+    for found in outcomes:
+        if isinstance(found, OSError):
+            raise found
+        checksums += found
+    return checksums
+
+
+def _sees(path: Path, manifest: Manifest) -> bool:
+    try:
+        return read_manifest(path).run_id == manifest.run_id
+    except CheckpointError:
+        return False
