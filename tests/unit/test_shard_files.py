@@ -245,8 +245,12 @@ def test_a_file_that_ends_too_early_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "boxes"
     boxes = write(path, {"a": make((400, 5))})
     path.write_bytes(path.read_bytes()[:5000])
-    with io.FileIO(path) as file, pytest.raises(CheckpointError, match="ends .* bytes too early"):
-        read_box(file, boxes["a"], (0, 0), torch.zeros(400, 5))
+    for length, problem in (
+        (8832, "has 5000 bytes; its table of contents says 8832"),
+        (900, "ends .* bytes too early"),
+    ):
+        with io.FileIO(path) as file, pytest.raises(CheckpointError, match=problem):
+            read_box(file, boxes["a"]._replace(length=length), (0, 0), torch.zeros(400, 5))
 
 
 @pytest.mark.usefixtures("short_pieces")

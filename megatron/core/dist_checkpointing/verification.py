@@ -43,9 +43,15 @@ def find_together(look: Look, group: Group) -> FoundCheckpoint | None:
 
     def search() -> FoundCheckpoint | None:
         try:
-            return look(verify)
-        finally:
+            found = look(verify)
+        # A rank was lost, and nobody listens.
+        except RuntimeError:
+            raise
+        except Exception:
             _announce(None, group)
+            raise
+        _announce(None, group)
+        return found
 
     return on_first_rank(group, search)
 
