@@ -33,9 +33,9 @@ OTHER_DEFAULTS = {
     "--no-load-optim": "False where upstream has None; both mean no",
     "--no-load-rng": "False where upstream has None; both mean no",
 }
-# Upstream has a switch for either direction, or a negative name, and with it another default.
 # Values that upstream does not have.
 FURTHER_CHOICES = dict.fromkeys(("--ckpt-format", "--ckpt-convert-format"), {"upstream_torch_dist"})
+# Upstream has a switch for either direction, or a negative name, and with it another default.
 ASKED_TWICE = {"no_persist_layer_norm", "yarn_correction_range_round_to_int"}
 # Flags of other programs that our sentences name.
 ELSEWHERE = {"--max-restarts", "--flag", "--help"}
