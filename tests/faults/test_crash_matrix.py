@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.crash_points import CRASH_POINTS, arm, han
 from megatron.core.errors import ConfigError
 from tests.faults import crash_matrix, failing_calls, killed_at_points, killed_at_random
 from tests.faults.killed_at_points import Beginning, Case
+from tests.faults.killed_at_random import Whole
 from tests.unit.tiny_training import train_tiny
 
 SAMPLE = [
@@ -46,10 +47,17 @@ def test_the_documented_command_runs(
     assert lines[-1].startswith("crash points: 2 of 2 hold (")
 
 
-def test_S26_a_hundred_kills_at_random_moments(tmp_path: Path) -> None:
-    whole = killed_at_random.train_whole(tmp_path / "whole")
-    verdicts = list(killed_at_random.play(whole, tmp_path, seed=1, kills=100, ways=["sync", "thread"]))
-    assert len(verdicts) == 100 and [verdict for verdict in verdicts if verdict.problem] == []
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return killed_at_random.train_whole(tmp_path_factory.mktemp("random") / "whole")
+
+
+# Together a hundred kills.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_S26_kills_at_random_moments(seed: int, whole: Whole, tmp_path: Path) -> None:
+    verdicts = list(killed_at_random.play(whole, tmp_path, seed, kills=25, ways=["sync", "thread"]))
+    assert len(verdicts) == 25 and [verdict for verdict in verdicts if verdict.problem] == []
 
 
 needs_compiler = pytest.mark.skipif(
@@ -58,6 +66,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("way", "step"), [("sync", 10), ("thread", 30)])
 def test_S27_S28_training_goes_on_whichever_call_of_a_save_fails(tmp_path: Path, way: str, step: int) -> None:
     faults = [fault for fault in failing_calls.FAULTS if fault != "SIGKILL"]
@@ -67,6 +76,7 @@ def test_S27_S28_training_goes_on_whichever_call_of_a_save_fails(tmp_path: Path,
 
 
 @needs_compiler
+@pytest.mark.timeout(900)
 def test_S1_to_S25_killed_in_any_call(tmp_path: Path) -> None:
     play = failing_calls.play(tmp_path, ways=["sync"], faults=["SIGKILL"], step=20, first=10, resume_each=3)
     verdicts = list(play)
