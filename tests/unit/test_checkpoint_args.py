@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.container import RunConfig
+from megatron.training.flags.from_checkpoint import list_model_settings
 from megatron.training.flags.read import read_run_config
 from tests.unit.tiny_training import FLAGS, differing, train_tiny
 
@@ -49,6 +52,14 @@ def test_the_model_is_the_checkpoints(saved: Path) -> None:
     assert found.sources["--lr"] == "command line"
     with pytest.raises(ConfigError, match="--num-layers"):
         read("--load", saved)
+
+
+def test_no_setting_of_the_model_is_forgotten() -> None:
+    """Without one of them the checkpoint would be refused as another model's."""
+    settings = get_settings(TransformerConfig)
+    model = {name for name, setting in settings.items() if setting.kind in ("shape", "function")}
+    flags = {name for name in model if settings[name].name.startswith("--")}
+    assert flags - list_model_settings() == set()
 
 
 def test_a_run_goes_on_with_the_checkpoints_model(saved: Path, tmp_path: Path) -> None:

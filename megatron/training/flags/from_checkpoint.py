@@ -20,7 +20,10 @@ from megatron.core.paths import explain_no_directory
 from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
+from megatron.core.transformer.config_fields.mtp import MTPFields
+from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
@@ -33,7 +36,10 @@ from megatron.training.recipes.hf_config import CONFIG_JSON, list_model_flags, r
 
 _DOCUMENT = "config.json"
 # Classes whose fields say what the model is.
-_MODEL = (ArchitectureFields, AttentionFields, PositionFields, MoEFields, GPTModelFlags)
+_MODEL = (
+    ArchitectureFields, AttentionFields, LatentAttentionFields, PositionFields, MoEFields, MTPFields, MuPFields,
+    GPTModelFlags,
+)  # fmt: skip
 # Names code to run, which is for a user's own command line to say.
 _NEVER = "spec"
 
@@ -136,7 +142,7 @@ def _enter_values(
     parsed: ParsedFlags, values: dict[str, Any], tokenizer: dict[str, Any], given: dict[str, Any]
 ) -> None:
     """Enter the values that are wanted and that nobody has given; note those where the command line wins."""
-    wanted = set(_fields_of(("shape", "function", "shorthand", "numerics"), *_MODEL)) - {_NEVER} | {"seq_length"}
+    wanted = list_model_settings() | {"seq_length"}
     if given.get("use_mp_args_from_checkpoint_args"):
         wanted |= {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
         wanted |= set(_fields_of(("layout",), PipelineFields))
@@ -161,6 +167,11 @@ def _given(flag: Flag, value: Any) -> Given:
     # JSON has no pairs.
     value = tuple(value) if flag.dest == "window_size" and isinstance(value, list) else value
     return Given(flag, value, flag.spell(value), "checkpoint")
+
+
+def list_model_settings() -> set[str]:
+    """Names of the settings that say what the model is, which are taken from a checkpoint."""
+    return set(_fields_of(("shape", "function", "shorthand", "numerics"), *_MODEL)) - {_NEVER}
 
 
 def _fields_of(kinds: Container[FieldKind | None], *classes: type) -> Iterator[str]:
