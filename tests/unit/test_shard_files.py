@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import time
 import weakref
 import zipfile
 import zlib
@@ -231,6 +232,29 @@ def test_parts_of_boxes_are_read_into_tensors_of_any_kind(tmp_path: Path, writer
                 ):
                     read_box(file, boxes[key], offsets, target)
                     assert torch.equal(target, expected.to(target.dtype)), (key, region)
+
+
+class SlowFile(io.FileIO):
+    """A disk that is slower than the thread that feeds it."""
+
+    def write(self, data: Any) -> int:
+        time.sleep(0.005)
+        return super().write(data)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_buffer_is_filled_again_only_when_it_has_been_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "FileIO", SlowFile)
+    # None is a stretch of memory, as none is that lies on a GPU.
+    tensors = {str(number): (make((rows, 4)) + 100 * number).t() for number, rows in enumerate([3, 4, 2, 9, 1, 30, 3])}
+    boxes = write(tmp_path / "boxes", tensors)
+    with io.FileIO(tmp_path / "boxes") as file:
+        for key, values in tensors.items():
+            target = torch.zeros_like(values)
+            read_box(file, boxes[key], (0, 0), target)
+            assert torch.equal(target, values), key
 
 
 def test_a_part_that_is_not_in_the_box_is_refused(tmp_path: Path) -> None:

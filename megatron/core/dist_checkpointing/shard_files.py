@@ -87,6 +87,8 @@ class _Shard:
         """What is too short to be written by itself."""
         self._under_way: deque[Future[None]] = deque()
         self._buffers: list[Tensor] = []
+        self._copied = 0
+        """Pieces that have been copied into them, of all tensors."""
         self._flushed_bytes = 0
 
     def put_archive(self, values: Tensor) -> None:
@@ -113,11 +115,12 @@ class _Shard:
         if _is_memory(values):
             yield from (_bytes_of(part) for part in _flatten(values).split(_PIECE_BYTES))
             return
-        for number, part in enumerate(_split(values, _PIECE_BYTES)):
-            # What is written is never further behind than there are buffers.
+        for part in _split(values, _PIECE_BYTES):
+            # One more than may be under way: the piece that was in this one before has been written.
             if len(self._buffers) <= _PIECES:
                 self._buffers.append(torch.empty(_PIECE_BYTES, dtype=torch.uint8))
-            place = self._buffers[number % len(self._buffers)][: part.nbytes]
+            place = self._buffers[self._copied % (_PIECES + 1)][: part.nbytes]
+            self._copied += 1
             place.view(part.dtype).view(part.shape).copy_(part)
             yield _bytes_of(place)
 
