@@ -32,7 +32,8 @@ ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 SMALL = [
     "dp2,ep2", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
-    f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
+    f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping,--recompute-granularity=full,"
+    "--recompute-method=uniform,--recompute-num-layers=1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
 ]  # fmt: skip
 LARGE = [
     "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
@@ -42,6 +43,11 @@ LARGE = [
     f"dp2,ep2,{ALLTOALL},--calculate-per-token-loss", "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,ep2",
     "cp2,pp2,--use-tp-pp-dp-mapping", f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1",
 ]  # fmt: skip
+LARGE += [
+    f"{layout},--recompute-granularity=selective,--recompute-modules {parts}"
+    for layout in ("tp2,sp,ep2,etp1", f"dp2,ep2,{ALLTOALL}", "pp2,--pipeline-schedule=zb-v,dp2,ep2")
+    for parts in ("moe", "moe_act shared_experts layernorm")
+]
 LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
 
 

@@ -40,7 +40,7 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
         "tp2,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1,"
         "--distribute-saved-activations",
         "pp2,--recompute-granularity=selective",
-    ) if not (style == "experts" and "recompute-granularity=full" in layout)]  # fmt: skip
+    )]  # fmt: skip
     ROWS += [("tied", f"{layout},{APART}Et|tt|tmm|L") for layout in ("pp2", "pp4", "pp2,--pipeline-schedule=zb-v,dp2")]
     ROWS += [("untied", f"pp3,{APART}Ett|ttm|L"), ("untied", f"tp2,sp,pp3,{APART}Ett|ttm|L")]
     ROWS += [(style, f"dp2,fsdp2{more}") for style in ("tied", "untied")

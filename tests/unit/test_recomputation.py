@@ -9,9 +9,10 @@ from benchmarks.memory import KeptForBackward
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.compilation import compile_layers
+from megatron.core.transformer.moe.router import TopKRouter
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
 from tests.unit.run_flags import run_config
 
@@ -58,10 +59,76 @@ def test_gradients_are_the_same_to_the_last_bit(style: str) -> None:
         assert all(map(torch.equal, found, expected)), way
 
 
-def test_of_layers_with_experts_attention_is_recomputed() -> None:
-    flags = f"--num-layers {LAYERS} --num-experts 2 --disable-bias-linear --hidden-dropout 0.2"
-    expected = two_passes(build_model(flags))
-    assert all(map(torch.equal, two_passes(build_model(f"{flags} {WAYS[2]}")), expected))
+EXPERTS = f"""--num-layers {LAYERS} --num-experts 4 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 24
+    --hidden-dropout 0.2"""
+EXPERT_STYLES = [
+    f"""{EXPERTS} --swiglu --disable-bias-linear --moe-shared-expert-gate --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss seq_aux_loss
+    --moe-aux-loss-coeff 0.1 0.1 --moe-z-loss-coeff 0.01 --moe-input-jitter-eps 0.1 --norm-placement both""",
+    f"""{EXPERTS} --moe-layer-freq 2 --moe-expert-capacity-factor 0.8 --moe-permute-fusion
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --no-gradient-accumulation-fusion""",
+    f"""{EXPERTS} --swiglu --disable-bias-linear --moe-router-force-load-balancing --bf16
+    --moe-token-dispatcher-type alltoall""",
+]
+EXPERT_WAYS = [
+    f"{SELECTIVE} core_attn layernorm mlp", f"{SELECTIVE} moe", f"{SELECTIVE} moe_act shared_experts",
+    f"{SELECTIVE} moe_act layernorm", f"{SELECTIVE} moe moe_act shared_experts layernorm", "--moe-layer-recompute",
+    f"{FULL} uniform --recompute-num-layers 2", f"{FULL} block --recompute-num-layers 2",
+]  # fmt: skip
+
+
+def two_microbatches_under_way(model: GPTModel) -> list[torch.Tensor]:
+    """As in a pipeline, both go forward before either goes back: losses, gradients, what routers have counted."""
+    for param in model.parameters():
+        param.main_grad = torch.zeros_like(param, dtype=torch.float32)  # type: ignore[attr-defined]
+    model_parallel_cuda_manual_seed(5)
+    ids, positions, labels = token_batch()
+    losses = [model(ids.roll(turn, 1), positions, labels=labels).mean() for turn in range(2)]
+    for loss in losses:
+        loss.backward()
+    routers = [part for part in model.modules() if isinstance(part, TopKRouter)]
+    counted = [x for router in routers for x in (*router.take_losses().values(), router._tokens_per_expert)]
+    grads = [grad for param in model.parameters() for grad in (param.grad, param.main_grad)]  # type: ignore[attr-defined]
+    return [torch.zeros(0) if x is None else x.detach() for x in (*losses, *counted, *grads)]
+
+
+@pytest.mark.flags("--recompute-modules", "--moe-layer-recompute", "--recompute-granularity")
+@pytest.mark.parametrize("style", EXPERT_STYLES, ids=("sigmoid", "capacity", "forced"))
+def test_experts_that_are_computed_again_get_the_same_tokens(style: str) -> None:
+    """Random choices and counts over the step included; no loss and no token counts twice."""
+    expected = two_microbatches_under_way(build_model(style))
+    for way in EXPERT_WAYS:
+        found = two_microbatches_under_way(build_model(f"{style} {way}"))
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected)), way
+
+
+def test_what_is_kept_of_experts() -> None:
+    flags = "--num-experts 4 --swiglu --disable-bias-linear --moe-ffn-hidden-size 48"
+    shared = f"{flags} --moe-shared-expert-intermediate-size 40"
+    rows = SEQUENCE_LENGTH * BATCH * 2  # two experts for each token
+    everything = kept(flags)[0]
+    # The activation's result and the same weighted, in float32.
+    assert everything - kept(f"{flags} {SELECTIVE} moe_act")[0] == LAYERS * 2 * rows * 48 * 4
+    # Of the shared expert its input is somebody else's, too; left out are both halves and their product.
+    assert kept(shared)[0] - kept(f"{shared} {SELECTIVE} shared_experts")[0] == LAYERS * 3 * rows // 2 * 40 * 4
+    whole = kept(f"{shared} {SELECTIVE} moe")[0]
+    assert kept(shared)[0] - whole > LAYERS * (rows * (32 + 4 * 48) + rows // 2 * 3 * 40) * 4
+    assert kept("")[0] > whole, "less than a dense layer keeps"
+    assert kept(f"{shared} {FULL} uniform --recompute-num-layers 1")[0] < whole
+    assert kept(f"{shared} --moe-layer-recompute")[0] < whole, "core_attn as well"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (f"{SELECTIVE} moe", "--recompute-modules moe needs --num-experts"),
+        (f"{SELECTIVE} shared_experts --num-experts 4", "needs --moe-shared-expert-intermediate-size"),
+        (f"--moe-layer-recompute --num-experts 4 {FULL} uniform --recompute-num-layers 1", "contradicts"),
+    ],
+)
+def test_refusals_about_experts(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_config(f"{flags} --disable-bias-linear")
 
 
 def kept(flags: str, layers: int = LAYERS) -> tuple[int, int]:
@@ -198,11 +265,6 @@ def test_compiled_layers_are_recomputed_whole() -> None:
         (f"{FULL} block", "full needs --recompute-num-layers"),
         (f"{FULL} block --recompute-num-layers 2", "--recompute-num-layers 2 is not from 1 to 1"),
         ("--recompute-activations --recompute-method block", "leave it out with selective"),
-        (
-            f"{FULL} block --recompute-num-layers 1 --num-experts 2 --disable-bias-linear",
-            "--num-experts 2 cannot be combined with --recompute-granularity full yet",
-        ),
-        (f"{SELECTIVE} moe", "comes with recomputation of experts"),
         (
             f"{FULL} block --recompute-num-layers 1 --distribute-saved-activations",
             "needs a tensor-parallel size above 1",

@@ -11,8 +11,8 @@ again in backward, with the numbers of both.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -21,6 +21,8 @@ from torch import Tensor
 from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Divided, keep_as
+
+Decision = TypeVar("Decision")
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
@@ -33,6 +35,9 @@ class CudaRNGStatesTracker:
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
+        # Of the part of the network that is being checkpointed, and of the one that is being computed again.
+        self._noted: list[Any] | None = None
+        self._repeated: Iterator[Any] | None = None
 
     def add(self, name: str, seed: int) -> None:
         """Add a new stream, seeded with `seed`. Raises ValueError when the name is taken."""
@@ -67,15 +72,36 @@ class CudaRNGStatesTracker:
         self._states = {name: state.clone() for name, state in states.items()}
 
     @contextlib.contextmanager
-    def rewound(self, states: dict[str, Tensor]) -> Iterator[None]:
-        """Draw as from these states inside the block; afterwards go on as if nothing had been drawn."""
+    def rewound(self, states: dict[str, Tensor], decisions: Iterable[Any] = ()) -> Iterator[None]:
+        """Draw as from these states inside the block; afterwards go on as if nothing had been drawn. decisions: what
+        `decide_once` returns there, in turn."""
         # States are never changed in place, so the dictionary is all that has to be put back.
-        outside = self._states
-        self._states = dict(states)
+        outside = self._states, self._repeated
+        self._states, self._repeated = dict(states), iter(decisions)
         try:
             yield
         finally:
-            self._states = outside
+            self._states, self._repeated = outside
+
+    @contextlib.contextmanager
+    def noting(self, decisions: list[Any]) -> Iterator[None]:
+        """Add what `decide_once` returns inside the block to the list."""
+        outside, self._noted = self._noted, decisions
+        try:
+            yield
+        finally:
+            self._noted = outside
+
+    def decide_once(self, decide: Callable[[], Decision]) -> Decision:
+        """Return decide(); in a part of the network that backward computes again, what it returned the first time: it
+        may depend on what has happened since."""
+        if self._repeated is not None:
+            decision: Decision = next(self._repeated)
+            return decision
+        decision = decide()
+        if self._noted is not None:
+            self._noted.append(decision)
+        return decision
 
     def reset(self) -> None:
         """Forget every stream."""
@@ -154,7 +180,7 @@ def checkpoint(
     # torch puts its default generator back by itself before it computes again, but knows nothing of the other streams.
     tracker = get_cuda_rng_tracker()
     # The dictionary is copied, the states are not: they are replaced, never changed in place.
-    states = dict(tracker._states)
+    states, decisions = dict(tracker._states), list[Any]()
     keeping: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if distribute_saved_activations:
         group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
@@ -165,5 +191,5 @@ def checkpoint(
             *args,
             # The other form runs a backward pass inside the backward pass, and needs inputs that have gradients.
             use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), tracker.rewound(states)),
+            context_fn=lambda: (tracker.noting(decisions), tracker.rewound(states, decisions)),
         )

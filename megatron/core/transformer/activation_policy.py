@@ -9,12 +9,17 @@
 | selective core_attn          | all but what attention keeps beside query, key and value: the probabilities,    |
 |                              | unless a flash kernel does without them                                         |
 | selective layernorm          | all but the outputs of the norms before attention and MLP                       |
-| selective mlp                | all but what lies inside the MLP                                                |
+| selective mlp                | all but what lies inside the MLP of layers without experts                      |
+| selective moe                | all but what lies between a layer's router and its experts' sum, shared ones    |
+|                              | included                                                                        |
+| selective moe_act            | all but the input of the experts' second product                                |
+| selective shared_experts     | all but what lies inside the shared expert                                      |
 | selective mla_up_proj        | all but queries, keys and values of latent attention; of these what a kernel or |
 |                              | an exchange copies is kept                                                      |
 | distribute_saved_activations | of the inputs that full recomputation keeps, this rank's part                   |
 
-Of a layer with experts, only attention and the norm before it are recomputed selectively.
+Where routing is repeated, it finds what it found before, and nothing is counted twice (`decide_once` in
+tensor_parallel/random.py, `is_recomputing` in auxiliary_loss.py).
 
 While backward is in a unit of full recomputation, all of that unit is there. The means: `checkpoint` in
 tensor_parallel/random.py and `keep_as` in tensor_parallel/kept_activations.py. Source: Korthikanti et al., 2022,
@@ -50,9 +55,12 @@ class ActivationPolicy:
         self.recomputes_core_attention = "core_attn" in parts
         self.recomputes_up_projection = "mla_up_proj" in parts
         self.recomputes_attention_norm = "layernorm" in parts
-        # Routing is not repeated: experts' tokens would be dispatched, and counted, once more.
-        self.recomputes_mlp_norm = "layernorm" in parts and not has_experts
-        self.recomputes_mlp = "mlp" in parts and not has_experts
+        self.recomputes_mlp_norm = "layernorm" in parts
+        self.recomputes_mlp = ("moe" if has_experts else "mlp") in parts
+        # Inside of a whole layer of experts that is recomputed there is nothing to be left out.
+        within = parts if has_experts and "moe" not in parts else set()
+        self.recomputes_expert_activation = "moe_act" in within
+        self.recomputes_shared_experts = "shared_experts" in within
 
     def divide_layers(self, layers: int) -> list[Unit]:
         """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""

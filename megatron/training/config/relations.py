@@ -314,7 +314,6 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
         (needs_whole_matrices(optimizer.optimizer), run.say("optimizer"), "--optimizer adam"),
         (ddp.num_distributed_optimizer_instances > 1, run.say("num_distributed_optimizer_instances"), "1"),
-        (model.recompute_granularity == "full", "--recompute-granularity full", "--recompute-granularity selective"),
         (model.compile, "--compile", "layers that are not compiled"),
         (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),
         (

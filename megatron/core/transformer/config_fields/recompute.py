@@ -33,27 +33,38 @@ class RecomputeFields(PipelineFields):
         None,
         nargs="+",
         choices=("core_attn", "layernorm", "mlp", "mla_up_proj", "moe_act", "moe", "shared_experts"),
-        planned_choices=("moe_act", "moe", "shared_experts"),
-        coming="recomputation of experts",
         metavar="PART",
         kind="kernel",
         needs=_SELECTIVE,
     )
     """With selective, what is computed again: core_attn, scores, softmax and their product with the values; layernorm,
     the output of the norms before attention and MLP; mlp, the whole MLP; mla_up_proj, queries, keys and values of
-    latent attention from its latent vectors. core_attn when not given."""
+    latent attention from its latent vectors; moe, the whole layer of experts; moe_act, what experts multiply second;
+    shared_experts, the shared expert. core_attn when not given."""
+    moe_layer_recompute: bool = flag(
+        False, kind="kernel", needs=Needs("--num-experts", lambda run: run.num_moe_experts is not None)
+    )
+    """Short for --recompute-granularity selective with moe among --recompute-modules."""
 
     def derive(self) -> None:
         super().derive()
+        if self.moe_layer_recompute and self.recompute_granularity is None:
+            self.recompute_granularity = "selective"
         # The default of upstream: what gives back the most memory for the least computation.
         if self.recompute_granularity == "selective" and self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
+        # A list of its own: the given one may be the caller's.
+        if self.moe_layer_recompute and self.recompute_granularity == "selective":
+            self.recompute_modules = [*dict.fromkeys([*(self.recompute_modules or []), "moe"])]
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.recompute_granularity == "full":
             yield from self._full_recomputation_is_complete()
+        if self.moe_layer_recompute and self.recompute_granularity == "full":
+            yield "--moe-layer-recompute contradicts --recompute-granularity full; leave it out"
         if self.recompute_granularity == "selective":
+            yield from self._recomputed_parts_exist()
             for name in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, name) is not None:
                     yield f"{self.say(name)} belongs to --recompute-granularity full; leave it out with selective"
@@ -67,6 +78,15 @@ class RecomputeFields(PipelineFields):
             # Ranks then hold different tokens: there is no common input left to divide.
             if self.sequence_parallel and self.tensor_model_parallel_size > 1:
                 yield "--distribute-saved-activations has nothing to do with --sequence-parallel; keep one"
+
+    def _recomputed_parts_exist(self) -> Iterator[str]:
+        experts = getattr(self, "num_moe_experts", None)
+        for part in ("moe", "moe_act", "shared_experts"):
+            if part in (self.recompute_modules or ()) and experts is None and not self.moe_layer_recompute:
+                yield f"--recompute-modules {part} needs --num-experts; leave it out for a dense model"
+        shared = getattr(self, "moe_shared_expert_intermediate_size", None)
+        if experts is not None and shared is None and "shared_experts" in (self.recompute_modules or ()):
+            yield "--recompute-modules shared_experts needs --moe-shared-expert-intermediate-size"
 
     def _full_recomputation_is_complete(self) -> Iterator[str]:
         layers = self.recompute_num_layers

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.mlp import build_activation, choose_activate
 from megatron.core.transformer.module import MegatronModule
@@ -81,6 +83,7 @@ class Experts(MegatronModule):
         number, width, inner = config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size
         assert number is not None and width is not None and inner is not None
         self.activation, self.activate = build_activation(config), choose_activate(config)
+        self.recomputes_activation = ActivationPolicy(config, has_experts=True).recomputes_expert_activation
         ep, etp = pg_collection.ep, pg_collection.expt_tp
         # Named also in a group of one: by this axis the engine knows experts' gradients, which it sums over other
         # ranks than those of the other layers.
@@ -110,13 +113,29 @@ class Experts(MegatronModule):
         intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
         if self.linear_fc1.bias is not None:
             intermediate = intermediate + self.linear_fc1.repeat_bias(ends, len(rows))
-        activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
         weights = weights.unsqueeze(-1)
-        # The second product is linear: its input weighted is its output weighted, which then need not be kept.
-        output: Tensor = self.linear_fc2((activated * weights).to(rows.dtype), ends)
+        output = self._activate_and_multiply(intermediate, weights, ends)
         if self.linear_fc2.bias is not None:
             # y_e is weighted with its bias: the weight belongs to the expert's output, not to the product alone.
             output = output + (self.linear_fc2.repeat_bias(ends, len(rows)) * weights).to(rows.dtype)
+        return output
+
+    def _activate_and_multiply(self, intermediate: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """The second half of the experts: [n, f / etp], gated [n, 2 f / etp], and weights [n, 1] -> [n, h]."""
+        activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
+        if not self.recomputes_activation:
+            # The product is linear: its input weighted is its output weighted, which then need not be kept.
+            return self.linear_fc2((activated * weights).to(intermediate.dtype), ends)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            again = self.activate(intermediate, None, self.activation)
+            return again, (again * weights).to(intermediate.dtype)
+
+        together = RecomputedTogether(compute)
+        with keep_as(activated, together.way(0)):
+            weighted = (activated * weights).to(intermediate.dtype)
+        with keep_as(weighted, together.way(1)):
+            output: Tensor = self.linear_fc2(weighted, ends)
         return output
 
 

@@ -20,6 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import Experts
@@ -58,6 +60,7 @@ class MoELayer(MegatronModule):
         self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)
+        self.recomputes_shared_experts = ActivationPolicy(config, has_experts=True).recomputes_shared_experts
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """Hidden states [s, b, h], with SP [s/tp, b, h] -> the same shape, and None in place of a bias."""
@@ -73,5 +76,7 @@ class MoELayer(MegatronModule):
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
         if self.shared_experts is not None:
             # From the undivided input: the shared expert is tensor-parallel itself, and takes what any MLP takes.
-            output = output + self.shared_experts.compute_output(hidden_states)
+            compute = self.shared_experts.compute_output
+            recomputes = self.recomputes_shared_experts
+            output = output + (checkpoint(compute, False, hidden_states) if recomputes else compute(hidden_states))
         return output, None

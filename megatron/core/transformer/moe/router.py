@@ -191,6 +191,13 @@ class TopKRouter(MegatronModule):
         if kind != "global_aux_loss":
             all_reduce(tokens_per_expert, self.groups.tp_cp)
             return compute_balance_loss(affinities, tokens_per_expert, tokens, self.topk)
+        # Where backward computes this again, other microbatches have been counted since.
+        mean = get_cuda_rng_tracker().decide_once(functools.partial(self._find_mean_counts, tokens_per_expert))
+        return compute_balance_loss(affinities, mean, tokens, self.topk)
+
+    def _find_mean_counts(self, tokens_per_expert: Tensor) -> Tensor:
+        """Mean tokens per expert of a microbatch of this step so far, [E], over all replicas; counts this process's,
+        [E], among them."""
         all_reduce(tokens_per_expert, self.groups.tp_dp_cp)
         step, summed, microbatches = self._step_counts
         # Counts of earlier microbatches have no gradient, so that the sum over the step is a constant for this one.
@@ -200,8 +207,7 @@ class TopKRouter(MegatronModule):
             microbatches = 1
         self._step_counts = (self.auxiliary_loss_scale.step, tokens_per_expert, microbatches)
         # The loss is of one microbatch of this replica, so it takes the mean count of a microbatch over all replicas.
-        mean = tokens_per_expert / (microbatches * self.groups.dp.size())
-        return compute_balance_loss(affinities, mean, tokens, self.topk)
+        return tokens_per_expert / (microbatches * self.groups.dp.size())
 
     def take_losses(self) -> dict[str, Tensor]:
         """Return the sums of the auxiliary losses by name, and start new ones."""
