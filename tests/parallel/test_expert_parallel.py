@@ -29,13 +29,15 @@ from tests.parallel.small_training import EXPERTS, own_rank, training
 ITERATIONS = 4
 FIRST = "decoder.layers.0"
 ALLTOALL = "--moe-token-dispatcher-type=alltoall"
+MUON = "--optimizer=muon"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 SMALL = [
-    "dp2,ep2", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
+    "dp2,ep2", f"tp2,sp,{MUON}", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
     f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping,--recompute-granularity=full,"
     "--recompute-method=uniform,--recompute-num-layers=1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
 ]  # fmt: skip
 LARGE = [
+    f"dp2,ep2,{MUON}", f"dp4,ep2,dist-opt,{MUON},{ONE}", f"tp2,sp,{MUON},--muon-tp-mode=distributed",
     "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
     f"dp2,ep2,{ALLTOALL},dist-opt,overlap-all", f"tp2,dp2,ep4,etp1,{ALLTOALL}", "tp2,sp,dp2,ep2",
     f"tp4,sp,ep2,etp2,{ALLTOALL}", f"pp2,vpp2,dp2,ep2,overlap,{ONE}",
@@ -65,7 +67,7 @@ def reference(flags: str = "1", style: str = "moe") -> Trace:
 @pytest.mark.flags("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_the_same_run(layout: str) -> None:
-    alone = ",".join(term for term in layout.split(",") if term in (ONE, "--calculate-per-token-loss")) or "1"
+    alone = ",".join(term for term in layout.split(",") if term in (ONE, "--calculate-per-token-loss", MUON)) or "1"
     trace = join(run_distributed(share, parse_layout(layout).world_size, layout, timeout=240.0))
     sizes = find_largest_differences(reference(alone), trace)
     print(f"{layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})

@@ -13,6 +13,9 @@ from megatron.core.errors import ConfigError
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
+from megatron.core.optimizer.param_groups import choose_rule
+from megatron.core.placement import Part, Placement, Split
+from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import loss_of, tiny_network, train
 from tests.unit.test_update_rules import assert_equal_weights, of_flags
@@ -206,3 +209,18 @@ def test_what_muon_cannot_do_is_refused() -> None:
     assert any("--optimizer dist_muon is" in note for note in config.notes)
     overlapping = run_config("--optimizer muon --overlap-grad-reduce --overlap-param-gather", world_size=2)
     assert overlapping.ddp.use_distributed_optimizer
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise"])
+def test_each_matrix_of_a_stack_is_orthogonalised_alone(mode: str) -> None:
+    """The weights of experts; cut inside an expert, the shards come together as those of one matrix do."""
+    config = run_config(f"--optimizer muon --muon-tp-mode {mode}").optimizer
+    muon = Muon(config, ProcessGroupCollection.single())
+    stack = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1))
+    splits = (Split(0, "ep", 2, 1), Split(1, "etp", 1, 0, (Part(4, name="gate"), Part(4, name="up"))))
+    placement = Placement("decoder.layers.0.mlp.experts.linear_fc1.weight", (6, 8, 6), splits)
+    assert choose_rule(placement, config) == "muon"
+    assert choose_rule(placement, run_config("--optimizer soap").optimizer) == "adam"
+    found = muon.orthogonal(stack, placement)
+    alone = [muon.orthogonal(matrix, Placement("one", (8, 6))) for matrix in stack]
+    assert torch.equal(found, torch.stack(alone))

@@ -16,6 +16,7 @@ An orthogonal factor needs the whole matrix, which processes may have cut:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -81,13 +82,18 @@ class Muon(UpdateRule):
     # ---- orthogonal(u) times its scale
 
     def orthogonal(self, matrix: Tensor, placement: Placement) -> Tensor:
-        """The scaled orthogonal factor of the whole matrix of which `matrix` is this process's shard: its shard."""
+        """The scaled orthogonal factor of the whole matrix of which `matrix` is this process's shard: its shard. Of a
+        stack [experts, out, in] each matrix by itself."""
+        if matrix.dim() == 3:
+            single = _take_single(placement)
+            return torch.stack([self.orthogonal(part, single) for part in matrix])
         cut = [split for split in placement.splits if split.num_shards > 1]
         assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
         # Also where the matrix is whole: then the shard is the matrix.
         if not cut or self.config.muon_tp_mode == "blockwise":
             return self._orthogonalize_rows(matrix, self._list_shard_rows(placement))
-        group: Group = getattr(self.groups, cut[0].axis)
+        axis = cut[0].axis
+        group: Group = self.groups.expt_tp if axis == "etp" else getattr(self.groups, axis)
         if self.config.muon_tp_mode == "distributed":
             return self._orthogonalize_distributed(matrix, placement, cut[0], group)
         gathered = matrix.new_empty(group.size() * matrix.shape[0], matrix.shape[1])
@@ -167,6 +173,12 @@ class Muon(UpdateRule):
             case _:
                 factor = math.sqrt(max(1.0, rows / columns))
         return factor * self.config.muon_extra_scale_factor
+
+
+def _take_single(placement: Placement) -> Placement:
+    """What one matrix of a stack is: whoever has it has a part of it as the other dimensions are split."""
+    splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in placement.splits if split.dim > 0)
+    return dataclasses.replace(placement, full_shape=placement.full_shape[1:], splits=splits)
 
 
 def _take_rows(matrix: Tensor, rows: Rows) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.core.config_base import name_multiples
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
-from megatron.core.optimizer.rule_table import needs_whole_matrices
+from megatron.core.optimizer.rule_table import takes_experts
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
 from megatron.training.config.checkpoint import FOR_UPSTREAM, UPSTREAM_TORCH_DIST
 from megatron.training.config.layout_relations import find_interleaving_problem, sharding_flag
@@ -312,9 +312,8 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
     with_experts = (
         (ddp.use_torch_fsdp2, sharding_flag(run), "--use-distributed-optimizer"),
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
-        (needs_whole_matrices(optimizer.optimizer), run.say("optimizer"), "--optimizer adam"),
+        (not takes_experts(optimizer.optimizer), run.say("optimizer"), "--optimizer adam, or muon"),
         (ddp.num_distributed_optimizer_instances > 1, run.say("num_distributed_optimizer_instances"), "1"),
-        (model.compile, "--compile", "layers that are not compiled"),
         (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),
         (
             model.context_parallel_size > 1 and drops_by_position,
