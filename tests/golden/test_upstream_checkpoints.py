@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
+from megatron.bridge.checkpoints import OpenCheckpoint
 from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
@@ -231,3 +232,11 @@ def test_damaged_upstream_file(tmp_path: Path, upstream: Path) -> None:
             file.truncate(length)
         with pytest.raises(CheckpointError, match="model_optim_rng.pt"):
             open_legacy(path)
+
+
+def test_the_converter_says_how_to_come_from_upstream(upstream: Path) -> None:
+    for root in (upstream, upstream.with_name("b_iter10_torch_dist")):
+        with pytest.raises(
+            CheckpointError, match="that upstream wrote; make it one of ours first, and convert that: pre"
+        ):
+            OpenCheckpoint(root)
