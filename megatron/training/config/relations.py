@@ -258,8 +258,6 @@ def upstream_knows_what_is_saved(run: RunConfig) -> Iterator[str]:
         reason = None
         if run.optimizer.optimizer not in ("adam", "sgd"):
             reason = run.say("optimizer")
-        elif run.optimizer.decoupled_lr is not None:
-            reason = run.say("decoupled_lr")
         elif model.use_mup:
             reason = run.say("use_mup")
         if reason is not None:
@@ -305,6 +303,12 @@ RELATIONS = (
 def combinations_to_come(run: RunConfig) -> Iterator[str]:
     """Settings that are each available, but not yet together: they are planned, not wrong."""
     model, ddp, optimizer = run.model, run.ddp, run.optimizer
+    checkpoint = run.checkpoint
+    if checkpoint.ckpt_format in FOR_UPSTREAM and optimizer.decoupled_lr is not None and not checkpoint.no_save_optim:
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} cannot be combined yet with the optimizer's state with "
+            f"{run.say('decoupled_lr')}; use torch_dist, or --no-save-optim"
+        )
     if model.num_moe_experts is None:
         return
     drops_by_position = model.moe_expert_capacity_factor is not None and model.moe_token_drop_policy == "position"
