@@ -15,7 +15,7 @@ import torch
 from megatron.bridge.convert import convert as bridge_convert
 from megatron.bridge.convert import parse_arguments
 from megatron.core.dist_checkpointing.legacy_write import RankTensor, arrange, build_models, name_rank_directory
-from megatron.core.dist_checkpointing.safe_pickle import read_restricted
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata, read_restricted
 from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
 from megatron.core.errors import CheckpointError, ConfigError, StorageError
 from megatron.training.flags.read import read_run_config
@@ -170,6 +170,32 @@ def test_a_damaged_file_is_passed_over(file_format: str, tmp_path: Path, capsys:
         prepare("--load", tmp_path, "--ckpt-step", "6")
     assert prepare("--load", tmp_path).progress.iteration == 3
     assert "is damaged: its checksum is" in capsys.readouterr().err
+
+
+DEEPSEEK = """--swiglu --ffn-hidden-size 32 --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+    --untie-embeddings-and-output-weights --multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8
+    --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --mtp-num-layers 1 --num-experts 2 --moe-router-topk 2
+    --moe-layer-freq ([0]+[1]) --moe-ffn-hidden-size 16 --exit-interval 1"""
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("file_format", FILES)
+def test_latent_attention_and_multi_token_prediction(file_format: str, implementation: str, tmp_path: Path) -> None:
+    flags = (*DEEPSEEK.split(), "--transformer-impl", implementation)
+    run = train_tiny("--save", tmp_path, "--ckpt-format", file_format, *flags)
+    assert differing(run, prepare("--load", tmp_path, *flags)) == []
+    if file_format == "torch":
+        names = list(read_file(tmp_path, 1)["model"])
+        norm = "linear_q_up_proj.layer_norm_weight" if implementation != "local" else "q_layernorm.weight"
+        assert f"mtp.layers.0.mtp_model_layer.self_attention.{norm}" in names
+        assert "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.1.linear_fc2.weight" in names
+        assert names.index("mtp.layers.0.eh_proj.weight") + 1 == names.index("mtp.layers.0.eh_proj._extra_state")
+        return
+    keys = read_metadata(tmp_path / "iter_0000001" / ".metadata").state_dict_metadata
+    assert keys["mtp.layers.0.mtp_model_layer.mlp.experts.experts.linear_fc1.weight"].size == (2, 32, 16)
+    assert "mtp.layers.0.mtp_model_layer.mlp.experts.experts.linear_fc1._extra_state/shard_1_2" in keys
+    assert "decoder.layers.1.self_attention.linear_proj._extra_state/shard_0_1" in keys
+    assert ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in keys) == (implementation != "local")
 
 
 @pytest.mark.flags("--no-save-optim", "--no-save-rng")

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstr
 from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.process_groups_config import Group
 
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+|output_layer)|output_layer)\.weight\d*")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|output_layer)|output_layer)\.weight\d*")
 _EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<layer>linear_fc[12])\.(?P<kind>weight|bias)")
 
 
@@ -139,7 +139,7 @@ def _rename(tensor: RankTensor, layers: Mapping[str, Collection[str]], *, fused:
 
 def _split_layer(name: str) -> tuple[str, str]:
     """(`decoder.layers.3`, what follows); ("", name) of what is in no layer."""
-    found = re.fullmatch(r"(.*layers\.\d+)\.(.+)", name)
+    found = re.fullmatch(r"(.*layers\.\d+)\.(?:mtp_model_layer\.)?(.+)", name)
     return ("", name) if found is None else (found[1], found[2])
 
 

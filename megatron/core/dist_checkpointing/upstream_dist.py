@@ -241,10 +241,12 @@ def list_kept(rests: Collection[str], *, fused: bool, renames_norms: bool) -> li
     """
     is_latent = any(rest.startswith("self_attention.linear_kv_") for rest in rests)
     is_mixture = any(rest.startswith("mlp.router.") for rest in rests)
+    # Norms of latent vectors have the names of other attention's norms of queries and keys, which stay.
+    latent = [] if fused and is_latent else [ours for _, ours in _LATENT_BEGINNINGS]
     if not fused:
-        return ["input_layernorm.", "pre_mlp_layernorm."] if is_latent or not renames_norms else []
+        return latent + (["input_layernorm.", "pre_mlp_layernorm."] if is_latent or not renames_norms else [])
     # Latent attention has several linear layers behind its norm, and a mixture of experts has none.
-    return ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * is_mixture
+    return latent + ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * is_mixture
 
 
 def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:
@@ -256,7 +258,7 @@ def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:
     if found is None or found["number"] is None:
         return name
     rest = found["rest"]
-    for theirs, ours in _BEGINNINGS:
+    for theirs, ours in _BEGINNINGS + _LATENT_BEGINNINGS:
         if rest.startswith(ours) and ours not in kept:
             inner = found["inner"] or ""
             return f"{found['start']}.{found['number']}.{inner}{theirs}{rest.removeprefix(ours)}"

@@ -42,8 +42,8 @@ from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.placement import Box, Piece
 from megatron.core.process_groups_config import Group
 
-_LAYER = re.compile(r"(?P<start>decoder\.layers)\.(?P<number>\d+)\.(?P<rest>.+)")
-_LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
+_LAYER = re.compile(r"(?P<start>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:mtp_model_layer\.)?(?P<rest>.+)")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 _EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.(weight|bias)")
 
 
@@ -51,10 +51,10 @@ _EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.(weight|bias)")
 class UpstreamNaming:
     """How the keys of a model are found."""
 
-    layers: Mapping[int, frozenset[str]]
-    """Number of each layer -> the names of its parameters behind the number."""
+    layers: Mapping[tuple[str, int], frozenset[str]]
+    """("decoder" or "mtp", number) of each layer -> the names of its parameters behind the number."""
     is_stacked: bool
-    """Layers are one tensor."""
+    """The decoder's layers are one tensor."""
     fused: bool
     """Norms belong to the linear layers behind them, as with Transformer Engine."""
     is_gated: bool
@@ -65,25 +65,31 @@ class UpstreamNaming:
         cls, names: Iterable[str], group: Group, *, fused: bool, is_gated: bool, may_stack: bool
     ) -> UpstreamNaming:
         """From the names of the parameters of every member of `group`. may_stack: settings do not tell layers apart."""
-        own: dict[int, set[str]] = {}
+        own: dict[tuple[str, int], set[str]] = {}
         for found in filter(None, map(_LAYER.fullmatch, names)):
-            own.setdefault(int(found["number"]), set()).add(found["rest"])
-        layers: dict[int, frozenset[str]] = {}
+            own.setdefault((found["start"], int(found["number"])), set()).add(found["rest"])
+        layers: dict[tuple[str, int], frozenset[str]] = {}
         for theirs in on_every_rank(group, lambda: own):
             layers |= {number: layers.get(number, frozenset()) | rests for number, rests in theirs.items()}
-        return cls(layers, may_stack and len(set(layers.values())) == 1, fused, is_gated)
+        kinds = {rests for (start, _), rests in layers.items() if start == "decoder"}
+        return cls(layers, may_stack and len(kinds) == 1, fused, is_gated)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return sum(start == "decoder" for start, _ in self.layers)
 
     def find_key(self, name: str) -> tuple[str, int | None]:
         """Upstream's key of a parameter, and the index in the stack where it is one of it."""
         found = _LAYER.fullmatch(name)
         if found is None:
             return name, None
-        number = int(found["number"])
-        kept = list_kept(self.layers[number], fused=self.fused, renames_norms=True)
+        start, number = found["start"], int(found["number"])
+        kept = list_kept(self.layers[start, number], fused=self.fused, renames_norms=True)
         key = name_upstream(name, kept=kept)
-        if not self.is_stacked:
+        if not self.is_stacked or start != "decoder":
             return key, None
-        return key.replace(f"{found['start']}.{number}.", f"{found['start']}.", 1), number
+        return key.replace(f"{start}.layers.{number}.", f"{start}.layers.", 1), number
 
     def list_extra_states(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Keys of the objects that linear layers have, for the parameters with these names and full shapes."""
@@ -94,7 +100,7 @@ class UpstreamNaming:
                 continue
             key, number = self.find_key(name)
             module = key.removesuffix(".weight")
-            place = [] if number is None else [(number, len(self.layers))]
+            place = [] if number is None else [(number, self.num_layers)]
             experts: Iterable[list[tuple[int, int]]] = [[]]
             if _EXPERTS.fullmatch(name):
                 experts = ([(expert, shape[0])] for expert in range(shape[0]))
@@ -172,7 +178,7 @@ def _stack(key: str, members: list[tuple[ShardedTensor, int | None]], naming: Up
                 local = tuple((0, length) for _, length in (*before, *box))
                 blocks.append(Piece((*before, *box), local, block.owned))
                 parts.append(_Part(tensor, index, inner))
-    shape = first.global_shape if number is None else (len(naming.layers), *first.global_shape)
+    shape = first.global_shape if number is None else (naming.num_layers, *first.global_shape)
     return StackedTensor(
         key=key, data=first.data, global_shape=shape, blocks=tuple(blocks), is_copy=first.is_copy,
         parts=tuple(parts), is_stacked=number is not None,
