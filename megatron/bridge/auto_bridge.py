@@ -70,7 +70,9 @@ class AutoBridge:
         source = open_source(Path(path), asked_by="from_hf_pretrained()")
         files = [*list_tokenizer_files(source.config.tokenizer).values(), source.path / GENERATION_CONFIG]
         kept = {file.name: file for file in files if file.is_file()}
-        return cls(source.config, source.entries, read_json(source.path / CONFIG_JSON), kept, source=source)
+        fields = read_json(source.path / CONFIG_JSON)
+        fields.pop("quantization_config", None)  # weights are dequantised when they are read
+        return cls(source.config, source.entries, fields, kept, source=source)
 
     @classmethod
     def from_run(cls, run: Run) -> AutoBridge:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.bridge.checkpoints import DeferredTensor, OpenCheckpoint, fresh_directory, read_carried, write_checkpoint
 from megatron.bridge.entries import Entry, count_values, list_entries, list_their_shapes
 from megatron.bridge.progress import Progress
+from megatron.bridge.quantised import DequantisedTensors
 from megatron.bridge.settings import build_config_json, read_settings
 from megatron.bridge.tensor_files import TensorDirectory, is_buffer, open_tensors, write_tensors
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
@@ -89,11 +90,10 @@ def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1, asked_by:
         raise CheckpointError(f"{asked_by} {path} {problem}")
     where = path / CONFIG_JSON
     fields = read_json(where)
+    tensors, notes = open_tensors(path), []
     if "quantization_config" in fields:
-        raise CheckpointError(
-            f"{where} has a quantization_config; give a directory with weights that are not quantised"
-        )
-    tensors = open_tensors(path)
+        quantised = DequantisedTensors(tensors, fields["quantization_config"] or {}, where)
+        tensors, notes = quantised, [quantised.note]
     sizes: dict[torch.dtype, int] = {}
     for stored in tensors.contents.values():
         sizes[stored.dtype] = sizes.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
@@ -103,7 +103,7 @@ def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1, asked_by:
     family = find_family(str(fields["model_type"]))
     entries = list_entries(family, config, fields["vocab_size"])
     aliases = _find_aliases(list_their_shapes(entries), tensors)
-    notes = _check_tensors(path, family, entries, tensors, aliases)
+    notes += _check_tensors(path, family, entries, tensors, aliases)
     source = Source(path, config, entries, tensors, aliases, notes)
     for entry in entries:
         source.find_dtype(entry)

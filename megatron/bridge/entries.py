@@ -34,27 +34,48 @@ class Entry:
         """Our name."""
         return self.placement.name
 
+    @property
+    def is_by_expert(self) -> bool:
+        """Whether ours is a stack [experts, ...] of what the row says of one expert."""
+        return ".experts." in self.key
+
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
         """Our tensor from theirs."""
-        if not is_per_expert(self.row):
+        if not self.is_by_expert:
             return join(self.row, self.config, [read(name) for name in self.names[0]]).contiguous()
+        if is_per_expert(self.row):
+            parts = ([read(name) for name in names] for names in self.names)
+        else:
+            stacks = [read(name) for name in self.names[0]]
+            parts = ([stack[expert] for stack in stacks] for expert in range(self.num_experts))
         ours: Tensor | None = None
         # Filled expert by expert: all of them beside their stack would be twice the memory.
-        for expert, names in enumerate(self.names):
-            part = join(self.row, self.config, [read(name) for name in names])
+        for expert, theirs in enumerate(parts):
+            part = join(self.row, self.config, theirs)
             if ours is None:
-                ours = torch.empty((len(self.names), *part.shape), dtype=part.dtype, device=part.device)
+                ours = torch.empty((self.num_experts, *part.shape), dtype=part.dtype, device=part.device)
             ours[expert] = part
         assert ours is not None
         return ours
 
+    @property
+    def num_experts(self) -> int:
+        """How many experts a stack has."""
+        return self.placement.logical_shape[0]
+
     def read_box(self, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
         """A part of our tensor, (start, length) for each dimension, from the parts of theirs that it is made of."""
-        if not is_per_expert(self.row):
+        if not self.is_by_expert:
             return self._read_rows(self.names[0], self.placement.logical_shape[0], box, read_box)
-        first, count = box[0]
-        rows = self.placement.logical_shape[1]
-        return torch.stack([self._read_rows(names, rows, box[1:], read_box) for names in self.names[first:][:count]])
+        (first, count), inner = box[0], box[1:]
+        rows, experts = self.placement.logical_shape[1], range(first, first + count)
+        if is_per_expert(self.row):
+            return torch.stack([self._read_rows(self.names[expert], rows, inner, read_box) for expert in experts])
+
+        def read_of(expert: int) -> Callable[[str, Box], Tensor]:
+            return lambda name, part: read_box(name, ((expert, 1), *part))[0]
+
+        return torch.stack([self._read_rows(self.names[0], rows, inner, read_of(expert)) for expert in experts])
 
     def _read_rows(self, names: list[str], num_rows: int, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
         transposed = self.row.transposed and len(box) == 2
@@ -90,8 +111,14 @@ class Entry:
 
     def split_region(self, ours: Tensor, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield their names and tensors of such a part."""
-        part = ours[0] if is_per_expert(self.row) else ours
-        yield from zip(names, split(self.row, self.config, part), strict=True)
+        if not self.is_by_expert:
+            tensors = split(self.row, self.config, ours)
+        elif is_per_expert(self.row):
+            tensors = split(self.row, self.config, ours[0])
+        else:
+            by_expert = [split(self.row, self.config, part) for part in ours]
+            tensors = [torch.stack(parts) for parts in zip(*by_expert, strict=True)]
+        yield from zip(names, tensors, strict=True)
 
 
 def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Entry]:

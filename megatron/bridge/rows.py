@@ -39,6 +39,8 @@ def join(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tenso
     tensors = [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in theirs]
     if row.form == "stacked":
         return torch.cat(tensors)
+    if row.form == "interleaved":
+        return torch.cat([tensors[0][0::2], tensors[0][1::2]])
     if row.form in ("qkv", "gated_qkv"):
         groups, width = _get_heads(config)
         if len(tensors) == 1:
@@ -57,6 +59,8 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
     tensors = [ours]
     if row.form == "stacked":
         tensors = list(ours.chunk(len(row.theirs)))
+    if row.form == "interleaved":
+        tensors = [torch.stack(ours.chunk(2), dim=1).flatten(0, 1)]
     if row.form in ("qkv", "gated_qkv"):
         groups, width = _get_heads(config)
         by_group = ours.unflatten(0, (groups, -1, width))

@@ -34,7 +34,7 @@ EXPERTS = {
         --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate""",
     "picky": """--swiglu --ffn-hidden-size 48 --disable-bias-linear --num-experts 4 --moe-layer-freq 2
         --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
-        --moe-router-bias-update-rate 0.01
+        --moe-router-bias-update-rate 0.01 --moe-router-add-bias
         --moe-expert-capacity-factor 0.9 --moe-aux-loss-coeff 0.1
         --moe-z-loss-coeff 0.01 --moe-permute-fusion --moe-grouped-gemm""",
 }

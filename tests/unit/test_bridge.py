@@ -99,6 +99,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek V3, plain positions": (
         "DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3} | EAGER,
     ),
+    "gpt-oss": (
+        "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6} | EAGER,
+    ),
+    # Blocks of 32 numbers fit into its matrices.
+    "gpt-oss, 32": (
+        "GptOss", {"num_local_experts": 4, "head_dim": 8, "intermediate_size": 32, "num_experts_per_tok": 2} | EAGER,
+    ),
     "GLM 4.5": (
         "Glm4Moe",
         {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2,
@@ -166,7 +173,22 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
 
 def test_every_family_with_rows_for_all_its_layers_is_tried() -> None:
     tried = {find_family(make_model(name).config.model_type).name for name in MODELS}
-    assert tried == {family.name for family in FAMILIES} - {"gpt-oss, its dense part"}
+    assert tried == {family.name for family in FAMILIES}
+
+
+@pytest.mark.flags("--moe-router-add-bias")
+def test_the_router_of_gpt_oss_has_a_bias(tmp_path: Path) -> None:
+    """It chooses and weighs experts: without it the logits are others."""
+    make_model("gpt-oss").save_pretrained(tmp_path / "hf")
+    model = AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron()
+    ids = token_ids()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    with torch.no_grad():
+        expected = logits_of_directory(tmp_path / "hf")
+        torch.testing.assert_close(model(ids, positions), expected, rtol=1e-5, atol=1e-5)
+        for layer in model.decoder.layers:
+            layer.mlp.router.bias.zero_()
+        assert (model(ids, positions) - expected).abs().max() > 0.01
 
 
 def test_the_same_files_under_another_model_type(tmp_path: Path) -> None:
@@ -318,6 +340,16 @@ def change_config(directory: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def rewrite_weights(directory: Path, change: Any, **quantisation: Any) -> None:
+    """Store changed weights in one file, under a quantization_config."""
+    weights = {name: change(tensor) for name, tensor in read_all(directory).items()}
+    for file in directory.glob("model*"):
+        file.unlink()
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    write_tensors(directory, shapes, iter(weights.items()))
+    change_config(directory, quantization_config=quantisation)
+
+
 def remove_shard(directory: Path) -> None:
     sorted(directory.glob("*.safetensors"))[1].unlink()
 
@@ -360,7 +392,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "tied": (lambda d: change_config(d, attention_bias=True), "attention_bias is True in its config.json; only False"),
     "heads": (lambda d: change_config(d, num_attention_heads="six"), "has fields that describe no Llama model: .*six"),
     "no number": (lambda d: change_config(d, vocab_size=None), "vocab_size is None; it must be the number of"),
-    "quantised": (lambda d: change_config(d, quantization_config={}), "has a quantization_config"),
+    "quantised": (lambda d: change_config(d, quantization_config={}), "has a quantization_config with the method None"),
+    "no scales": (
+        lambda d: rewrite_weights(d, lambda w: w.to(torch.float8_e4m3fn) if w.dim() == 2 else w, quant_method="fp8",
+                                  weight_block_size=[128, 128]),
+        "lm_head.weight has no lm_head.weight_scale_inv beside it; download the directory again",
+    ),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
     "empty config": (lambda d: (d / "config.json").write_text("[]"), "config.json holds a list; it must hold"),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from megatron.training.recipes.family_rows import (
     EXPERTS,
     GPT2_ROWS,
     GPT_NEOX_ROWS,
+    GPT_OSS_EXPERTS,
     LATENT_ROWS,
     LLAMA_ROWS,
     MIXTRAL_EXPERTS,
@@ -305,23 +306,26 @@ FAMILIES: tuple[Family, ...] = (
         absent={"tie_word_embeddings": False, "use_parallel_residual": True, "rotary_pct": 0.25},
         examples={"GPT-NeoX, Pythia": {}},
     ),
-    # Its experts have biases, and their gates lie in every other row: rows for them are still missing.
     Family(
-        name="gpt-oss, its dense part",
+        name="gpt-oss",
         model_type="gpt_oss",
         model_class="GptOssForCausalLM",
         flags="--normalization RMSNorm --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 "
-        "--softmax-type learnable",
+        "--softmax-type learnable --moe-router-add-bias",
         sizes=SIZES,
-        settings=(*USUAL, ROTARY_SHARE, HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
+        settings=(
+            *USUAL, ROTARY_SHARE, HEAD_WIDTH, WINDOW, WINDOW_LAYERS, Setting("num_local_experts", "--num-experts"),
+            TOP_K,
+        ),
         rows=tuple({
-            **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS,
+            **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS, **GPT_OSS_EXPERTS,
             **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
             **build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
         }.values()),
-        expects={"attention_bias": True},
+        expects={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         absent={"tie_word_embeddings": False},
-        examples={"gpt-oss, its dense part": {
+        examples={"gpt-oss": {
+            "num_local_experts": 32, "num_experts_per_tok": 4,
             "head_dim": 64, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
             "rope_theta": 150000, "rope_scaling": {
                 "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,

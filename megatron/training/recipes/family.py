@@ -33,14 +33,16 @@ class Row:
     stacked     theirs one below the other: the gate's rows, then those of the other half of a gated MLP
     qkv         theirs are queries, keys, values [heads * width, h], or these three in one tensor; ours have one
                 group of query heads after the other: [groups * (queries of the group, key, value) * width, h]
-    gated_qkv   the same, each of their query heads being followed by the gate of its output
+    interleaved one tensor, whose rows are by turns the gate's and the other half's of a gated MLP
+    gated_qkv   the same as qkv, each of their query heads being followed by the gate of its output
     """
 
     ours: str
     """Name in the whole model; {layer} stands for its number, from 0."""
     theirs: tuple[str, ...]
-    """Names in their files; {expert}, from 0, where every expert has tensors of its own: ours are [experts, ...]."""
-    form: Literal["whole", "stacked", "qkv", "gated_qkv"] = "whole"
+    """Names in their files; {expert}, from 0, where every expert has tensors of its own. Ours are [experts, ...], as
+    are theirs without {expert}."""
+    form: Literal["whole", "stacked", "interleaved", "qkv", "gated_qkv"] = "whole"
     transposed: bool = False
     """Their matrices are [inputs, outputs]; ours, as those of torch.nn.Linear, [outputs, inputs]."""
 

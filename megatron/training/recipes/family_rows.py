@@ -139,3 +139,10 @@ GPT_NEOX_ROWS = {
     **rename_rows("", "", {"decoder.final_layernorm": "gpt_neox.final_layer_norm"}, "weight", "bias"),
     **rename_rows(OURS, "gpt_neox.layers.{layer}.", GPT_NEOX_MODULES, "weight", "bias"),
 }
+# The gate's rows and those of the other half by turns, and matrices [inputs, outputs].
+GPT_OSS_EXPERTS = build_rows(
+    Row(f"{OURS}mlp.experts.linear_fc1.weight", (f"{THEIRS}mlp.experts.gate_up_proj",), "interleaved", True),
+    Row(f"{OURS}mlp.experts.linear_fc1.bias", (f"{THEIRS}mlp.experts.gate_up_proj_bias",), "interleaved"),
+    Row(f"{OURS}mlp.experts.linear_fc2.weight", (f"{THEIRS}mlp.experts.down_proj",), transposed=True),
+    Row(f"{OURS}mlp.experts.linear_fc2.bias", (f"{THEIRS}mlp.experts.down_proj_bias",)),
+) | rename_rows(OURS, THEIRS, {"mlp.router": "mlp.router"}, "weight", "bias")

@@ -53,6 +53,8 @@ class MoEFields(ArchitectureFields):
     """Weight of each loss that --moe-router-load-balancing-type names."""
     moe_ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
     """Inner width of an expert; --ffn-hidden-size when not given."""
+    moe_router_add_bias: bool = flag(False, kind="shape", needs=_EXPERTS)
+    """Add a bias that learns to the router's logits (gpt-oss)."""
     moe_router_topk: int = flag(2, minimum=1, kind="function", needs=_EXPERTS)
     """Experts that work on each token."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(

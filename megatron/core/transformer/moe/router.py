@@ -70,6 +70,15 @@ class TopKRouter(MegatronModule):
             # Tensor-parallel ranks route different tokens.
             partial_grad_axes=("tp",) if pg_collection.tp.size() > 1 else (),
         )
+        self.bias: Tensor | None = None
+        if config.moe_router_add_bias:
+            self.bias = declare_parameter(
+                (self.num_experts,),
+                kind="vector",
+                init=zeros,
+                dtype=parameter_dtype(config),
+                partial_grad_axes=("tp",) if pg_collection.tp.size() > 1 else (),
+            )
         self.product_dtype = {"fp32": torch.float32, "fp64": torch.float64, None: None}[config.moe_router_dtype]
         self.expert_bias: Tensor | None = None
         if config.moe_router_enable_expert_bias:
@@ -113,15 +122,16 @@ class TopKRouter(MegatronModule):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> [T, E], in the router's number format."""
-        x, weight = hidden_states.flatten(0, 1), self.weight  # [T, h], [E, h]
+        x = hidden_states.flatten(0, 1)  # [T, h]
         eps = self.config.moe_input_jitter_eps
         if eps is not None and self.training:
             # Factors around one: logits near a tie are decided now one way, now the other, so that experts get
             # explored.
             x = x * _draw(functools.partial(torch.empty_like(x).uniform_, 1.0 - eps, 1.0 + eps))
         if self.product_dtype is not None:
-            return F.linear(x.to(self.product_dtype), weight.to(self.product_dtype))
-        return F.linear(x, weight)
+            bias = None if self.bias is None else self.bias.to(self.product_dtype)
+            return F.linear(x.to(self.product_dtype), self.weight.to(self.product_dtype), bias)
+        return F.linear(x, self.weight, self.bias)
 
     def _route(self, logits: Tensor) -> Routing:
         config = self.config

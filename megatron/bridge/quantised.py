@@ -1,0 +1,132 @@
+"""Weights that are stored in 8 or 4 bits with scales, read as the bfloat16 values that they stand for.
+
+    fp8     NAME [m, n] in E4M3, NAME_scale_inv [m / 128, n / 128]: each block of 128 x 128 times its scale
+            (DeepSeek-V3, 2024, section 3.3)
+    mxfp4   NAME_blocks [..., m, n / 32, 16], NAME_scales [..., m, n / 32]: two E2M1 numbers in a byte, the lower half
+            first, times two to the power of scale - 127 (OCP Microscaling Formats, 1.0, 2023; gpt-oss). In memory, and
+            in files that are not quantised, NAME is [..., n, m]
+
+Products are taken in float32 and rounded once. Whatever else is in the files stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.bridge.tensor_files import StoredTensor, TensorDirectory
+from megatron.core.errors import CheckpointError
+from megatron.core.placement import Box
+
+_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MX_BLOCK = 32
+_NO_NUMBER = 255
+"""The scale of a block that holds no numbers."""
+
+
+class DequantisedTensors:
+    """The weights of a directory as if they were stored in bfloat16; see `TensorDirectory`."""
+
+    def __init__(self, stored: TensorDirectory, quantisation: Mapping[str, Any], where: Path) -> None:
+        """quantisation: the `quantization_config` of the config.json `where`. Raises CheckpointError for a method that
+        is not known, and for scales that are missing or have another shape."""
+        self._stored = stored
+        self._readers: dict[str, Callable[[str, Box], Tensor]] = {}
+        self._block = (0, 0)
+        self.contents: Mapping[str, StoredTensor] = {}
+        """The tensors by the names that they have where nothing is quantised."""
+        self.note = ""
+        """A sentence about what is done."""
+        method = quantisation.get("quant_method")
+        if method == "fp8" and _is_block_size(quantisation.get("weight_block_size")):
+            self._block = tuple(quantisation["weight_block_size"])
+            self.contents = self._list_fp8()
+        elif method == "mxfp4":
+            self.contents = self._list_mxfp4()
+        else:
+            raise CheckpointError(
+                f"{where} has a quantization_config with the method {method!r}; known are 'fp8' with a "
+                "weight_block_size, and 'mxfp4': give a directory with weights that are not quantised"
+            )
+        self.note = f"{len(self._readers)} tensors stored as {method} are read as bfloat16"
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU. Raises CheckpointError."""
+        return self.read_box(name, tuple((0, length) for length in self.contents[name].shape))
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor: (start, length) for each dimension."""
+        return self._readers.get(name, self._stored.read_box)(name, box)
+
+    # ---- FP8
+
+    def _list_fp8(self) -> dict[str, StoredTensor]:
+        found = {}
+        for name, tensor in self._stored.contents.items():
+            if name.endswith(_SCALE) and name.removesuffix(_SCALE) in self._stored.contents:
+                continue
+            if tensor.dtype == torch.float8_e4m3fn:
+                blocks = tuple(math.ceil(n / b) for n, b in zip(tensor.shape, self._block, strict=False))
+                self._require(name + _SCALE, blocks, name)
+                self._readers[name] = self._read_fp8
+                tensor = tensor._replace(dtype=torch.bfloat16)
+            found[name] = tensor
+        return found
+
+    def _read_fp8(self, name: str, box: Box) -> Tensor:
+        values = self._stored.read_box(name, box).float()
+        scales = self._stored.read(name + _SCALE).float()
+        for dim, ((start, length), block) in enumerate(zip(box, self._block, strict=True)):
+            scales = scales.index_select(dim, torch.arange(start, start + length) // block)
+        return values.mul_(scales).to(torch.bfloat16)
+
+    # ---- MXFP4
+
+    def _list_mxfp4(self) -> dict[str, StoredTensor]:
+        found = {}
+        for stored_name, tensor in self._stored.contents.items():
+            name = stored_name.removesuffix(_BLOCKS)
+            if stored_name.endswith(_SCALES) and stored_name.removesuffix(_SCALES) + _BLOCKS in self._stored.contents:
+                continue
+            if name != stored_name and tensor.dtype == torch.uint8:
+                *leading, rows, groups, half = tensor.shape
+                if 2 * half != _MX_BLOCK:
+                    raise CheckpointError(
+                        f"{tensor.file}: {stored_name} is {tensor.shape}; blocks of MXFP4 have {_MX_BLOCK // 2} bytes"
+                    )
+                self._require(name + _SCALES, (*leading, rows, groups), stored_name)
+                self._readers[name] = self._read_mxfp4
+                tensor = tensor._replace(dtype=torch.bfloat16, shape=(*leading, groups * _MX_BLOCK, rows))
+            found[name] = tensor
+        return found
+
+    def _read_mxfp4(self, name: str, box: Box) -> Tensor:
+        *leading, (start, length), rows = box
+        first, last = start // _MX_BLOCK, math.ceil((start + length) / _MX_BLOCK)
+        groups = (*leading, rows, (first, last - first))
+        packed = self._stored.read_box(name + _BLOCKS, (*groups, (0, _MX_BLOCK // 2)))
+        exponents = self._stored.read_box(name + _SCALES, groups).to(torch.int32)
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+        values = table[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).long()]  # [..., rows, groups, 32]
+        values = torch.ldexp(values, (exponents - 127).unsqueeze(-1))
+        values = values.masked_fill_((exponents == _NO_NUMBER).unsqueeze(-1), math.nan)
+        columns = values.to(torch.bfloat16).flatten(-2).narrow(-1, start - first * _MX_BLOCK, length)
+        return columns.transpose(-1, -2).contiguous()
+
+    def _require(self, scales: str, shape: tuple[int, ...], weight: str) -> None:
+        file = self._stored.contents[weight].file
+        found = self._stored.contents.get(scales)
+        if found is None:
+            raise CheckpointError(f"{file}: {weight} has no {scales} beside it; download the directory again")
+        if found.shape != shape:
+            raise CheckpointError(f"{found.file}: {scales} is {found.shape}; {weight} needs {shape}")
+
+
+def _is_block_size(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)
