@@ -6,6 +6,11 @@ settings         their config.json and our settings
 checkpoints      our checkpoints as a converter reads and writes them
 conversion       whole models in both directions, and the proof that the result is the source
 auto_bridge      AutoBridge: the same from Python
+entries          the parameters of a model, each with its tensors in the files
+quantised        weights in FP8 and MXFP4, read as bfloat16
+own_family       a family of the user's own
+weight_stream    whole tensors out of a running model
+running          what training reads and writes Hugging Face directories with
 convert          the command line: python -m megatron.bridge.convert
 """
 

@@ -30,6 +30,8 @@ from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.run_tensors import build_sharded_chunk_state
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
+from megatron.training.recipes.families import FAMILIES
+from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
 from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
 
@@ -62,12 +64,13 @@ class AutoBridge:
         self._model = model
 
     @classmethod
-    def from_hf_pretrained(cls, path: str | Path) -> AutoBridge:
+    def from_hf_pretrained(cls, path: str | Path, families: Sequence[Family] = FAMILIES) -> AutoBridge:
         """Look at a directory that `save_pretrained()` wrote; weights are read later.
 
-        Raises CheckpointError or ConfigError for missing files and tensors, other shapes, unknown models.
+        families: those that are known; one of your own comes first: (MINE, *FAMILIES). Raises CheckpointError or
+        ConfigError for missing files and tensors, other shapes, unknown models.
         """
-        source = open_source(Path(path), asked_by="from_hf_pretrained()")
+        source = open_source(Path(path), asked_by="from_hf_pretrained()", families=families)
         files = [*list_tokenizer_files(source.config.tokenizer).values(), source.path / GENERATION_CONFIG]
         kept = {file.name: file for file in files if file.is_file()}
         fields = read_json(source.path / CONFIG_JSON)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from megatron.core.placement import Box
 from megatron.training.checkpoint.tokenizer_assets import DIRECTORY as TOKENIZER
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
-from megatron.training.recipes.families import find_family
+from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family, find_row
 from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
 
@@ -80,11 +80,19 @@ class Source:
         return first.dtype
 
 
-def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1, asked_by: str = "--input-path") -> Source:
+def open_source(
+    path: Path,
+    *,
+    tensor_ranks: int = 1,
+    stages: int = 1,
+    asked_by: str = "--input-path",
+    families: Sequence[Family] = FAMILIES,
+) -> Source:
     """Look at a Hugging Face directory, without reading weights, and check all that can be checked.
 
     tensor_ranks, stages: a layout that the model must be able to have. asked_by: what named the path, for errors.
-    Raises CheckpointError or ConfigError for missing files and tensors, other shapes, unknown models.
+    families: those that are known. Raises CheckpointError or ConfigError for missing files and tensors, other shapes,
+    unknown models.
     """
     if problem := explain_no_directory(path):
         raise CheckpointError(f"{asked_by} {path} {problem}")
@@ -99,8 +107,8 @@ def open_source(path: Path, *, tensor_ranks: int = 1, stages: int = 1, asked_by:
         sizes[stored.dtype] = sizes.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
     # Some models keep a few small tensors in float32; what most values have is the model's number format.
     dtype = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
-    config = read_settings(fields, where, dtype, tensor_ranks=tensor_ranks, stages=stages)
-    family = find_family(str(fields["model_type"]))
+    config = read_settings(fields, where, dtype, tensor_ranks=tensor_ranks, stages=stages, families=families)
+    family = find_family(str(fields["model_type"]), families)
     entries = list_entries(family, config, fields["vocab_size"])
     aliases = _find_aliases(list_their_shapes(entries), tensors)
     notes += _check_tensors(path, family, entries, tensors, aliases)
@@ -199,10 +207,11 @@ class Model:
     config_json: Mapping[str, object]
 
 
-def open_model(root: Path, iteration: int | None = None) -> Model:
+def open_model(root: Path, iteration: int | None = None, families: Sequence[Family] = FAMILIES) -> Model:
     """Look at a checkpoint of ours: which family's model it is.
 
-    root: a directory of checkpoints, or one of them. Raises CheckpointError or ConfigError.
+    root: a directory of checkpoints, or one of them. families: those that are known. Raises CheckpointError or
+    ConfigError.
     """
     checkpoint = OpenCheckpoint(root, iteration)
     config = checkpoint.read_config()
@@ -211,7 +220,7 @@ def open_model(root: Path, iteration: int | None = None) -> Model:
     vocab_size = checkpoint.read_shape(_EMBEDDING)[0]
     dtype = checkpoint.contents[_EMBEDDING].dtype
     carried = read_carried(checkpoint, CARRIED, CONFIG_JSON)
-    family, config_json = build_config_json(config, vocab_size, dtype, carried)
+    family, config_json = build_config_json(config, vocab_size, dtype, carried, families)
     entries = list_entries(family, config, vocab_size)
     for entry in entries:
         if entry.key not in checkpoint.contents:

@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.bridge.own_family import read_family
 from megatron.core.errors import ConfigError, command_line, say
 from megatron.training.flags.parser import path
+from megatron.training.recipes.families import FAMILIES
+from megatron.training.recipes.family import Family
 
 _SIZES = {
     "--tensor-model-parallel-size": "ranks that share each layer",
@@ -48,6 +51,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--ckpt-step", metavar="N", type=int, help="iteration of the source to convert (the latest)")
     add("--ckpt-format", choices=("torch_dist", "torch"), default="torch_dist",
         help="of --target megatron; torch: upstream's files of each rank, weights alone (torch_dist)")  # fmt: skip
+    add("--family", metavar="FILE.py", type=path,
+        help="Python file with a family of your own, FAMILY = Family(...); it is run (docs/conversion.md)")  # fmt: skip
     add("--no-verify", action="store_true", help="do not compare the result with the source")
     for name, text in _SIZES.items():
         add(name, metavar="N", type=int, help=f"{text}; checked, as a checkpoint has no layout")
@@ -72,17 +77,23 @@ def _get_target_layout(arguments: argparse.Namespace) -> tuple[int, int]:
     return tensor_ranks, stages
 
 
+def _list_families(arguments: argparse.Namespace) -> Sequence[Family]:
+    """Those that are known, after the user's own."""
+    return FAMILIES if arguments.family is None else (read_family(arguments.family), *FAMILIES)
+
+
 def _from_hf(arguments: argparse.Namespace) -> None:
     from megatron.bridge.conversion import import_model, open_source
     from megatron.bridge.logits import compare_logits
 
     tensor_ranks, stages = _get_target_layout(arguments)
-    source = open_source(arguments.input_path, tensor_ranks=tensor_ranks, stages=stages)
+    families = _list_families(arguments)
+    source = open_source(arguments.input_path, tensor_ranks=tensor_ranks, stages=stages, families=families)
     for note in source.notes:
         say(f"note: {note}")
 
     def check(result: Path) -> None:
-        say(f"verified: every weight bit for bit; {compare_logits(arguments.input_path, result)}")
+        say(f"verified: every weight bit for bit; {compare_logits(arguments.input_path, result, families)}")
 
     verify = not arguments.no_verify
     if arguments.ckpt_format == "torch":
@@ -110,10 +121,11 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     from megatron.bridge.conversion import export_model, open_model
     from megatron.bridge.logits import compare_logits
 
-    model = open_model(arguments.input_path, arguments.ckpt_step)
+    families = _list_families(arguments)
+    model = open_model(arguments.input_path, arguments.ckpt_step, families)
 
     def check(result: Path) -> None:
-        say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path)}")
+        say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path, families)}")
 
     verify = not arguments.no_verify
     export_model(model, arguments.output_path, verify=verify, check=check if verify else None)

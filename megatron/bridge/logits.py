@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,8 @@ from megatron.core.optional_deps import available, require
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
-from megatron.training.recipes.families import find_family
+from megatron.training.recipes.families import FAMILIES, find_family
+from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
 from megatron.training.recipes.hf_config import read_json
 
@@ -27,7 +29,7 @@ _LARGEST_MODEL = 1_000_000_000
 _TOKENS = 24
 
 
-def compare_logits(theirs: Path, ours: Path) -> str:
+def compare_logits(theirs: Path, ours: Path, families: Sequence[Family] = FAMILIES) -> str:
     """Logits of random tokens, both models in float32 on the CPU; returns the sentence to print.
 
     theirs: a Hugging Face directory; ours: a directory of checkpoints. Where transformers is not installed or does not
@@ -40,7 +42,7 @@ def compare_logits(theirs: Path, ours: Path) -> str:
     fields = read_json(theirs / "config.json")
     vocab_size = int(fields["vocab_size"])
     config = checkpoint.read_config()
-    values = count_values(list_entries(find_family(fields["model_type"]), config, vocab_size))
+    values = count_values(list_entries(find_family(fields["model_type"], families), config, vocab_size))
     if values > _LARGEST_MODEL:
         size = f"{values / 1e9:.1f} billion parameters twice in float32"
         return f"logits not compared: {size}; weights are equal bit for bit"

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.container import RunConfig
+from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
 from megatron.training.recipes.vocabulary import build_tokenizer
@@ -46,14 +47,18 @@ GENERATION_CONFIG = "generation_config.json"
 class HuggingFaceFiles:
     """What a recipe reads and writes Hugging Face directories with; see `ForeignFiles`."""
 
+    def __init__(self, families: Sequence[Family] = FAMILIES) -> None:
+        """families: those that are known; one of your own comes first: (MINE, *FAMILIES)."""
+        self._families = families
+
     def open(self, directory: Path) -> HuggingFaceModel:
         """Look at a directory, without reading weights. Raises CheckpointError or ConfigError."""
-        return HuggingFaceModel(open_source(directory, asked_by="--load"))
+        return HuggingFaceModel(open_source(directory, asked_by="--load", families=self._families))
 
     def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
         """Raise ConfigError for a model that no family computes, and for a directory that must not be replaced."""
         try:
-            describe_run(config, vocab_size)
+            describe_run(config, vocab_size, self._families)
         except ConfigError as error:
             raise ConfigError(f"--save-hf {directory}: {error}") from None
         problem = explain_unmakeable_directory(directory)
@@ -73,7 +78,7 @@ class HuggingFaceFiles:
     ) -> None:
         """Write the model that the members of the group hold; it appears, in the place of an earlier one, when it is
         complete. Every member calls this. Raises StorageError or ConfigError on every member."""
-        family, config_json = describe_run(config, vocab_size)
+        family, config_json = describe_run(config, vocab_size, self._families)
         entries = list_entries(family, config, vocab_size)
         weights = WeightStream(tensors, group, on_all_ranks=False)
         weights.check(entries)
@@ -126,14 +131,16 @@ def _replace(staged: Path, directory: Path) -> None:
     shutil.rmtree(earlier, ignore_errors=True)
 
 
-def describe_run(config: RunConfig, vocab_size: int) -> tuple[Family, dict[str, Any]]:
+def describe_run(
+    config: RunConfig, vocab_size: int, families: Sequence[Family] = FAMILIES
+) -> tuple[Family, dict[str, Any]]:
     """The family of a run's model and its config.json, that of the Hugging Face directory it started from where this
     still describes it. Raises ConfigError for a model that no family computes."""
     model = config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float16 if model.fp16 else torch.float32
     origin = find_origin(config)
     carried = None if origin is None or not (origin / CONFIG_JSON).is_file() else read_json(origin / CONFIG_JSON)
-    family, fields = build_config_json(config, vocab_size, dtype, carried)
+    family, fields = build_config_json(config, vocab_size, dtype, carried, families)
     # A text that is continued by the result ends where documents of the training data did.
     if carried is None and config.tokenizer.tokenizer_type != "NullTokenizer":
         fields = {**fields, "eos_token_id": build_tokenizer(config).eod}

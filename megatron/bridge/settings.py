@@ -6,7 +6,7 @@ is refused with what would get lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ _PRECISION = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
 
 
 def read_settings(
-    source: Mapping[str, Any], where: Path, dtype: torch.dtype, *, tensor_ranks: int = 1, stages: int = 1
+    source: Mapping[str, Any],
+    where: Path,
+    dtype: torch.dtype,
+    *,
+    tensor_ranks: int = 1,
+    stages: int = 1,
+    families: Sequence[Family] = FAMILIES,
 ) -> RunConfig:
     """The settings of a model, in this number format, on one process.
 
@@ -41,7 +47,7 @@ def read_settings(
     Raises ConfigError or CheckpointError for a model that cannot be built, and for a layout that cannot be.
     """
     length = find_length(source)
-    argv = [*list_model_flags(source, where), *_RUN_FLAGS.split(), "--mock-data", "--seq-length", str(length)]
+    argv = [*list_model_flags(source, where, families), *_RUN_FLAGS.split(), "--mock-data", "--seq-length", str(length)]
     argv += _PRECISION.get(dtype, [])
     if tensor_ranks * stages > 1:
         layout = ["--tensor-model-parallel-size", str(tensor_ranks), "--pipeline-model-parallel-size", str(stages)]
@@ -59,7 +65,11 @@ def build_empty_model(config: RunConfig, vocab_size: int) -> nn.Module:
 
 
 def build_config_json(
-    config: RunConfig, vocab_size: int, dtype: torch.dtype, carried: Mapping[str, Any] | None = None
+    config: RunConfig,
+    vocab_size: int,
+    dtype: torch.dtype,
+    carried: Mapping[str, Any] | None = None,
+    families: Sequence[Family] = FAMILIES,
 ) -> tuple[Family, dict[str, Any]]:
     """The family that our settings belong to, and the config.json of the model.
 
@@ -72,12 +82,12 @@ def build_config_json(
         # Weights were dequantised when they were read, and are not quantised again.
         carried = {name: value for name, value in carried.items() if name != "quantization_config"}
         kept = {**carried, "vocab_size": vocab_size, "dtype" if "dtype" in carried else "torch_dtype": number_format}
-        family = find_family_of(carried, Path("config.json"))
+        family = find_family_of(carried, Path("config.json"), families)
         # As long as it says what the model is, nothing in it needs another form.
-        if not _find_losses(family, kept, config, dtype):
+        if not _find_losses(family, kept, config, dtype, families):
             return family, kept
     lost: dict[str, list[str]] = {}
-    for family in FAMILIES:
+    for family in families:
         fields = invert_flags(family, config)
         if fields is None:
             continue
@@ -85,7 +95,7 @@ def build_config_json(
             "architectures": [family.model_class], **_UNNAMED_TOKENS, "model_type": family.model_type,
             "vocab_size": vocab_size, "torch_dtype": number_format, **fields,
         }  # fmt: skip
-        lost[family.name] = _find_losses(family, document, config, dtype)
+        lost[family.name] = _find_losses(family, document, config, dtype, families)
         if not lost[family.name]:
             return family, document
     closest = min(lost, key=lambda name: len(lost[name])) if lost else None
@@ -95,10 +105,16 @@ def build_config_json(
     )
 
 
-def _find_losses(family: Family, document: Mapping[str, Any], config: RunConfig, dtype: torch.dtype) -> list[str]:
+def _find_losses(
+    family: Family,
+    document: Mapping[str, Any],
+    config: RunConfig,
+    dtype: torch.dtype,
+    families: Sequence[Family],
+) -> list[str]:
     """How the settings that a config.json gives differ from ours, in what concerns the model."""
     try:
-        again = read_settings(document, Path("config.json"), dtype)
+        again = read_settings(document, Path("config.json"), dtype, families=families)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
     changes = find_changes(config.to_dict(), again)

@@ -88,6 +88,7 @@ CHOOSES_MODULES = {
     "megatron/core/__init__.py": "its table of names says where each is defined",
     "megatron/core/upstream/names.py": "its tables of names say where each is defined",
     "megatron/core/upstream/modules.py": "import_module() is one of upstream's names",
+    "megatron/bridge/own_family.py": "--family names a file of the user's own",
     "megatron/training/recipes/gpt.py": "--spec names a module of the user's own",
 }
 """Files that import a module whose name is only known at run time."""

@@ -7,6 +7,7 @@ the entries mean. Sources: the configuration classes of transformers, and the fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
@@ -431,10 +432,10 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
-def find_family(model_type: str) -> Family:
-    """The family of a config.json's `model_type`. Raises ConfigError for one that is not known."""
-    for family in FAMILIES:
+def find_family(model_type: str, families: Sequence[Family] = FAMILIES) -> Family:
+    """The first family with a config.json's `model_type`. Raises ConfigError for one that is not known."""
+    for family in families:
         if model_type in (family.model_type, *family.aliases):
             return family
-    known = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.aliases))
+    known = ", ".join(name for family in families for name in (family.model_type, *family.aliases))
     raise ConfigError(f"models of the type {model_type} are not known; known are {known}")

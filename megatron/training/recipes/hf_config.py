@@ -6,12 +6,12 @@ Loads neither torch nor any weight, so that a command line with --load hf:DIR is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.training.recipes.families import find_family
+from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family, build_flags
 
 CONFIG_JSON = "config.json"
@@ -31,21 +31,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_family_of(fields: Mapping[str, Any], where: Path) -> Family:
+def find_family_of(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> Family:
     """The family of a config.json. Raises CheckpointError for one that is not known."""
     try:
-        return find_family(str(fields.get("model_type")))
+        return find_family(str(fields.get("model_type")), families)
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def list_model_flags(fields: Mapping[str, Any], where: Path) -> list[str]:
+def list_model_flags(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> list[str]:
     """The flags of the model that a config.json describes, and of its tokenizer, as words of a command line.
 
     fields: of the config.json `where`, beside which the tokenizer lies. Raises CheckpointError or ConfigError for a
     model that cannot be built.
     """
-    family = find_family_of(fields, where)
+    family = find_family_of(fields, where, families)
     vocab_size = fields.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 2:
         raise CheckpointError(f"{where}: vocab_size is {vocab_size!r}; it must be the number of the embedding's rows")
