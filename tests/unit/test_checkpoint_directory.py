@@ -160,13 +160,13 @@ def test_L17_a_checkpoint_that_another_run_removes_while_it_is_read(
 ) -> None:
     save(tmp_path, 10)
     newest = save(tmp_path, 20)
-    checksum = manifest.checksum
+    compute_checksums = manifest.compute_checksums
 
-    def remove_and_read(path: Path, *more: Any) -> int:
+    def remove_and_read(*arguments: Any) -> list[int]:
         shutil.rmtree(newest, ignore_errors=True)
-        return checksum(path, *more)
+        return compute_checksums(*arguments)
 
-    monkeypatch.setattr(manifest, "checksum", remove_and_read)
+    monkeypatch.setattr(manifest, "compute_checksums", remove_and_read)
     found = find(tmp_path)
     assert found is not None and content(found) == 10
     assert len(found.skipped) == 1 and str(newest) in found.skipped[0] and "is missing" in found.skipped[0]

@@ -95,23 +95,12 @@ def compute_checksums(
 ) -> list[int]:
     """crc32 of each segment, by several threads. on_block: hears of the bytes of each, on this thread. Raises OSError,
     with the file's name."""
-    descriptors: dict[str, int] = {}
     checksums = []
-    try:
-        for segment in segments:
-            if segment.name not in descriptors:
-                descriptors[segment.name] = os.open(directory / segment.name, os.O_RDONLY)
-        # The threads end before the files are closed.
-        with ThreadPoolExecutor(min(_THREADS, max(1, len(segments)))) as threads:
-            results = threads.map(
-                lambda segment: _compute(descriptors[segment.name], directory / segment.name, segment), segments
-            )
-            for segment, crc32 in zip(segments, results, strict=True):
-                checksums.append(crc32)
-                on_block(segment.num_bytes)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    with ThreadPoolExecutor(min(_THREADS, max(1, len(segments)))) as threads:
+        results = threads.map(lambda segment: _compute(directory / segment.name, segment), segments)
+        for segment, crc32 in zip(segments, results, strict=True):
+            checksums.append(crc32)
+            on_block(segment.num_bytes)
     return checksums
 
 
@@ -123,17 +112,17 @@ def join_checksums(segments: Sequence[Segment], checksums: Sequence[int]) -> dic
     return files
 
 
-def _compute(descriptor: int, path: Path, segment: Segment) -> int:
+def _compute(path: Path, segment: Segment) -> int:
     block = memoryview(bytearray(min(_BLOCK_BYTES, segment.num_bytes)))
-    crc32, position, end = 0, segment.start, segment.start + segment.num_bytes
+    crc32, left = 0, segment.num_bytes
     try:
-        while position < end:
-            # A file that has become shorter ends here; its checksum then tells.
-            count = os.preadv(descriptor, [block[: end - position]], position)
-            if not count:
-                break
-            crc32 = zlib.crc32(block[:count], crc32)
-            position += count
+        # Opened for each segment: the system reads ahead of one place in an open file.
+        with open(path, "rb", buffering=0) as file:
+            file.seek(segment.start)
+            # A file that has become shorter ends early; its checksum then tells.
+            while count := file.readinto(block[:left]):
+                crc32 = zlib.crc32(block[:count], crc32)
+                left -= count
     except OSError as error:
         error.filename = os.fspath(path)
         raise
