@@ -78,10 +78,10 @@ def test_S27_S28_training_goes_on_whichever_call_of_a_save_fails(tmp_path: Path,
 @needs_compiler
 @pytest.mark.timeout(900)
 def test_S1_to_S25_killed_in_any_call(tmp_path: Path) -> None:
-    play = failing_calls.play(tmp_path, ways=["sync"], faults=["SIGKILL"], step=20, first=10, resume_each=3)
+    play = failing_calls.play(tmp_path, ways=["sync"], faults=["SIGKILL"], step=15, first=4, resume_each=3)
     verdicts = list(play)
     assert [verdict for verdict in verdicts if verdict.problem] == []
-    assert len(verdicts) >= 5
+    assert all(any(f"rank {rank}" in verdict.case for verdict in verdicts) for rank in (0, 1))
 
 
 @pytest.fixture

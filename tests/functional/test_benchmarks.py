@@ -56,7 +56,8 @@ def test_saves_of_both_kinds_are_measured(tmp_path: Path) -> None:
     state = checkpointing.build_state(2, 0)
     assert sum(tensor.data.nbytes for tensor in state.values()) == pytest.approx(2e6, rel=0.05)
     (found,) = run_locally(checkpointing.measure, 1, (0.1, 1, str(tmp_path)))
-    assert min(found) > 0 and list(tmp_path.iterdir()) == []
+    # What checksums cost is a difference of two times, and may be anything.
+    assert min(found._replace(checksums=1.0)) > 0 and list(tmp_path.iterdir()) == []
 
 
 def test_what_a_link_exposes() -> None:

@@ -107,7 +107,7 @@ def test_qwen3_next_attention() -> None:
 def test_gpt_oss_attention(layer: int) -> None:
     """Sinks, a window in every other layer, YaRN, biases: the attention alone, for its MLP is one of experts."""
     config = transformers.GptOssConfig(
-        **SIZES, head_dim=8, sliding_window=6, attn_implementation="eager", num_local_experts=2,
+        **SIZES, head_dim=8, sliding_window=6, attn_implementation="eager", num_local_experts=4,
         **rope("yarn", 150000.0, factor=4.0, beta_fast=8.0, beta_slow=0.5, original_max_position_embeddings=16,
                truncate=False),
     )  # fmt: skip

@@ -116,9 +116,8 @@ def test_levers_are_those_not_in_use_and_possible() -> None:
     # What keeps fewer tensors does not make a single one smaller.
     assert "--sequence-parallel" not in levers(tp, 4, is_one_tensor=True)
     assert "--micro-batch-size 2" in levers(tp, 4, is_one_tensor=True)
-    # Not with experts yet.
     experts = "--micro-batch-size 1 --num-experts 4 --seq-length 1024 --max-position-embeddings 1024"
-    assert "--recompute-granularity full" not in levers(experts)
+    assert "--recompute-granularity full" in levers(experts)
 
 
 def test_no_lever_on_activations_where_the_weights_are_too_many(limit: Limit) -> None:

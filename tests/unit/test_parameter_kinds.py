@@ -105,7 +105,7 @@ def test_policies_follow_the_kind() -> None:
         assert key(kind, (4,), apply_wd_to_qk_layernorm=True).is_undecayed == (kind != "qk_norm")
     muon = {kind: key(kind, (4, 4), optimizer="muon").rule for kind in ("matrix", "router", "embedding", "head")}
     assert muon == {"matrix": "muon", "router": "muon", "embedding": "adam", "head": "adam"}
-    assert key("matrix", (2, 4, 4), optimizer="muon").rule == "adam", "a stack of matrices"
+    assert key("matrix", (2, 4, 4), optimizer="muon").rule == "muon", "each matrix of a stack by itself"
     for kind in ("embedding", "head", "positions", "matrix"):
         found = key(kind, (4, 4), decoupled_lr=0.1, width_multiplier=2.0)
         assert (found.is_decoupled_lr, found.is_hidden_matrix) == (kind in ("embedding", "head"), kind == "matrix")

@@ -92,7 +92,8 @@ _EFFECTIVE = (
 )
 BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup",
-         "--multi-latent-attention --position-embedding-type rope")  # fmt: skip
+         "--multi-latent-attention --position-embedding-type rope",
+         "--mtp-num-layers 2 --position-embedding-type rope")  # fmt: skip
 
 
 @functools.cache

@@ -240,7 +240,8 @@ def find_sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterat
     # After their parts: fully_shard takes the inner modules before those around them.
     yield from _join_layers(layers, config.suggested_communication_unit_size or 0)
     # A tied weight in two units would have two owners that gather and free it.
-    if not getattr(module, "reuses_end_weights", False):
+    is_reused = ("reuses_end_weights", "share_embeddings_and_output_weights")
+    if not any(getattr(module, name, False) for name in is_reused):
         for child in module.children():
             if next(_find_layers(child), None) is None and _count_elements(child) > 0:
                 yield [child]

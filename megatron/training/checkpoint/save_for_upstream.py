@@ -97,7 +97,7 @@ def save_upstream_dist(run: Run) -> Path:
     # A list says of each layer what it is, also where it says the same of all.
     may_stack = run.config.model.moe_layer_freq in (None, 1)
     naming = UpstreamNaming.find(
-        model, world, fused=run.config.gpt.transformer_impl != "local",
+        model, world, fused=run.config.joins_norms,
         is_gated=run.config.model.gated_linear_unit, may_stack=may_stack,
     )  # fmt: skip
     tensors = stack_tensors(model | state, naming)
@@ -194,7 +194,7 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
             # What no optimizer updates (the bias of a router) is in no group.
             group_or_none = group if entry.is_trained else None
             chunks[entry.chunk].append(RankTensor(entry.local_name, shard, state, group_or_none))
-    fused, grouped = run.config.gpt.transformer_impl != "local", run.config.model.moe_grouped_gemm
+    fused, grouped = run.config.joins_norms, run.config.model.moe_grouped_gemm
     return [arrange(chunk, fused=fused, grouped=grouped) for chunk in chunks]
 
 

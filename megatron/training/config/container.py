@@ -88,6 +88,17 @@ class RunConfig:
         # At least 1 also for a layout that does not fit, so that rules can still be asked about it.
         return max(1, self.world_size // self.processes_per_copy)
 
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output layer is the embedding's weight."""
+        return not self.gpt.untie_embeddings_and_output_weights
+
+    @property
+    def joins_norms(self) -> bool:
+        """Whether upstream's programs name norms as parts of the linear layers behind them, as its Transformer Engine
+        layers do."""
+        return self.gpt.transformer_impl != "local"
+
     def say(self, name: str) -> str:
         """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
         group = groups_of_fields()[name]

@@ -183,8 +183,8 @@ def _find_embedding_stages(config: RunConfig) -> tuple[int, ...] | None:
     """Stages that hold the word embedding's weight; None for the usual ones, its first and its last use."""
     if config.model.mtp_num_layers is None:
         return None
-    is_tied = not config.gpt.untie_embeddings_and_output_weights
-    return find_embedding_use(config.model, build_virtual_stages(config.model), is_tied=is_tied).ranks
+    shape = build_virtual_stages(config.model)
+    return find_embedding_use(config.model, shape, is_tied=config.ties_embeddings).ranks
 
 
 def _count_ranks_of_longest_sequence(config: RunConfig) -> int:
