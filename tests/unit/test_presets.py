@@ -11,6 +11,7 @@ from megatron.bridge.settings import build_empty_model
 from megatron.core.placement import get_placement
 from megatron.planner.parameters import PlacedCounts, count_whole
 from megatron.training.config.container import RunConfig
+from megatron.training.config.model import ACTIVATION_SWITCHES
 from megatron.training.flags.read import examine
 from megatron.training.recipes.presets import PRESETS, Preset
 from tests.unit.run_flags import SMALLEST_RUN
@@ -66,6 +67,24 @@ def test_a_preset_stands_for_its_flags_and_what_is_given_wins() -> None:
     assert (config.tokenizer.vocab_size, sources["--vocab-size"]) == (128256, "preset")
     assert config.model.hidden_dropout == 0
     assert config.notes == ("--preset llama3.2-1b means --num-layers 16; what is given instead wins",)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "replaced"),
+    [
+        ("llama3.2-1b", "--squared-relu", "--swiglu"),
+        ("gpt3-125m", "--swiglu", "--openai-gelu"),
+        ("llama3.2-1b", "", ""),
+    ],
+)
+def test_another_activation_takes_the_place_of_the_presets(name: str, given: str, replaced: str) -> None:
+    config = read_preset(name, f"--num-layers 2 {given}")
+    activation = {
+        switch for switch in ACTIVATION_SWITCHES if config.sources[f"--{switch.replace('_', '-')}"] != "default"
+    }
+    assert activation == {(given or "--swiglu")[2:].replace("-", "_")}
+    (note,) = config.notes
+    assert replaced in note and ("--swiglu" in note) == (replaced == "--swiglu")
 
 
 def test_the_tokenizer_says_how_many_tokens_there_are() -> None:

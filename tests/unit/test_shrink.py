@@ -30,7 +30,8 @@ def test_layout_and_kind_of_layers_stay() -> None:
     words, processes = read_small(
         "--preset llama3-70b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 "
         "--num-layers-per-virtual-pipeline-stage 5 --sequence-parallel --use-distributed-optimizer "
-        "--save /checkpoints --save-interval 100 --lr-warmup-iters 2000 --rampup-batch-size 32 32 1000", 256
+        "--save /checkpoints --save-interval 100 --save-hf /hf --non-persistent-save-interval 10 --profile "
+        "--metrics-dir /metrics --lr-warmup-iters 2000 --rampup-batch-size 32 32 1000", 256
     )  # fmt: skip
     assert processes == 4
     for kept in (
@@ -39,7 +40,7 @@ def test_layout_and_kind_of_layers_stay() -> None:
         "--normalization RMSNorm", "--num-query-groups 2", "--lr 0.0001", "--lr-warmup-iters 1", "--bf16",
     ):  # fmt: skip
         assert f" {kept} " in f" {words} ", kept
-    for left_out in ("--save", "/data", "--rampup", "--preset"):
+    for left_out in ("--save", "save-interval", "/", "--rampup", "--preset", "--profile"):
         assert left_out not in words
 
 

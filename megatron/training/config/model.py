@@ -11,6 +11,8 @@ from megatron.core.setting import Needs
 
 # `run` is every setting of the run by name, whatever group declares it.
 _ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
+ACTIVATION_SWITCHES = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
+"""Fields that choose the MLP's activation."""
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 
+from megatron.training.config.model import ACTIVATION_SWITCHES
 from megatron.training.flags.parser import Given, ParsedFlags, flags_by_spelling
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.presets import PRESETS, Preset
@@ -39,6 +40,9 @@ def add_preset_flags(parsed: ParsedFlags) -> None:
         for dest, given in parsed.given.items()
         if dest in flags and flags[dest].value != given.value
     ]
+    # A switch cannot be taken back, so that another activation than the preset's takes its place.
+    if any(name in parsed.given and name not in flags for name in ACTIVATION_SWITCHES):
+        won += [flags.pop(name).written for name in ACTIVATION_SWITCHES if name in flags]
     if won:
         parsed.notes.append(f"--preset {preset.name} means {', '.join(won)}; what is given instead wins")
     parsed.given = flags | parsed.given

@@ -14,26 +14,22 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
-from megatron.training.flags.declarations import Flag, declared_flags
+from megatron.training.flags.declarations import declared_flags
 from megatron.training.flags.read import examine
 
+_MOST_PROCESSES = 4
 _HEADS = 4
 _LENGTH = 64
-# Places of files, and what belongs to numbers of layers, samples or ranks that change.
+# What is read, written and profiled; the small tokenizer is given below.
+_GROUPS_LEFT_OUT = ("checkpoint", "profiling", "tokenizer")
+# The same among settings of other groups, and what belongs to numbers of layers, samples or ranks that change.
 _LEFT_OUT = frozenset(
     """
     data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split
     data_cache_path per_dataset_sequences_path object_storage_cache_path dataloader_fast_cache_load
-    dataloader_defer_npy_index_mmap fim_data sft chat_template sft_tokenizer_prompt_format
-    create_attention_mask_in_dataloader
-    tokenizer_model metadata_path special_tokens vocab_file merge_file vocab_extra_ids padded_vocab_size
-    null_tokenizer_eod_id null_tokenizer_pad_id tiktoken_pattern tiktoken_num_special_tokens
-    save save_interval save_retain_interval keep_last async_save use_persistent_ckpt_worker async_ckpt_cpu_priority
-    async_ckpt_io_priority load pretrained_checkpoint finetune ckpt_step exit_on_missing_checkpoint use_checkpoint_args
-    use_mp_args_from_checkpoint_args ckpt_convert_format ckpt_convert_save override_ckpt_iteration no_load_optim
-    no_load_rng dist_ckpt_strictness load_main_params_from_ckpt override_model_settings
-    tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir metrics_dir profile_dir pipeline_trace_dir
-    memory_snapshot_path flight_recorder_dump_path log_progress
+    dataloader_defer_npy_index_mmap fim_data sft create_attention_mask_in_dataloader
+    tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir metrics_dir log_progress
+    flight_recorder_dump_path
     exit_interval exit_duration_in_mins iterations_to_skip start_eval_at_iter eval_interval eval_sample_prompt
     eval_sample_tokens full_validation multiple_validation_sets validation_set_names skip_train
     rampup_batch_size step_batch_size_schedule train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples
@@ -46,10 +42,8 @@ _LEFT_OUT = frozenset(
 )
 
 
-def shrink(
-    argv: Sequence[str], environ: Mapping[str, str] | None = None, *, most_processes: int = 4
-) -> tuple[list[str], int]:
-    """The flags of the small run, and its number of processes.
+def shrink(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[list[str], int]:
+    """Make the flags of the small run, and say how many processes it has.
 
     environ: of it WORLD_SIZE counts. Raises ConfigError where the small run's flags have problems: the same that the
     large one's have.
@@ -61,30 +55,27 @@ def shrink(
     config = examination.config
     values = {flag.dest: getattr(getattr(config, flag.config or ""), flag.dest) for flag in declared_flags()}
     given = {flag.dest for flag in declared_flags() if config.sources[flag.name] != "default"}
-    sizes = _shrink_layout(config, values, most_processes)
+    sizes = _shrink_layout(config, values)
     processes = sizes.pop("processes")
     sizes |= _shrink_model(values, given, sizes)
     sizes |= _shrink_run(values, given, sizes, processes)
     words: list[str] = []
     for flag in declared_flags():
         value = sizes.get(flag.dest, values[flag.dest])
-        if flag.dest not in sizes and (flag.dest not in given or flag.dest in _LEFT_OUT):
+        is_left_out = flag.config in _GROUPS_LEFT_OUT or flag.dest in _LEFT_OUT
+        if flag.dest not in sizes and (flag.dest not in given or is_left_out):
             continue
         if value is not None and value != flag.default:
-            words += _spell(flag, value)
+            words += flag.spell(value).split()
     small = examine(words, {"WORLD_SIZE": str(processes)})
     if small.problems:
         raise ConfigError([problem.text for problem in small.problems])
     return words, processes
 
 
-def _spell(flag: Flag, value: Any) -> list[str]:
-    return flag.spell(value).split()
-
-
-def _shrink_layout(config: RunConfig, values: Mapping[str, Any], most: int) -> dict[str, Any]:
+def _shrink_layout(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """Two ranks on each axis that has several, as long as there are processes; the later axes give way first."""
-    left = most
+    left = _MOST_PROCESSES
     sizes: dict[str, Any] = {}
     for axis in ("tensor_model", "pipeline_model", "context"):
         name = f"{axis}_parallel_size"

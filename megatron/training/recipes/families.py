@@ -137,10 +137,6 @@ def _gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family
             **parts.pop("expects", {}),
         },
         absent={"tie_word_embeddings": True},
-        examples={
-            example: {"hidden_size": 2304, "head_dim": 256, "rms_norm_eps": 1e-6, **config}
-            for example, config in parts.pop("examples").items()
-        },
     )
 
 
@@ -192,36 +188,27 @@ FAMILIES: tuple[Family, ...] = (
             "activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
             "tie_word_embeddings": True,
         },
-        examples={"GPT-2, GPT-3": {}},
     ),
     _llama(
         "Llama", "llama", "LlamaForCausalLM",
         settings=(HEAD_WIDTH,),
         expects=WITHOUT_BIAS,
-        examples={
-            "Llama 1, 2, 3": {},
-            "Llama 3.1": {"rope_theta": 500000, "rope_scaling": {"rope_type": "llama3", "factor": 8}},
-        },
     ),
     _llama(
         "Mistral", "mistral", "MistralForCausalLM",
         settings=(HEAD_WIDTH, WINDOW),
-        examples={"Mistral": {"sliding_window": 4096}},
     ),
     _llama(
         "Qwen 2", "qwen2", "Qwen2ForCausalLM",
         flags=" --add-qkv-bias", settings=QWEN_WINDOWS, rows=QKV_BIAS,
-        examples={"Qwen 2, 2.5": {"rms_norm_eps": 1e-6, "rope_theta": 1000000}},
     ),
     _llama(
         "Qwen 3", "qwen3", "Qwen3ForCausalLM",
         flags=" --qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, expects={"attention_bias": False},
-        examples={"Qwen 3": {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000}},
     ),
     _llama(
         "Phi-3", "phi3", "Phi3ForCausalLM",
         settings=(ROTARY_SHARE, WINDOW), rows=PHI3_ROWS,
-        examples={"Phi-3": {"partial_rotary_factor": 0.75}},
     ),
     Family(
         name="OLMo 2",
@@ -235,7 +222,6 @@ FAMILIES: tuple[Family, ...] = (
         }.values()),
         expects={**SILU, **ALL_ROTATED, "attention_bias": False},
         absent={"tie_word_embeddings": False},
-        examples={"OLMo 2": {"rope_theta": 500000}},
     ),
     _llama(
         # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
@@ -243,14 +229,10 @@ FAMILIES: tuple[Family, ...] = (
         "SmolLM 3", "smollm3", "SmolLM3ForCausalLM",
         settings=(Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),),
         expects={**WITHOUT_BIAS, "use_sliding_window": False},
-        examples={"SmolLM 3": {
-            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "num_hidden_layers": 36,
-            "no_rope_layers": [1, 1, 1, 0] * 9,
-        }},
     ),
     _gemma(
         "Gemma 1", "gemma", "GemmaForCausalLM",
-        settings=(ROTARY_BASE,), expects=ALL_ROTATED, examples={"Gemma 1": {}},
+        settings=(ROTARY_BASE,), expects=ALL_ROTATED,
     ),
     _gemma(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM",
@@ -262,10 +244,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         rows=SANDWICH_NORMS,
         expects=ALL_ROTATED,
-        examples={"Gemma 2": {
-            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
-            "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 13,
-        }},
     ),
     _gemma(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM",
@@ -278,10 +256,6 @@ FAMILIES: tuple[Family, ...] = (
         rows={**SANDWICH_NORMS, **QK_NORMS},
         # The larger ones stretch the positions of the layers without a window alone.
         expects={"rope_scaling|rope_parameters.full_attention.factor": None},
-        examples={"Gemma 3": {
-            "query_pre_attn_scalar": 256, "sliding_window": 512, "rope_theta": 1000000, "rope_local_base_freq": 10000,
-            "layer_types": ([*["sliding_attention"] * 5, "full_attention"] * 5)[:26],
-        }},
     ),
     Family(
         name="Nemotron",
@@ -293,7 +267,6 @@ FAMILIES: tuple[Family, ...] = (
         rows=tuple(NEMOTRON_ROWS.values()),
         expects={"hidden_act": "relu2", **WITHOUT_BIAS},
         absent={"tie_word_embeddings": False},
-        examples={"Nemotron": {"partial_rotary_factor": 0.5}},
     ),
     Family(
         name="GPT-NeoX, Pythia",
@@ -305,7 +278,6 @@ FAMILIES: tuple[Family, ...] = (
         rows=tuple(GPT_NEOX_ROWS.values()),
         expects={"hidden_act": "gelu", "attention_bias": True},
         absent={"tie_word_embeddings": False, "use_parallel_residual": True, "rotary_pct": 0.25},
-        examples={"GPT-NeoX, Pythia": {}},
     ),
     Family(
         name="gpt-oss",
@@ -325,20 +297,11 @@ FAMILIES: tuple[Family, ...] = (
         }.values()),
         expects={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         absent={"tie_word_embeddings": False},
-        examples={"gpt-oss": {
-            "num_local_experts": 32, "num_experts_per_tok": 4,
-            "head_dim": 64, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "rope_theta": 150000, "rope_scaling": {
-                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        }},
     ),
     _llama(
         "Mixtral", "mixtral", "MixtralForCausalLM",
         settings=(HEAD_WIDTH, WINDOW, Setting("num_local_experts|num_experts", "--num-experts"), TOP_K),
         rows=MIXTRAL_EXPERTS,
-        examples={"Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000}},
     ),
     _llama(
         "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
@@ -352,10 +315,6 @@ FAMILIES: tuple[Family, ...] = (
             **build_rows(Row(f"{OURS}mlp.shared_experts.gate_weight", (f"{THEIRS}mlp.shared_expert_gate.weight",))),
         },
         expects=EVERY_LAYER_HAS_EXPERTS,
-        examples={"Qwen 2 MoE": {
-            "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False,
-            "shared_expert_intermediate_size": 5632, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
-        }},
     ),
     _llama(
         "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
@@ -366,10 +325,6 @@ FAMILIES: tuple[Family, ...] = (
         ),
         rows={**QK_NORMS, **EXPERTS},
         expects={"attention_bias": False, **EVERY_LAYER_HAS_EXPERTS},
-        examples={"Qwen 3 MoE": {
-            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-            "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
-        }},
     ),
     _llama(
         "OLMoE", "olmoe", "OlmoeForCausalLM",
@@ -378,20 +333,11 @@ FAMILIES: tuple[Family, ...] = (
         settings=(Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
         rows={**QK_NORMS, **EXPERTS},
         expects={"attention_bias": False, "clip_qkv": None},
-        examples={"OLMoE": {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}},
     ),
     _deepseek(
         # Groups of experts count by their best expert there, and by the sum of their best ones here: none of them.
         "DeepSeek V2 Lite", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
         expects={"norm_topk_prob": False, "topk_method": "greedy", "scoring_func": "softmax", "mlp_bias": False},
-        examples={"DeepSeek V2 Lite": {
-            "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-            "v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
-            "n_shared_experts": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6, "rope_scaling": {
-                "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-                "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-            },
-        }},
     ),
     _deepseek(
         "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",
@@ -400,15 +346,6 @@ FAMILIES: tuple[Family, ...] = (
         expects={
             "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True,
         },
-        examples={"DeepSeek V3": {
-            "num_hidden_layers": 61, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
-            "topk_group": 4, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "rope_scaling": {
-                "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-            },
-        }},
     ),
     _llama(
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
@@ -422,12 +359,6 @@ FAMILIES: tuple[Family, ...] = (
             **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS,
         },
         expects={"norm_topk_prob": True},
-        examples={"GLM 4.5 Air": {
-            "num_hidden_layers": 46, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8,
-            "n_shared_experts": 1, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1,
-            "topk_group": 1, "routed_scaling_factor": 1.0, "attention_bias": True, "partial_rotary_factor": 0.5,
-            "rope_theta": 1000000, "rms_norm_eps": 1e-5,
-        }},
     ),
 )  # fmt: skip
 

@@ -82,7 +82,7 @@ class Family:
     """The models of one class of Hugging Face transformers; see the head of this file."""
 
     name: str
-    """As in docs/models.md."""
+    """As in docs/models.md. Published models of it are in presets.py."""
     model_type: str
     """`model_type` of the config.json."""
     model_class: str
@@ -98,8 +98,6 @@ class Family:
     expects: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What a field means that a config.json leaves out."""
-    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name in docs/models.md -> what a published model of it has in its config.json, without its sizes."""
 
 
 ROPE_TYPES: Mapping[str, tuple[str, tuple[Setting, ...], Mapping[str, Any]]] = {

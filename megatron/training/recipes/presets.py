@@ -287,9 +287,31 @@ def _build_latent() -> Iterator[Preset]:
     yield Preset("kimi-k2", "kimi_k2", describe(size, (1536, 512), (384, 8, 2048, 1), 1) | fields, "1.03T", "32B")
 
 
+def _build_gpt_oss() -> Iterator[Preset]:
+    # OpenAI, arXiv 2508.10925, table 1.
+    for name, parameters, active, layers, experts in (
+        ("gpt-oss-20b", "20.91B", "3.61B", 24, 32), ("gpt-oss-120b", "116.83B", "5.13B", 36, 128),
+    ):  # fmt: skip
+        fields = {
+            "num_local_experts": experts, "num_experts_per_tok": 4, "head_dim": 64, "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * (layers // 2), "rope_theta": 150000.0,
+            "rope_scaling": GPT_OSS_POSITIONS, "rms_norm_eps": 1e-5,
+        }  # fmt: skip
+        yield Preset(name, "gpt_oss", _size(layers, 2880, 2880, "64/8", 201088, 128 * K) | fields, parameters, active)
+
+
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
-    for build in (_build_gpt, _build_llama, _build_mistral, _build_qwen, _build_gemma, _build_others, _build_latent)
+    for build in (
+        _build_gpt,
+        _build_llama,
+        _build_mistral,
+        _build_qwen,
+        _build_gemma,
+        _build_others,
+        _build_latent,
+        _build_gpt_oss,
+    )
     for preset in build()
 }
 """Every preset by its name."""
