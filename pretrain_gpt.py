@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT model: `python pretrain_gpt.py --help`, `torchrun pretrain_gpt.py …`, `srun python pretrain_gpt.py …`.
 
 What is particular to GPT is its recipe, `megatron/training/recipes/gpt.py`: model, data, forward step, loss. This

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installs the megatron.* packages; no compiler is needed. `pip install -e .` for a checkout that one works in."""
 
 from __future__ import annotations

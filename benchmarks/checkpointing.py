@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Saving and loading a checkpoint against plain writing and reading of as many bytes, and how long --async-save holds
 up training.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a reader needs to judge a benchmark's numbers: machine, versions, load, command."""
 
 from __future__ import annotations

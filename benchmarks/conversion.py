@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Converting a Hugging Face directory to a checkpoint and back: memory, and time against copying the files.
 
     OMP_NUM_THREADS=1 python benchmarks/conversion.py

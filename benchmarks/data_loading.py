@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens one loader process delivers: samples read, checked against the vocabulary and stacked to batches.
 
     python benchmarks/data_loading.py

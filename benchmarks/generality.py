@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """What generality costs a single process: our parallel code with every group of size one, against a straight line.
 
     OMP_NUM_THREADS=1 python benchmarks/generality.py                  # CPU time, paired rounds

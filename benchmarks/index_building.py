@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """How fast sample indices and blends are built in numpy, against the same rules as plain loops in C++.
 
     python benchmarks/index_building.py                        # 500,000 documents, 1,000,000 blended samples

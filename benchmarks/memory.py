@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Planned and measured bytes on every process: parameters, gradients, optimizer state and peak activations.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py

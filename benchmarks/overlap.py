@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """How much of the time that gradients and parameters travel is hidden behind computation.
 
     OMP_NUM_THREADS=1 python benchmarks/overlap.py                     # 2 processes, an artificial link

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """How fast tools/preprocess_data.py tokenizes, against a loop over documents with a Hugging Face tokenizer.
 
     python benchmarks/tokenization.py                      # 10 MB of the standard library's source, a new 32k BPE

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """A whole training step against the bare matrix products it consists of, and against Hugging Face's Llama.
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py                  # eager, 15.1M parameters, batch 4 x 256, float32

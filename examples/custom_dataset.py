@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on data of your own: sums such as `34+21=55`, with a loss on the answer only. See docs/data.md.
 
     python examples/custom_dataset.py --largest 99 <flags of pretrain_gpt.py>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of your own: an MLP whose output is multiplied by a learned vector (LayerScale, Touvron et al., 2021).
 
     python pretrain_gpt.py --spec examples.custom_layer layer_spec <other flags>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loss, a flag and a curve of one's own, in upstream's style: the focal loss (Lin et al., 2017).
 
     python examples/custom_loss.py --focal-gamma 2 <flags of pretrain_gpt.py>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An architecture of your own, in plain torch: a recurrent network on the trainer of pretrain_gpt.py.
 
     python examples/custom_model.py --residual <flags of pretrain_gpt.py>

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # From a fresh clone to a trained language model, with one command:
 #
 #   bash examples/quickstart.sh

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The library without the trainer: a tiny GPT in a training loop of your own, with Megatron-LM's names.
 
     python examples/run_simple_mcore_train_loop.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test may use: where the reference data is, and skipping of GPU tests on machines without one."""
 
 from __future__ import annotations

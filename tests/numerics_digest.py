@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of what training computes, to show that a change moves no number: run before and after it, then compare.
 
     python tests/numerics_digest.py > before.txt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server that tests fork processes from does once, so that no process need: imports, and the table of flags.
 
 Importing this module starts no thread and draws no random number, so that a forked process begins as a fresh one would.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of tools/preprocess_data.py for tests: inputs, flags of the reference tokenizers, and what came of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that programs are forked from in tests: it has imported the trainer (see programs.py).
 
 Requests come over a socket: a length and three file descriptors (standard output, standard error, and a socket to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of this repository as their users run them, without the seconds that importing torch takes.
 
     job = Program(["pretrain_gpt.py", "--num-layers", "2"], environment, directory)

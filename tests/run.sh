@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Install what the tests need, then run them.
 #
 #   bash tests/run.sh                        everything: ruff, mypy, all tests

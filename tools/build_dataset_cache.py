@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Build the sample indices of a training run ahead of it, on one machine without a GPU.
 
     WORLD_SIZE=64 python tools/build_dataset_cache.py <the flags of pretrain_gpt.py>

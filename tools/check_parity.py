@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Is a configuration the same run under several layouts? Tries it on this machine's CPU.
 
     python tools/check_parity.py FLAGS... --layouts tp2 "tp2,sp,pp2" "dp2,dist-opt"

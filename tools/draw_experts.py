@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw how evenly a run's experts were chosen: layers from top to bottom, iterations from left to right.
 
     python tools/draw_experts.py METRICS_DIR                        in the terminal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw a pipeline schedule: what each rank computes when, how long it idles, how many microbatches it holds.
 
     python tools/draw_schedule.py --schedule 1f1b --stages 4 --microbatches 8

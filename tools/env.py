@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment variables of a training job on a network, each with its reason.
 
     python tools/env.py --network infiniband            NVLink inside of the nodes, InfiniBand between them

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Continue texts with a trained model.
 
     python tools/generate.py --load CHECKPOINTS --prompt "def main" --max-new-tokens 100

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Install what the project needs into the Python environment that is active, or into .venv beside this checkout.
 #
 #   source tools/install.sh [EXTRAS]       EXTRAS: for example "plot" or "dev"; afterwards `python` is the environment's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists every known flag with its status, and writes docs/flags.md.
 
 python tools/list_flags.py                     counts by status

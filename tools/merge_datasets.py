@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Merge token datasets into one: PREFIX.bin and PREFIX.idx with the documents of all parts, one part after another.
 
     python tools/merge_datasets.py --input parts/ --output-prefix data/corpus

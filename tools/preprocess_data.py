@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Turn text (.jsonl, .jsonl.gz, .jsonl.zst) into a token dataset for pretraining: PREFIX_KEY_document.bin and .idx.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\

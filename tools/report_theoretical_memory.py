@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a training run by formula, before anything is started.
 
     WORLD_SIZE=64 python tools/report_theoretical_memory.py <the flags of pretrain_gpt.py>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Try a cluster's command line on this machine: the same kind of run with tiny sizes and made-up data.
 
 WORLD_SIZE=64 python tools/shrink.py --preset llama3-70b --tensor-model-parallel-size 8 ...

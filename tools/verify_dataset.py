@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Check token datasets and say what is in them: structure, token ids, checksums, statistics, the text of a document.
 
     python tools/verify_dataset.py --input data/corpus_text_document \\

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Check that token datasets are what the tokenizer makes of the text: the command line of preprocess_data.py again.
 
     python tools/verify_tokenization.py --input corpus.jsonl --output-prefix data/corpus \\

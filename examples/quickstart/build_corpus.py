@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step 1 of the quickstart: a JSONL corpus from the Python standard library that is on every machine.
 
 Each line is `{"text": source of one file, "path": its name}`. The order is a fixed shuffle, so that the validation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Last step of the quickstart: what was learnt, in numbers and as a picture.
 
 The yardstick is the unigram entropy of the corpus: the loss of the best model that ignores context and only knows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step 2 of the quickstart: train a small byte-level BPE on the corpus with the `tokenizers` library.
 
 Writes a folder that `--tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER` reads. Bytes are the base

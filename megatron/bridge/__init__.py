@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models from and to Hugging Face directories: weights, settings, tokenizer.
 
 rows             one parameter of ours from theirs, and back, as its Row in the table of families says

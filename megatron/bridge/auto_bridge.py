@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face model as an object, from Python: as our model on one process, and out of a running one.
 
 bridge = AutoBridge.from_hf_pretrained("Llama-3.1-8B")

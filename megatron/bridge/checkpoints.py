@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our checkpoints as a converter reads and writes them: whole tensors by their names, one at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole model from a Hugging Face directory to a checkpoint of ours, and back; each result is compared with its
 source.
 

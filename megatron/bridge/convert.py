@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convert models between Hugging Face directories and checkpoints of ours.
 
     python -m megatron.bridge.convert --source hf --target megatron --input-path DIR --output-path DIR

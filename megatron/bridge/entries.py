@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of a model, each with its tensors in the files of its family: what conversion goes through."""
 
 from __future__ import annotations

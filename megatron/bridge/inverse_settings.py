@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From our settings to the fields of a config.json: each `Setting` of the table of families read backwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same tokens through our model and through that of Hugging Face transformers: do they compute the same?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model family of the user's own: a Python file that says FAMILY = Family(...)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are stored in 8 or 4 bits with scales, read as the bfloat16 values that they stand for.
 
     fp8     NAME [m, n] in E4M3, NAME_scale_inv [m / 128, n / 128]: each block of 128 x 128 times its scale

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One parameter of ours from the tensors in their files, and back: what the forms of a `Row` mean.
 
 All of it only moves elements, so a round trip is exact in every number format, and it works on tensors without values

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face directories for a run: its first weights from one (--load hf:DIR), its last ones into one (--save-hf).
 
 A run does not know this module: pretrain_gpt.py hands it over as `Recipe.foreign_files`.

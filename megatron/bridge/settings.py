@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Their config.json and our settings: both directions read the table of families, and nothing else.
 
 The way back is proven each time: the config.json that is written must give the settings it was made from, or the model

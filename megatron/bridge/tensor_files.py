@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Their weights on disk, tensor by tensor: `model.safetensors`, its numbered shards, or `pytorch_model*.bin`.
 
 A safetensors file is 8 bytes (length of the header, little endian), a header in JSON (name -> dtype, shape,

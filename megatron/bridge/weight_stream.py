@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole tensors out of a running model, one at a time, however its parameters are divided over processes.
 
     every rank:  what it holds -> all know who holds which box -> for each tensor, each holder in turn broadcasts its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron Core: models and engines as a library.
 
 Importing this package costs nothing: its names are loaded when they are first used (PEP 562).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation functions of the MLP, and the activation with its bias or gate as one operation.
 
 | name         | y(x)                         | source                                   |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses beside the language model's, which a layer adds where they arise: balancing losses of experts.
 
 Such a loss is never returned. It hangs on a tensor that the layer passes on, and gets its gradient when backward comes

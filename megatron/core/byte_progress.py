@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a tool is that reads or writes many bytes: a bar on a terminal, plain lines in a file.
 
     with ByteProgress("reading iter_0000100", total_bytes) as progress:

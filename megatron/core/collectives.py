@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives that cost nothing in a group of one and behave alike on gloo and NCCL.
 
 Each works in place on contiguous tensors and returns the handle to wait for when `async_op` is set (None when there is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a config field says about itself, and configs that check themselves.
 
 A config is a keyword-only dataclass that inherits `CheckedConfig`. A field's type, default and docstring (the string

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device this process computes on: a CUDA GPU, or the CPU. The only file that says so.
 
 `MEGATRON_DEVICE=cpu` keeps a process on the CPU of a machine that has GPUs.

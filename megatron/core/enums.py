@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small enumerations that several layers share; names and numbers are upstream's."""
 
 from __future__ import annotations

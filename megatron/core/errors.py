@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors that are meant for the user: one sentence each, and the exit code that goes with it.
 
 | class          | exit code | meaning                                                        |

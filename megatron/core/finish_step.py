@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a module does once per training step, beside the gradients: a general protocol, so that nobody else knows of it.
 
 A module that gathers numbers during the forward passes of a step and acts on them before the next one (the router's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts of flags whose form is special, read without evaluating code. Parsers raise ValueError with what is expected.
 
 A list with one value per layer, such as `([0]*2+[1]*6)`, has this grammar:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes of a tensor, and the ranges of its flat memory that they are: arithmetic only.
 
     [4, 3]   0  1  2        range [2, 10) = box (0, 2:3), rows 1 to 2, box (3, 0:1)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of the host: how much this process may have, and keeping what it has freed.
 
 Freed memory stays in the process, so that a training step on the CPU stops paying for fresh pages. glibc hands large

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention and positions need from a key-value cache, so that the layers need not import inference.
 
     context.sequence_len_offset        tokens the cache held before this forward call

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which process does what: rank <-> coordinates on the parallel axes. Arithmetic only, no processes.
 
 The ranks form two grids over the same processes, the first axis of `order` running fastest:

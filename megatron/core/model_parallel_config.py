@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of the parallel axes, number formats and overlap switches that every layer may need."""
 
 from __future__ import annotations

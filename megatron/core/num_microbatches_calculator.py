@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many microbatches make up the global batch, as a function of the samples consumed so far.
 
 Every way of growing the batch is a staircase: from so many consumed samples on, this global batch size.

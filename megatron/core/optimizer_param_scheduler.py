@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rate and weight decay as functions of the samples consumed.
 
     lr

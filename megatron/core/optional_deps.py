@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages that one may do without: the only place that asks whether they are there.
 
 tiktoken = require("tiktoken", needed_by="--tokenizer-type TikTokenizer")

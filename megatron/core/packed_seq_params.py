@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents packed one after another into a single sequence (THD: tokens, heads, channels; no padding between them).
 
     tokens       [1, t]                      d0 d0 d0 d1 d1 d2 d2 d2 d2

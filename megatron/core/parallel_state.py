@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's functions over the current process groups, for user code that calls them.
 
 A facade: nothing inside megatron/ imports it. Code of ours is handed its ProcessGroupCollection.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A child process ends when its parent does, also when the parent is killed and can no longer say so."""
 
 from __future__ import annotations

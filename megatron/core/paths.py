@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands against using a path as a directory, in words for the user."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a parameter is and how it is cut over processes: stated once, and everything else is derived from it.
 
 Initialisation, checkpoints and resharding, weight conversion, gradient synchronisation, the gradient norm and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every process group by name, in one object that is handed to whoever needs a group.
 
 A row of ProcessGroupCollection says everything about a group: its members, the ranks of the grid it runs along, and the

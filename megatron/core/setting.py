@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One setting: its name, its spellings, which values it may have, and the sentences about those it may not.
 
 The command line judges what it has parsed, a config what it was given, both here, in the same words.

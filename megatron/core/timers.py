@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named stopwatches. They wait for the device only when asked, so that measuring does not slow the run down.
 
 timers = Timers()

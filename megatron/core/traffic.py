@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that a process sends, by the axis of the mesh and the kind of communication.
 
 Counted is what a process must send at least, per member of a group of n, for a tensor of B bytes:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes a run need less memory and trains the same model: settings, in the order of what they cost.
 
 The saving of each is the difference of two estimates of memory.py, or a count of what it no longer keeps. Whether the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of a training run by formula: parameters with their optimizer state, and activations.
 
 The figures are those that users know from the reference system, in bytes of 16-bit training with float32 main weights

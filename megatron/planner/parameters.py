@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters counted from their placements: right for every model, since each parameter says what it is.
 
 A plan builds its chunks on the meta device, which takes neither memory nor random numbers, as any rank of a grid that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much arithmetic a step is, and how much of the machine it uses.
 
 Floating-point operations are counted as multiplications and additions of the matrix products that the model needs, once

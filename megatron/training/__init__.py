@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training program: settings, set-up, step, loop and hooks. Names load when first used (PEP 562)."""
 
 from __future__ import annotations

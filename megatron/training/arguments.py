@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For scripts written against upstream: all settings in one namespace. Nothing inside uses it; RunConfig is clearer."""
 
 from __future__ import annotations

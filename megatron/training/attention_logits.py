@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--qk-clip and --log-max-attention-logit: what is done about the largest attention scores of a step.
 
 QK-clip (Kimi Team, 2025, Kimi K2, section 2.1, MuonClip): where the largest score S of a head was above the threshold,

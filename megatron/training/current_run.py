@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What get_args(), get_tokenizer() and get_timers() show to scripts written for upstream. Nothing of ours reads it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's globals, for users' scripts: what the run that pretrain() is in was given.
 
 A facade: nothing inside megatron/ imports it. Code of ours is handed its config.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop, ten lines around the step, and the evaluation loop."""
 
 from __future__ import annotations

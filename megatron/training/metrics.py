@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of a run on their way to the log: recorded while a step runs, read together, given to whoever writes them.
 
 run.metrics.record("router-entropy", entropy)         # a scalar on the device: nothing waits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training run is made of: its parts, how far it is, what a step gives back, and the moments hooks may use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From settings to a run that is ready to step: data, model, optimizer, schedule, hooks, and a checkpoint's state."""
 
 from __future__ import annotations

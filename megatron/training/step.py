@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step: the algorithm on one screen. Everything periodic is a hook (hooks/), the loop is loop.py."""
 
 from __future__ import annotations

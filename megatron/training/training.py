@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """run_recipe(): a training program once it has settings and a recipe. pretrain(): the same by upstream's arguments."""
 
 from __future__ import annotations

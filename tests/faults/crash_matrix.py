@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What crashes, failing disks and damage cost: nothing but the steps since the last save. The whole of it, or parts.
 
     python -m tests.faults.crash_matrix                             all of it: about half an hour on two cores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damage to a directory of checkpoints: single bits and truncations of all its files, and kinds of damage with names.
 
 A directory has the iterations 2, 4 and 6 of a run of two ranks. Whatever is damaged must be found before any of it is

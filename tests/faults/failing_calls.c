@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Lets the N-th call that changes files below a directory fail, or kills the process in the middle of it.
 
    Loaded with LD_PRELOAD; failing_calls.py compiles it and calls failing_calls_use, _arm and _disarm. The state is a file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The N-th system call of a save fails, or its process is killed in the middle of it: for all N, on both of two ranks.
 
 Counted are all calls that change files below --save: of Python, of torch's writers, and of a process that writes for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damage .bin/.idx pairs at random: each must be refused with a DataError, or still be what its bytes say.
 
     python tests/faults/fuzz_indexed_dataset.py --count 100000 --seed 1

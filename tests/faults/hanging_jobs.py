@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose processes say that they are there and then hang, for tests that kill the caller. Without torch: a process
 that is started anew, and not forked, imports this."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile pickles, and the files of every reader of checkpoints in which they can be planted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every crash point x rank x way of saving: two ranks train and save, one of them is killed there, and the same command
 goes on.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kills at random moments: two ranks train and save often, one or both are killed, and the same command goes on.
 
 A case is a run that is killed several times; which ranks, when, and how it saves is a function of the case's seed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny token datasets for the fault tests."""
 
 from __future__ import annotations

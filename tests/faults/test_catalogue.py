@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every row of the fault catalogue on flags, text, datasets and checkpoints has a test that bears its id."""
 
 from __future__ import annotations

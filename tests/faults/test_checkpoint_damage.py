@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """L3-L5, L13, L15, L18: a checkpoint with any byte changed is not used, and nothing in it is ever run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """S1-S28: a save that is killed, or that the disk does not take, leaves the old checkpoint or the new one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """I6: with PREFIX.sum beside a dataset, a flipped bit anywhere is found before its token is used."""
 
 from __future__ import annotations

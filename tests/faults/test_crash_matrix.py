@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """S1-S30: kills and failing disks cost no more than the steps since the last save; samples of crash_matrix.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """L1-L5, L16, L18: damage of any file of a checkpoint is found before use, and the newest good one is loaded."""
 
 from __future__ import annotations

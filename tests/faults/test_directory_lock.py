@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two runs and one --save: one of them writes, whoever died, was stopped, or sits on another machine."""
 
 from __future__ import annotations

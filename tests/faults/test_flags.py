@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad flags and environment, by the ids of the fault catalogue: one sentence each, exit code 2, never a traceback."""
 
 from __future__ import annotations

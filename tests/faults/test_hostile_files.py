@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """L1, L13-L15: files that mean harm, given to everything that reads a checkpoint: nothing in them runs, nothing outside
 is written or read, no memory is taken beyond what the files are long, and each ends in one sentence."""
 

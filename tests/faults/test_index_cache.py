@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged, unwritable and contended index caches, by their rows of the fault catalogue (I10 to I14)."""
 
 from __future__ import annotations

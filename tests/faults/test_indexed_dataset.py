@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged .bin/.idx files, by their rows of the fault catalogue (I1 to I9)."""
 
 from __future__ import annotations

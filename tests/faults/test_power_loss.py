@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """S39: when the power fails during a save, what was not flushed may be lost, and the old checkpoint or the new one
 loads.
 

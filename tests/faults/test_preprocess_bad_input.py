@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows J1 to J15 of the fault catalogue: bad raw text, bad tokenizers, dying processes and full disks.
 
 Every case ends with one error line and the exit code of its row, and leaves no output.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row J9 of the fault catalogue: compressed input that is damaged, cut off, mislabelled, unreadable, or a bomb."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """S26, L8: a run that was killed and started again gives the numbers of the run that was not, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """S26 in a layout: eight processes on the quickstart's data, killed and resumed, continue their curve bit for bit.
 
 MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/faults/test_resume_in_layouts.py      all of them, with 8 processes

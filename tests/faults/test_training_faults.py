@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training job that is killed, loses a loader process, or meets data of another tokenizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of two ranks that takes a second: what campaigns of kills and damage start from and compare with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What became of the cases of a campaign: one line for each that failed, progress with rate and time left, a tally."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs pretrain_gpt.py as its users do, with a model that trains in a second."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks measure what they say; how fast is nothing for a test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/build_dataset_cache.py: a job that starts with the same flags builds nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/check_parity.py as its users start it."""
 
 from __future__ import annotations

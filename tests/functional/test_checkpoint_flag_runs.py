@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines with the checkpoint flags of upstream's scripts: trained, killed while a save is under way, resumed."""
 
 from __future__ import annotations

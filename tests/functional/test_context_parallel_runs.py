@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pretrain_gpt.py with sequences shared by two processes: the curve is that of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/custom_dataset.py: a script's own samples, its own batches, and both continued from a checkpoint."""
 
 from __future__ import annotations

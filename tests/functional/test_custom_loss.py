@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/custom_loss.py as a user runs it: a loss, a flag and a curve of one's own."""
 
 from __future__ import annotations

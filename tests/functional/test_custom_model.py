@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/custom_model.py: another architecture on the same trainer."""
 
 from __future__ import annotations

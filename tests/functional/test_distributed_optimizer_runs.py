@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pretrain_gpt.py with a divided optimizer state: the same curve, and resuming it bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation is true: its commands run, its paths exist, its diagram names real packages."""
 
 from __future__ import annotations

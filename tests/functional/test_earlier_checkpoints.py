@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints written by version 0.1.0, before settings checked themselves and rooms moved, still load and continue.
 
     dense_interleaved   four layers on two stages of two virtual stages each, fp32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same run under plain python, torchrun and SLURM, on one process and on two; and what goes wrong at the start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pretrain_gpt.py as a pipeline of two processes: the curve is that of one process, and it goes on after a restart."""
 
 from __future__ import annotations

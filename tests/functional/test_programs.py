@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that tests fork: arguments, surroundings, output and ends are those of a program that Python started."""
 
 from __future__ import annotations

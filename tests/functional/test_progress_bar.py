@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The line at the bottom of a terminal: rate and remaining time; log files never see it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart as a user runs it, shortened: it trains, resumes when run again, and leaves what it promises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--sft from end to end: JSONL, the tokenizer's files, a chat template in a file, and what the log says."""
 
 from __future__ import annotations

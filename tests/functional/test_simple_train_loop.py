@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/run_simple_mcore_train_loop.py: the library under Megatron-LM's names, on one, two and four processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/troubleshooting.md holds: its flags exist, and what it says helps does help, shown small."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/verify_tokenization.py: good datasets are equal to their text, and the first difference is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of recorded command lines share: running one in process, and telling problems apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Datasets equal the reference's, index by index and sample by sample (cases p1 to p10 and the raw index functions)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference's run `d`, repeated from its own command line, weights and data: latent attention with YaRN, shared and
 routed experts with sigmoid scores, biases and groups, a balancing loss of each sequence, and multi-token prediction.
 

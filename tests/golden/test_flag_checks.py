@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small command lines, each about one rule between flags: upstream's verdict and derived values, and ours."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTModel against the reference's first iteration: loss of every token, gradient of every parameter.
 
 train_a: GPT-2 style (learned positions, LayerNorm, gelu, biases, tied). train_b: Llama style (RoPE, RMSNorm, SwiGLU,

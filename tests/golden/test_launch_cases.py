@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines of real launch scripts, documents and tests, as upstream and we see them at the same world size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning-rate and weight-decay curves equal the recorded ones at every step, from the same command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch sizes and numbers of microbatches over the run equal the recorded ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers lie on which stage, compared with the reference; and written layouts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/preprocess_data.py writes the same bytes as Megatron-LM's, for every case of the reference that it supports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process groups are upstream's: same members, same order, same order of groups."""
 
 from __future__ import annotations

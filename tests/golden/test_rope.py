@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary angles and their application against the reference's numbers (plain, partial interleaved, Llama 3, YaRN)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory by formula equals the reference's, and the tool says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference's training runs, repeated by pretrain_gpt.py itself with the reference's own command line.
 
     a   GPT-2 style: learned positions, LayerNorm, gelu, biases, tied embeddings; with evaluation

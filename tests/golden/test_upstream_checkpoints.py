@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that upstream wrote, as --pretrained-checkpoint and --load see them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of upstream, continued here from its checkpoint of iteration 10: they follow the curve of upstream's own run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What we save in upstream's formats has the keys, shapes, number formats, boxes and key trees of upstream's own
 checkpoints of the same runs, and going on from it is going on from upstream's.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds, read by torch alone: for comparing checkpoints of different layouts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a test function on several gloo processes of this machine.
 
     @distributed(world_size=2)

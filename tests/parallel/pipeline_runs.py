@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny training runs under a layout, for the tests of pipelines."""
 
 from __future__ import annotations

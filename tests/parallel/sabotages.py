@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes in parallel code, put into a process that is about to train: what a tool that looks for them must find.
 
 Each changes the recipe or a class of this process, which a test forks for one run, so that nothing is put back.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run small enough for eight processes on two cores: real flags, real data pipeline, any layout."""
 
 from __future__ import annotations

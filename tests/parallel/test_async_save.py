@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--async-save of several ranks: the same checkpoint as without, and one outcome for all."""
 
 from __future__ import annotations

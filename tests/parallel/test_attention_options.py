@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows, sinks, bounded scores, output gates and layers with other positions: every layout is the same run.
 
 Attention alone through each exchange of context parallelism, then whole runs, and a checkpoint that moves.

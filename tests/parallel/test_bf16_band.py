@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bfloat16 runs stay in a band around the float32 run of one process, whatever the layout.
 
 Over ten steps losses differ by at most 5e-4 (relative; 1.4e-4 was measured), gradient norms by 1e-2 (3.4e-3), and the

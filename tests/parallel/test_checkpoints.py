@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of several processes: each box once, errors everywhere, one layout into another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel linear layers: what runs beside what, what is kept, and what --tp-comm-overlap adds."""
 
 from __future__ import annotations

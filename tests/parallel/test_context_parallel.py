@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism on gloo ranks against one process: attention by every exchange, and whole training steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallelism on gloo processes: replicas that share a global batch train like one process on all of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZeRO-1: replicas that divide the optimizer's state train like one process, and keep 1/DP of the state each."""
 
 from __future__ import annotations

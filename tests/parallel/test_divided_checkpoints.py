@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint of a divided optimizer state changes hands: any number of processes, divided or not, the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tensor-parallel ranks drop the same elements: of whole hidden states all of them, of what is a rank's own (its
 heads; with sequence parallelism its tokens) none."""
 

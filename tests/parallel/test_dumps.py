@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--save-params-interval and its like: whatever the layout, the dumped tensors are those of one process."""
 
 from __future__ import annotations

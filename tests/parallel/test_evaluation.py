@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluation with batches of its own, and an exit that one rank is asked for, under several processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts is the same run in every layout: experts on one process, dealt out, cut, and with everything
 else that divides a model. Compared with one process as in test_layouts.py.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2: what each process keeps, what is gathered when, and weights that come from elsewhere. That it is the same run
 is said by test_layouts.py, that its checkpoints are, by test_layout_checkpoints.py."""
 

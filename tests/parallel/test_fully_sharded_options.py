@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2's number formats, units and copies: what is kept, what is sent, and that the run stays the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harness itself: values and failures come back, and nothing stays behind."""
 
 from __future__ import annotations

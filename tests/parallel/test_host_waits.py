@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps without a progress line wait for the device nowhere, on several processes either."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of several processes that start from a Hugging Face directory and end in one, in any layout: the weights that
 each layout reads and streams out are those that one process reads and writes, bit for bit."""
 

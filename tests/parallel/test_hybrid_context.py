@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamic context parallelism: conversations on as many ranks as they need are the run of one process, which packs them
 into sequences of one length; and what the flags choose."""
 

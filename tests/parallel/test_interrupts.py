@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C under several processes: all end after the same iteration, and what they save is resumed bit for bit."""
 
 from __future__ import annotations

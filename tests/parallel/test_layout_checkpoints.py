@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run saved under one layout goes on under another, with the same weights and optimizer state, bit for bit; under its
 own layout it is the uninterrupted run, dropout included."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever layout and way a run was saved under, it goes on under any other: its next losses, optimizer state included,
 are those of the run that one process would have made without a break.
 

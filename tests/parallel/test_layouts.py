@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every layout is the same run: one table of layouts, each compared with one process over ten steps.
 
 Losses agree to 1e-5 (relative), the first iteration's gradients and every updated weight to 1e-4 of the tensor's

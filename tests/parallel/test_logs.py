@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a log says does not depend on the layout."""
 
 from __future__ import annotations

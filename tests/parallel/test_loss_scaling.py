@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """float16 under several processes: all agree on an overflow that one of them has; the run is that of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction is the same run in every layout: beside the loss or on a stage of its own, with the embedding
 and the output layer that it shares. Compared with one process as in test_layouts.py.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every optimizer under several processes is the run of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlap: collectives really start before backward ends, and forward waits for a layer's parameters, not for all."""
 
 from __future__ import annotations

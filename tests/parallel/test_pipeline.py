@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines train like one process: every schedule, tied and untied, uneven, few microbatches; and evaluation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of a pipeline that really ran, and tools/draw_schedule.py over them."""
 
 from __future__ import annotations

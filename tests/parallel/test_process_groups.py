@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups built from the grid, and collectives over them, on gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputation under every kind of layout: the same run as without it, to the last bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of parts that several tensor-parallel ranks hold whole are summed over those ranks, and only over those."""
 
 from __future__ import annotations

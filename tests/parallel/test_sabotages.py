@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes put into parallel code on purpose: the report of a comparison begins where each was made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parallel layers and the whole GPTModel on two gloo ranks against one process."""
 
 from __future__ import annotations

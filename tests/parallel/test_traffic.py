@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--log-comm-volume: what is counted equals the closed formulas of each axis.
 
 X: bytes of one microbatch's hidden states [s, b, h] in float32; M: microbatches; L: layers. n members of a group send

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--check-weight-hash-across-dp-replicas-interval finds a flipped bit in any layout, and nothing without one."""
 
 from __future__ import annotations

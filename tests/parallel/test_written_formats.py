@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From our format to one of upstream's under any layout and back again: the same weights and optimizer state, bit for
 bit."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tries the system with random layouts and hostile inputs, and counts what does not hold.
 
     python -m tests.trial                                  60 layouts and 120 inputs of seed 1: about 20 minutes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile inputs: does every one of them end in a sentence?
 
 A case is a function of its seed: a command with a value that no one should give, an odd pair of flags, a file that is

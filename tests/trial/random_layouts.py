@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random models under random layouts: is each the run that one process would make?
 
 A case is a function of its seed: a model of odd sizes, an optimizer, a layout of two to eight processes and options of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few cases of the random trial; `python -m tests.trial` runs it whole, with other seeds every time one likes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What became of a case, and how many of each there were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The building's plan, enforced: imports go down only, in no circle, and each outside thing has one door.
 
     entry points    pretrain_gpt.py  tools/  examples/  benchmarks/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny GPT models built from command lines, so that a test fails wherever on its way a flag is dropped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our model against a tiny random Hugging Face model: same logits (float32, 1e-5) from the same weights.
 
 The table of families (megatron/training/recipes/families.py) says the rest: the flags follow from the model's

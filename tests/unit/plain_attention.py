@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention by its definition in float64, for comparison: no blocks, no kernels, no tricks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's view of a layout's process groups, without processes."""
 
 from __future__ import annotations

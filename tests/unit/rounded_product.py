@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A product with operands on the grid of 8-bit floats and with a state: what a layer must be able to own."""
 
 from __future__ import annotations

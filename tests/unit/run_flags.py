@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For tests of single flags: the settings of a run that is as small as it can be, plus the flags in question."""
 
 from __future__ import annotations

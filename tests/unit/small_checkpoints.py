@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a few tensors, for tests of the directory protocol that need no model."""
 
 from __future__ import annotations

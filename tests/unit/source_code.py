@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The repository's Python files, parsed, for the tests that look at the code itself."""
 
 from __future__ import annotations

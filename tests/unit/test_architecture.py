@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The building's plan (tests/unit/architecture.py), enforced; and the checks themselves, which must be able to fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags that shape the model: from the command line to the built model's shapes and values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The namespace for scripts written against upstream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--async-save: the same checkpoints, written beside training by a thread or a process of its own."""
 
 from __future__ import annotations

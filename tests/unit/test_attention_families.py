@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families of models that differ in attention and positions, against tiny random Hugging Face models."""
 
 from __future__ import annotations

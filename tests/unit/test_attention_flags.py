@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of attention and positions, each attention backend against the plain reference, and the cache protocol."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds of attention beside self-attention: what they share, and what a new kind has to write."""
 
 from __future__ import annotations

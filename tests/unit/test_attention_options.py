@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows, sinks, bounded scores, output gate: each against the formula written out, on every backend that has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a blend equals its rule written as a plain loop."""
 
 from __future__ import annotations

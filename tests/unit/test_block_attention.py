@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention by blocks of keys: each kernel's blocks, merged, against attention over all keys at once."""
 
 from __future__ import annotations

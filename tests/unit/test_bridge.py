@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """megatron.bridge: tiny random models of every family, from Hugging Face to our checkpoint and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations through chat templates: transformers' texts and ids, and what a template may not do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--use-checkpoint-args and what comes with it, checkpoints that go again, and --deterministic-mode."""
 
 from __future__ import annotations

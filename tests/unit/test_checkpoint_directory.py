@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checkpoint is loaded, and what is left in the directory, whatever state it is in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each checkpoint flag through the real setup: what is saved, what comes back, what is refused."""
 
 from __future__ import annotations

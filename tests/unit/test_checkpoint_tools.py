@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/checkpoint: looking into checkpoints, comparing them, and what is said of directories that are not sound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/choosing_a_layout.md: each layout of its table is accepted, and its memory is that of the formula."""
 
 from __future__ import annotations

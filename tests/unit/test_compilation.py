@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile of the layers: the same function, with gradients handed over the ordinary way."""
 
 from __future__ import annotations

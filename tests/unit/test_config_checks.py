@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs made in Python check themselves, in the sentences of the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks compute which samples of a step: every sample once, no rank waits for one that waits, little is idle."""
 
 from __future__ import annotations

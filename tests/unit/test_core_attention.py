@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Core attention on one rank: every backend, with values of another width than keys, against the definition."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every data flag does what it says, from the command line to the samples."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device module: what it says about this machine, and that states can be put back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and loading by placements: who writes what, other layouts, what does not fit."""
 
 from __future__ import annotations

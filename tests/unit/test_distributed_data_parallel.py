@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat buffers: layout, views, hooks, tied parameters; and which elements a process counts in a norm."""
 
 from __future__ import annotations

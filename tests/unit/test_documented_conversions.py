@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What docs/conversion.md shows beside the commands: scripts, and a family of one's own."""
 
 from __future__ import annotations

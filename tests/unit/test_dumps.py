@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--save-params-interval and its like: what is written; a run computes the same, and goes on without a disk."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes and moments of evaluation, iterations that are passed over, and exits by a signal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C in one process: the iteration is finished and saved; signals are heard in the middle of long calls."""
 
 from __future__ import annotations

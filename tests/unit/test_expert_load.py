@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--moe-per-layer-logging: how evenly experts are chosen, in rows of metrics, and drawn by tools/draw_experts.py."""
 
 from __future__ import annotations

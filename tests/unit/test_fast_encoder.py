@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiktoken encoder gives a tokenizer's own ids, or is not used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and functions one can read in one sitting. An exemption needs a reason, and goes when nothing needs it."""
 
 from __future__ import annotations

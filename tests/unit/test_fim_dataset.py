@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fill-in-the-middle: rearranged documents can be put together again, and every flag has its effect."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that act once per step do so in finalize_model_grads, whoever trains them."""
 
 from __future__ import annotations

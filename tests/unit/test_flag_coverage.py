@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The status table is complete and true: every upstream flag once, working flags proven by tests, docs current."""
 
 from __future__ import annotations

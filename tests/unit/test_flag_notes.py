@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spellings of other releases, and flags whose whole effect is on other settings."""
 
 from __future__ import annotations

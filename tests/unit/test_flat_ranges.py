@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes and flat ranges, against tensors that hold their own indices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cross entropy that makes no float32 copy of the logits."""
 
 from __future__ import annotations

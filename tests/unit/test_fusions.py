@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every hand-written fusion against its plain reference: same output, same gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blends, splits, samples: what --data-path and --split mean, and what a sample holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch scripts for GPUs on a machine without one: what changes no number gives way, with a note."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each chunk's gradients are summed: by schedule, alignment and stage."""
 
 from __future__ import annotations

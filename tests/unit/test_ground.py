@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small pieces of the ground: optional packages, timers, and groups of one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--help: short for most, whole for those who ask, and never wider than a terminal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks: phases, what errors of writers and of others do, their state, and the example that the documentation has."""
 
 from __future__ import annotations

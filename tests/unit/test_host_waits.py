@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In a step whose values are not read, the host never waits for the device, except at the places listed here.
 
 Counted on the CPU, where nothing waits: every operation that would need an answer from a device is seen by its name.

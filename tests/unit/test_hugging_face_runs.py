@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--load hf:DIR and --save-hf on one process: the same run as from a converted checkpoint, what is refused, and parts
 of tensors read from files."""
 

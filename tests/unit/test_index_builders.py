@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vectorised index functions equal the rules written as plain loops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation: a key-value cache changes nothing, sampling draws what it should, texts end where they must."""
 
 from __future__ import annotations

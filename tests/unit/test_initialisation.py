@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initial weights are a function of (seed, name, index): the same whatever the layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process does first: backend, time-out, seeds, environment; and that a single process opens nothing."""
 
 from __future__ import annotations

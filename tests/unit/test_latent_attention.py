@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention against its definition in float64, its flags, its cache, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a process's place in the job from the environment, for every launcher, and from nonsense."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of logging, each through the real setup, step, loop and hooks of a tiny run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """float16: the loss scale follows the gradients, overflows are skipped, and nothing but the scale knows of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer over flat buffers equals torch's own, clips, and refuses gradients that are not numbers."""
 
 from __future__ import annotations

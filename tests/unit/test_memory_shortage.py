@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """More memory than there is: seen before it is taken where that can be proven, and a sentence where it happens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/merge_datasets.py: the bytes of one go, in the order of names, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RankGrid: coordinates, groups and refusals, by example and by property."""
 
 from __future__ import annotations

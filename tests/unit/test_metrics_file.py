@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """metrics.jsonl: full precision, torn lines, and continuing a file after a restart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families of models, each a tiny random Hugging Face model whose logits ours must give (huggingface_models.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norm placement, residual stream, multipliers and initial weights: from the command line to the function computed."""
 
 from __future__ import annotations

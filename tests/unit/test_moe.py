@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts is what its definition says: compared with loops over tokens and experts, and flag by flag."""
 
 from __future__ import annotations

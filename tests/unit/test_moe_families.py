@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families of mixtures of experts, each a tiny random Hugging Face model whose logits ours must give."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction against its formulas in float64, written out here; refusals, numbers, log."""
 
 from __future__ import annotations

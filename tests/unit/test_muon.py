@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon equals torch's own, its scales and coefficients are those of the papers, and it takes the right matrices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maximal update parametrisation: initial weights, multipliers, attention scores and learning rates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--non-persistent-save-interval: frequent checkpoints of which the newest stays, and which of both kinds is loaded."""
 
 from __future__ import annotations

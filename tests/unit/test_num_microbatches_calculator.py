@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batch-size staircase: ramp-up, step schedule, refusals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Datasets in object storage: the same samples as from a disk. fsspec's file system in memory stands in for s3://."""
 
 from __future__ import annotations

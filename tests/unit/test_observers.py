@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only observes a run never ends it: full disks, lost services, closed outputs, hooks with faults of their own."""
 
 from __future__ import annotations

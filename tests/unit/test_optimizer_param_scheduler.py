@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the recorded curves do not show: other WSD shapes, loading states, refusals."""
 
 from __future__ import annotations

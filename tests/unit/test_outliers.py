@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Warnings of losses and gradients far beyond the usual: R15 of the catalogue of faults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed documents: their bounds, the attention among them, and batches made from samples that name documents."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a parameter is, is said where it is declared; weight decay, update rules and learning rates follow from it."""
 
 from __future__ import annotations

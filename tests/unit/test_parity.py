@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts in a few letters, and how two runs are compared: what differs first, where, by how much."""
 
 from __future__ import annotations

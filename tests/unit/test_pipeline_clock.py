@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules on a clock: bubbles and memory as the papers say; transfers of all ranks in one order, without deadlock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline flags reach the layers, the plan and the executor; what contradicts each other is refused in a sentence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as data, and the executor that runs them."""
 
 from __future__ import annotations

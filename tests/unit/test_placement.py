@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement on its six hard cases, by example and by property, before anything is built on it.
 
 1 fewer key-value heads than shards   2 tied copies   3 experts   4 vocabulary padding   5 block scales   6 Muon's parts

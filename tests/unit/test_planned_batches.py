@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--hybrid-context-parallel on one rank at a time: what its microbatches hold and where they come from; bad input."""
 
 from __future__ import annotations

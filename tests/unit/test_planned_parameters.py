@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters counted from the placements of a model that is built without memory, as any rank of any layout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of preprocessing: cutting files into chunks, the worker pool, and the way back from a failing fast encoder."""
 
 from __future__ import annotations

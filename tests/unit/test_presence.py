@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank has ended is found out by knocking at the ports of all."""
 
 from __future__ import annotations

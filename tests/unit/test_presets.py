@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--preset: published models by name, proven by the number of parameters that their placements count."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pretrain() as a user's script calls it, and what pretrain_gpt.py itself brings: batch to loss."""
 
 from __future__ import annotations

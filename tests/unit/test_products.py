@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any product in any layer: its three gemms, deferral, recomputation, and a state of its own, without the layers
 knowing which one it is."""
 

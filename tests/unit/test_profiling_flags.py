@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of profiling, through the real setup, step, loop and hooks of a tiny run; GPU calls are recorded, not made."""
 
 from __future__ import annotations

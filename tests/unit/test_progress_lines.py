@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The progress line: what fits into a terminal, what programs find in a file, and how long the rest will take."""
 
 from __future__ import annotations

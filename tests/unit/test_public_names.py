@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names at upstream's places: golden/data/public_names.tsv lists them with their parameters.
 
 A name resolves, with upstream's parameter names, or its ImportError says what to use instead. What the names do is

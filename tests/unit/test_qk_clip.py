@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--qk-clip rescales the projections of heads whose scores are too large; --log-max-attention-logit reports them."""
 
 from __future__ import annotations

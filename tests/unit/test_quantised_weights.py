@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in FP8 and MXFP4 are read as what their definition says, bit for bit, whole and by parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture at the end of the quickstart: raw and smoothed losses, validation, and what the axes count."""
 
 from __future__ import annotations

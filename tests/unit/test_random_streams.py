@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named random streams and their states."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer knows no kind of model: what depends on it comes from the recipe."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputation in one process: the same gradients to the last bit, and how much is kept until backward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding the other processes: who never comes, comes twice, was started differently. Threads play the ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunConfig: each setting is declared once and says what it is, Python gets the sentences of the command line, and
 settings that earlier releases saved still load."""
 

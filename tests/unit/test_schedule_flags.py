@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of the learning-rate and weight-decay schedules: from the command line to what an optimizer group gets."""
 
 from __future__ import annotations

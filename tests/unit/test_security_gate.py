@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """X1: nothing that runs code found in data. Looks at the syntax tree, so that words in comments do not count.
 
 Refused: unpickling (pickle.load, loads, Unpickler without an allow-list), torch.load unless weights_only=True, eval and

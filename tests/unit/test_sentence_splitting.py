@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sentences as nltk's Punkt finds them, with kept white space, and parameters that cannot be used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SentencePiece tokenizers against the reference's ids, with added tokens, kept spaces and broken files."""
 
 from __future__ import annotations

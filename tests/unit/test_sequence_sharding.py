@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The zigzag split of sequences over context-parallel ranks: shards, orders, balance, batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a setting is said to be (its kind) is what it does: whether a model with the same weights computes the same.
 
 A run refuses to go on with weights whose function has changed, by the kind of the settings that differ. So a field

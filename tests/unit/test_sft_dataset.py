@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instruction tuning: what has loss, that packing changes no loss, how much is padding, and what is refused."""
 
 from __future__ import annotations

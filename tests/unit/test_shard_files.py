@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes of tensors on disk: archives that torch reads, written and read in slices, with checksums on the way."""
 
 from __future__ import annotations

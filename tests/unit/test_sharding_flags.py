@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the flags of fully sharded data parallelism become, and which of them contradict each other."""
 
 from __future__ import annotations

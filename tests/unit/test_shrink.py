@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/shrink.py: a cluster's command line with tiny sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shuffle in blocks equals numpy's, down to the state it leaves the generator in."""
 
 from __future__ import annotations

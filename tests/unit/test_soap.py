@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SOAP equals its algorithm, takes the matrices, and comes back from a checkpoint."""
 
 from __future__ import annotations

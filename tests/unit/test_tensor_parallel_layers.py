@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parallel layers in one process: their arithmetic, what they declare, and the vocabulary-parallel loss."""
 
 from __future__ import annotations

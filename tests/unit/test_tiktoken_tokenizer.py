@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TikTokenizer against the reference's ids; its special tokens, sizes and broken vocabularies."""
 
 from __future__ import annotations

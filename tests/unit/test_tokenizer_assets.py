@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint carries of each kind of tokenizer is enough to build the same one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code and metadata beside a tokenizer: nothing is run unless the user says so, and a metadata file is believed."""
 
 from __future__ import annotations

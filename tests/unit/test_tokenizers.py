@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers against the reference's ids, and what their files and flags may not be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samplers as functions of consumed samples; loading, its workers, and what goes wrong in them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGD and Lion equal plain references; learning rates, weight decay and number formats of groups of parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of megatron.core that are defined in its room `upstream`: each is used."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's checkpoints of every format and layout give the tensors that were saved.
 
 Of two formats there are real files (tests/golden); the others are written here, by a writer that follows upstream's

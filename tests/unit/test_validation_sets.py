@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--full-validation and --multiple-validation-sets, through the real setup, loop and hooks of a tiny run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/verify_dataset.py: what it reports of good data, and what it says about bad data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of the embedding from the vocabulary's flags, and NullTokenizer's ids, as a run sees them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways of docs/architecture.md are those that the program goes: each list there is followed by a traced run.
 
     ## The way of a batch       one training step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checksums of weights see every changed bit; drifts are put into words."""
 
 from __future__ import annotations

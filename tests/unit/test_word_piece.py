@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT's word pieces give the ids of transformers' BertTokenizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints for upstream on one process: names and order of its modules, settings, damage, refusals."""
 
 from __future__ import annotations

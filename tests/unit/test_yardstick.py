@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MFU on a machine without a data sheet: what a matrix product reaches, also when other programs had the processor."""
 
 from __future__ import annotations

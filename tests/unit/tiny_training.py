@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run small enough for a unit test: the real setup, loop and hooks, random tokens instead of a dataset."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A writer of upstream's checkpoints for tests, by the published rules of its code and written independently of the
 reader: how its ranks divide a model, how its distributed optimizer lays out its buffers, what its formats hold.
 

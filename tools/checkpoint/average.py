@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """Average the weights of several checkpoints of one run into a new checkpoint.
 
     python tools/checkpoint/average.py --load checkpoints --last 3 --save averaged

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Convert checkpoints by upstream's command line.
 
     python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir DIR --save-dir DIR \

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # A Hugging Face directory to a checkpoint that pretrain_gpt.py --load and --pretrained-checkpoint take:
 #
 #   HF_DIR=Llama-3.1-8B MEGATRON_DIR=llama bash tools/checkpoint/convert_hf_to_megatron.sh [FLAGS]

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # A checkpoint to a directory that Hugging Face's programs open:
 #
 #   MEGATRON_DIR=llama HF_DIR=llama-hf bash tools/checkpoint/convert_megatron_to_hf.sh [FLAGS]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with a directory of checkpoints, and what to do about it. Changes nothing.
 
     python tools/checkpoint/doctor.py checkpoints

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
 """What is in a checkpoint: its tensors as a tree, with shapes, number formats, bytes, norms, and the run's settings.
 
     python tools/checkpoint/inspect_checkpoint.py checkpoints --norms --only "decoder.layers.0.*"

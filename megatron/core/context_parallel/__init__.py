@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism: ranks that share each sequence. `sharding.py` cuts it, `planning.py` shares out conversations;
 attention across the pieces is in `transformer/core_attention`.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Over how many ranks each sample of a step is divided, and which ones: arithmetic only, no processes and no tensors.
 
 A sample of t tokens is shared by the fewest ranks, a power of two, that have t / ranks <= the most tokens of a rank.

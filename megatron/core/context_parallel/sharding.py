@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a sequence each context-parallel (CP) rank holds: two pieces, one from either end.
 
     pieces      0   1   2   3   4   5   6   7           cp = 4: 2 x 4 pieces of s / 8 tokens

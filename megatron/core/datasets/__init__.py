@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From token files to training samples.
 
 indexed_format      what the bytes of .bin/.idx mean, and the check that they hold together

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which datasets, in which proportions, split how: --data-path and --split as texts, and their arithmetic.
 
 numpy is imported only where it is used, because settings are checked with what is here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several datasets as one, interleaved by weight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From prefixes, weights and sizes to the three datasets of a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a dataset needs to know: the part that holds for every kind of dataset and blend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of a blend: which dataset each of its samples comes from, in plain numpy.
 
 Step s takes from the dataset that is furthest behind its share, the largest weights[d] * max(s, 1) - drawn[d], the

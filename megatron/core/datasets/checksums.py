@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PREFIX.sum`: checksums of a token dataset, so that a flipped bit on disk is an error instead of another token.
 
 The file is optional: tools/verify_dataset.py --write-sum makes it. Where it exists, a reader checks the whole index

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fill-in-the-middle (Bavarian et al. 2022, https://arxiv.org/abs/2207.14255): documents with their middle at the end.
 
 A document's text is cut at two random places, and with the sentinels written as <…> it becomes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT samples: documents laid end to end, cut into sequences, served in an order that depends only on the seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens make sample i: the three indices of a dataset, in plain numpy.
 
     document_index   every document of the split, once per epoch, shuffled

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep built indices on disk, so that the next start maps them instead of building them.
 
 A set of arrays lives in one directory as

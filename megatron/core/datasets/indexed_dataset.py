@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read and write token datasets: `PREFIX.bin` with the ids, `PREFIX.idx` with the places (see indexed_format).
 
 Reading checks both files when they are opened; a damaged pair is refused with a sentence, never read as other data.

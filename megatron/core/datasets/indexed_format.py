@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The .bin/.idx format: what the bytes of an index mean, and the check that both files hold together.
 
 `PREFIX.bin` holds token ids and nothing else. `PREFIX.idx` says where each sequence lies (little endian):

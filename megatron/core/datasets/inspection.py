@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in a token dataset: its sizes, its token ids, and whether they belong to a vocabulary. One pass over .bin."""
 
 from __future__ import annotations

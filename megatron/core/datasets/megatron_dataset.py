@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of a dataset that serves one split of one source: how it is made, described and cached."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put token datasets one after another: the same bytes as if their text had been preprocessed in one go."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Datasets in object storage: `s3://bucket/prefix`, or any other protocol that fsspec and its plugins know.
 
 The index is copied to a local directory once, as every value of it is used; token ids are read when they are asked for,

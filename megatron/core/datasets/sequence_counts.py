@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the index files of many datasets say, in one JSON file: a job then starts without opening any of them.
 
 {"PREFIX": {"sequences": …, "documents": …, "bin_bytes": …, "idx_blake2b": …}, …}, written by

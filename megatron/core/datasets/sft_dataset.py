@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instruction tuning: conversations, packed so that few positions are padding, each as if it were alone.
 
 A conversation of n tokens is n - 1 pairs of a token and its label. The pairs of several conversations share a sequence;

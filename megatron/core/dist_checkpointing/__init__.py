@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that any layout can load: each tensor is saved once, under its name in the whole model.
 
 ShardedTensor (mapping)        a local tensor and its boxes in the full one, from a Placement

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one process finds out, all know: values and errors of the first process, and errors of any."""
 
 from __future__ import annotations

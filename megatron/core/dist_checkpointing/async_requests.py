@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving in the background with upstream's names, for loops of one's own.
 
 queue = AsyncCallsQueue()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving while training goes on: a snapshot is taken, and the rest happens beside the run.
 
     on the thread of training                 on a thread of each process

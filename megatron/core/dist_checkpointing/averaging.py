@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights averaged over several checkpoints of one run, as a checkpoint of weights alone.
 
 The average of the last few is often better than the last (Izmailov et al. 2018, "Averaging weights leads to wider

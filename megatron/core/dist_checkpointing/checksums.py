@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """crc32 of parts of files, put together to that of the whole, so that several threads and processes can share it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named places in a save at which a process can be told to die, to show that no crash costs more than the last steps.
 
     MEGATRON_CRASH_POINT=manifest-flushed            every process that gets there kills itself (SIGKILL)

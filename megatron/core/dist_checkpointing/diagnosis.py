@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with a directory of checkpoints, and what to do about it. Looks only: nothing is changed.
 
 diagnosis = diagnose(Path("checkpoints"), with_checksums=True, on_bytes=progress.add)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory of checkpoints, and how a save becomes visible only when it is complete.
 
     root/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which run may write into a directory of checkpoints: one at a time, also on a network file system.
 
     root/save-00000003.lock      {"run": "5f0c…", "host": "gpu07", "pid": 4711, …, "beat": "0000000042"}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that survive a power cut: written, flushed to the device, and given their name only when they are whole.
 
 write_file        the bytes are on the device when it returns

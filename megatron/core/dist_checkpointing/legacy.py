@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's `torch` checkpoints: a pickled file for each model-parallel rank,
 iter_0000010/mp_rank_00/model_optim_rng.pt.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's `torch` checkpoints: the files of all model-parallel ranks as one.
 
     mp_rank_01_002_003/model_optim_rng.pt   tensor-parallel rank 1, pipeline stage 2, expert-parallel rank 3;

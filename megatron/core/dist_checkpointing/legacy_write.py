@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's `torch` checkpoints, written: a pickled file for each model-parallel rank.
 
     iter_0000010/mp_rank_01_002_003/model_optim_rng.pt      tensor-parallel rank 1, stage 2, expert-parallel rank 3

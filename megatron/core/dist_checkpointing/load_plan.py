@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which saved boxes cover what this process holds: the same layout or another one."""
 
 from __future__ import annotations

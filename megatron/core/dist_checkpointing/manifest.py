@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manifest of a checkpoint: what a complete one consists of. It is written last, so its presence means "complete".
 
 `manifest.json` is JSON in one canonical form:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tensor of this process as a part of a tensor of the whole model: what a checkpoint needs to know, from its
 Placement.
 

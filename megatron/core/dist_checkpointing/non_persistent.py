@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of which only the newest stays, in a directory of their own beside the persistent ones.
 
     root/iter_0000900/                     persistent

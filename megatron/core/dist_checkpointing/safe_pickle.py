@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading pickles of checkpoints without running what is in them.
 
 torch.distributed.checkpoint pickles its table of contents, `.metadata`, and upstream pickles its settings. A pickle can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who writes what: each box of each tensor once, evenly over the processes that hold it."""
 
 from __future__ import annotations

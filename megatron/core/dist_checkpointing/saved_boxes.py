@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes of tensors in the files of torch.distributed.checkpoint, read one by one, and tensors that are put together
 when they are asked for."""
 

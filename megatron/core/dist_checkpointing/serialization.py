@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save and load a whole checkpoint: tensors of all processes, JSON documents, and the files copied along.
 
 iter_0000010/

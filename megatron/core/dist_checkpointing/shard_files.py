@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of tensors that one process writes, `__<rank>_0.distcp`: the boxes of its share, each in an archive of its
 own (tensor_archives.py), one behind the other.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process is to save, copied into host memory, so that training can go on while it is written.
 
 HostMemory    one block that is kept from save to save, and that another process can map

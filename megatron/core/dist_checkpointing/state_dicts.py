@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save and load a nested dictionary, with upstream's signatures: one checkpoint in a directory of its own.
 
     save({"model": model.sharded_state_dict(), "iteration": 10, "rng": a tensor}, "checkpoint")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors of a checkpoint on disk, one after the other, without a model: for tools that look into one.
 
     for tensor in open_checkpoint(path).tensors:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tensor in the form that torch.save gives it, so that its values can be written and read in slices.
 
 It is a zip archive without compression, which torch reads by the names of its entries:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors on disk in the format of torch.distributed.checkpoint (DCP): `.metadata` and one `__<rank>_0.distcp` per
 process.
 

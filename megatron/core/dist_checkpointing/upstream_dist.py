@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's `torch_dist` checkpoints: its table of contents under our names, and its common state.
 
     upstream  decoder.layers.mlp.linear_fc1.weight [layers, rows, columns]

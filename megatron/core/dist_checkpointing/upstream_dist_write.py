@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's `torch_dist` checkpoints, written: our tensors under its keys, and the objects that it has beside them.
 
     here      decoder.layers.3.mlp.linear_fc1.weight [rows, columns]

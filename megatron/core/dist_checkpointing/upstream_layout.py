@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How upstream lays a model out over its ranks: which dimension of a tensor is cut, in which order the parameters of a
 rank are registered, and where they lie in the flat buffers of its distributed optimizer.
 

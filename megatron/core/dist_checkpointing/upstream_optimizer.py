@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer state as upstream's distributed optimizer saves it in `torch_dist` checkpoints, put back into the shapes of
 the parameters.
 

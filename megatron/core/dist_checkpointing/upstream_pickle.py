@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pickles as upstream's programs write them, which name classes of theirs.
 
     write_pickle({"args": Namespace(attention_backend=UpstreamObject(module, "AttnBackend", (3,)))}, file)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of the run that wrote a checkpoint of upstream's, whatever its format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the boxes of a checkpoint make up its tensors, and do its tensors fit this model?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoint to load, found by all processes together: the first one chooses, and all of them read for checksums.
 
 first process                               the others

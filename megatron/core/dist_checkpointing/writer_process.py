@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process that writes what its parent has copied into shared memory, one save after the other.
 
 It is a fresh Python, not a fork: it shares neither the GPU, nor locks, nor the interpreter with training. It ends when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data parallelism: flat buffers, replicas, gradient synchronisation. Names load when first used (PEP 562)."""
 
 from __future__ import annotations

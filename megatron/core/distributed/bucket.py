@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets: the parts of a flat buffer that one collective carries, and when each is reduced and gathered.
 
 | state divided over      | gradients                                                   | parameters              |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel: replicas that see other samples and keep equal weights.
 
 The wrapper moves parameters and gradients into flat buffers. During backward a gradient reaches its place in one of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of data parallelism: plain, with divided optimizer state, and fully sharded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a step's gradients, before the update: combine replicas, sum what is partial, divide by tokens; then each
 module's own end of the step."""
 

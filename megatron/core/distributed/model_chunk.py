@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the step, the optimizer and checkpoints need of a wrapped part of the model, and of its flat memory.
 
 Two implementations: DistributedDataParallel keeps whole parameters on every replica (with a divided optimizer state if

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat memory for parameters and gradients of one number format, and where each parameter lies in it.
 
     param_data   [numel]  parameter.data is a view of it

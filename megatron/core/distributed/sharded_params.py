@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A buffer for parameters of which this process keeps its shard only (ZeRO-2 and ZeRO-3).
 
     parameter [rows, ...]      rows 0 .. r-1 on the first of n processes, r .. 2r-1 on the second; r = ceil(rows / n)

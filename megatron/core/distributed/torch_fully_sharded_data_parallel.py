@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas that divide parameters, gradients and optimizer state, through torch's fully_shard (FSDP2).
 
     forward    gather a layer's rows from all processes   compute   drop the others' rows

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generating text: a key-value cache, the choice of the next token, and the loop around them."""

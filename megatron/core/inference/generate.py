@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The generation loop: continue a batch of prompts until each has ended or is long enough.
 
 Prompts of different lengths run together without padding. The shortest one's length is read at once; from there on one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and values of the tokens a model has seen, so that each new token costs one position instead of all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which token comes next: the likeliest, or one drawn from the likely ones.
 
     logits --/ temperature--> keep the k largest --> keep the fewest that hold the share p --> draw

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer: update rules over flat buffers, clipping, main parameters. Names load when first used (PEP 562)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The global norm: over all processes, every element of the model exactly once.
 
 What a process counts follows from each parameter's Placement:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss scaling for float16 (Micikevicius et al., 2018, section 3.2).
 
 Gradients below 2^-24 are zero in float16. So the loss is multiplied by a scale before backward, which shifts all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers about gradients and parameters that a log may want: zeros, and norms layer by layer.
 
 Every element of the model counts once, as in the global norm (clip_grads.py). Call between the end of gradient

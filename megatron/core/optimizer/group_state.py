@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer state over flat buffers: what this process updates of one group of parameters in one buffer.
 
     buffer   | group A ............ | group B ..... | group A .. |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MegatronOptimizer: clip, update, and refuse to update with gradients that are not numbers."""
 
 from __future__ import annotations

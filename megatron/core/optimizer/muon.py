@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon: momentum, orthogonalised (Jordan et al., 2024; Liu et al., 2025, Muon is Scalable for LLM Training).
 
     m = momentum m + (1 - momentum) g          u = m, or with Nesterov momentum m + (1 - momentum) g

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the optimizer: update rule and its constants, clipping, number formats, loss scale."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nearest matrix with orthonormal rows or columns, approximately, by matrix products only.
 
 An odd polynomial p(s) = a s + b s^3 + c s^5 applied to a matrix acts on its singular values and leaves the singular

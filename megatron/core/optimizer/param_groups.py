@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of parameters that share learning rate, weight decay and update rule."""
 
 from __future__ import annotations

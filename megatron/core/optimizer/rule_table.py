@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every update rule of --optimizer: its class, the constants it reads, the parameters it takes.
 
 A new rule is a row here. Choices of the flag, which flags have an effect, parameter groups and the optimizer itself

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al., 2024, algorithms 3 and 4).
 
     g' = Ql^T g Qr                                       the gradient in the basis

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How parameters change in a step, element by element, over flat memory.
 
 A rule says which state it keeps for every element (`kinds`) and updates a group in place. Gradients are still to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices whole, for rules that need them so, although slices of several processes may meet in one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: schedules as data, one executor. Names load when first used (PEP 562)."""
 
 from __future__ import annotations

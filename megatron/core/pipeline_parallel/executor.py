@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one rank's program: where a schedule meets the model, the data and the loss.
 
 A program is this rank's cut of a plan (programs.py): forward, backward and weight-gradient actions, with the sends and

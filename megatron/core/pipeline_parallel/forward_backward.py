@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """get_forward_backward_func: upstream's entry to the schedules and the executor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Point-to-point communication: carries out the transfers that programs.py planned, on gloo and on NCCL.
 
 Both match the sends and receives of two processes by their order (gloo also by tag), and a program lists those of a

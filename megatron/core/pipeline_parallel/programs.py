@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rank's program for a step: its actions, and the transfers between stages, planned for all ranks together.
 
 NCCL matches the sends and receives of two processes by their order, so both sides must list them alike, and a transfer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as data: for one stage, the ordered list of what to run.
 
 A schedule knows nothing of tensors or processes, so the same list drives training (executor.py), a clock (timelines.py)

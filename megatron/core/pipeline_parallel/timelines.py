@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules on a clock: simulated from dependencies alone, or measured in a step that ran.
 
 Simulated, without tensors and processes:

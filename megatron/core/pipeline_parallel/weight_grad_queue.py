@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight gradients that wait: zero-bubble schedules compute them later than the gradients of inputs.
 
 The executor gives a queue to every parameter (`parameter.weight_grad_queue`) and opens it during a backward pass; a

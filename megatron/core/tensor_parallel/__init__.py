@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers and losses whose tensors are split over the tensor-parallel group.
 
 Names of upstream, imported when they are asked for; inside megatron/ import the defining module.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tensor-parallel linear layers communicate around their product, and what of it runs beside computation.
 
 Each layer has one plan, chosen when it is built:

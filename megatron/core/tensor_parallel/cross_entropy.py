@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy over a vocabulary that is split over the tensor-parallel (TP) group, without gathering the logits.
 
     loss = log(sum_v exp(x_v)) - x_target        gradient = softmax(x) - onehot(target)

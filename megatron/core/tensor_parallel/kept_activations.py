@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an activation waits for backward when it is not simply kept: the ways, and the one context that puts them in
 force.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear and embedding layers whose weight is split over the tensor-parallel (TP) group.
 
 A column layer splits the outputs, a row layer splits the inputs, so `row(act(column(x)))` needs one collective on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over the tensor-parallel (TP) group that know their own gradient.
 
 | function                                    | forward                     | backward                    |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a parameter is declared, named and filled: once, and the same for every layout.
 
 A layer declares what its parameter is (full shape, how it is split, which distribution it starts from) and allocates

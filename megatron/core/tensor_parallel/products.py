@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's multiplication by its weight: three products behind one protocol, and the autograd function around them.
 
     forward            Y  = X W^T + b       [tokens, in] x [in, out]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named random streams: dropout differs between tensor-parallel ranks where it must and agrees where it has to.
 
     default stream          the same on all ranks of a tensor-parallel group: dropout on whole hidden states

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every tokenizer offers to preprocessing, datasets, training and generation."""
 
 from __future__ import annotations

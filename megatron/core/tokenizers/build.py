@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the flags to a tokenizer, and the padded size of the vocabulary."""
 
 from __future__ import annotations

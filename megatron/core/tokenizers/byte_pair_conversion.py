@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a byte-level BPE `tokenizer.json` as a table of ranks that tiktoken's much faster encoder can use.
 
 Both libraries cut a text into pieces with a regular expression and merge the bytes of each piece. They differ in what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations to text through a tokenizer's Jinja chat template, in jinja2's sandbox."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encode many documents at once, as fast as the tokenizer allows, always with the ids that the tokenizer gives.
 
 `choose_encoder` takes tiktoken's encoder where a byte-level BPE can be converted for it (byte_pair_conversion) and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers of the Hugging Face `tokenizers` library, read from local files without `transformers`.
 
 HuggingFaceTokenizer reads `tokenizer.json`, and the names of the special tokens from `tokenizer_config.json` beside it.

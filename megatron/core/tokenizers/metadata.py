@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tokenizer_metadata.json: which library a tokenizer belongs to, and its chat template (--tokenizer-metadata)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer whose text is already token ids: `"17 42 5"` is `[17, 42, 5]`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prompt formats of SFTTokenizer: which text a conversation becomes (--sft-tokenizer-prompt-format)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SentencePiece models (tokenizer.model) through the `sentencepiece` library."""
 
 from __future__ import annotations

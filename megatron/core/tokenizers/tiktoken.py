@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TikTokenizer: a byte-level BPE vocabulary in a JSON file, encoded by the `tiktoken` library.
 
 The file is a list of `{"rank": 0, "token_bytes": "AA==", ...}` in the order of the ranks; token_bytes is base64.

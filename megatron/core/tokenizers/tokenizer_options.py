@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What describes a tokenizer: the fields are flags of training and of the data tools alike."""
 
 from __future__ import annotations

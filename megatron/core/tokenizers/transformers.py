@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers that come with Python code of their own, run by `transformers` when the user says so.
 
 Only with --trust-remote-code, only from a local directory, and only where its tokenizer_config.json names such code

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT's word pieces from a vocab.txt, through the `tokenizers` library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer layers, their parts, and their config.
 
 Names of upstream, imported when they are asked for; inside megatron/ import the defining module.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which activations of a stage's layers wait for backward, and which are computed or gathered again there.
 
 | setting                      | kept until backward                                                             |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention as a part of a layer: projections to queries, keys and values, positions, the core, one projection back.
 
     Attention         what every kind shares: key-value cache, the core and its recomputation, gate, output projection

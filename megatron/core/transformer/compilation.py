@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiling a model with torch.compile, layer by layer.
 
 All layers of a kind share one graph, so compiling takes as long for 80 layers as for one. With `config.compile` the

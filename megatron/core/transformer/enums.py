@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's place for the attention enumerations; they are defined in megatron.core.enums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which distribution each kind of weight starts from.
 
 | weights                              | standard deviation of the normal distribution       |

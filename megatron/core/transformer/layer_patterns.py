@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers have a sliding window, rotary positions, experts: arithmetic on layer numbers, counted from 1. Layers of
 multi-token prediction, whose numbers follow those of the decoder, are as its last layer is.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The MLP of a transformer layer: widen, activate, narrow.
 
 plain    y = act(x W1^T + b1) W2^T + b2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of every module of a transformer: it knows its config, and what a checkpoint keeps of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention whose queries, keys and values are made of narrow latent vectors (DeepSeek-V2, 2024, section 2.1).
 
     latent of queries   cq = norm(Wdq x)              [s, b, rq]        or x itself, without --q-lora-rank

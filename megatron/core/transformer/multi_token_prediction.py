@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction: layers after the decoder that predict further tokens, and train it to look ahead.
 
     x_0 = decoder(embedding of t_i), normalised                   output layer -> t_{i+1}: the language-model loss

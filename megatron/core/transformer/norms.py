@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm: modules in the form the config asks for, and the operations that they run.
 
     RMSNorm    y = x * r * w,               r = 1 / sqrt(mean(x^2) + eps)         Zhang & Sennrich, 2019

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which implementation each operation of the model got, in words, for the log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies on which pipeline stage: arithmetic only.
 
 | the settings say                      | layers of a stage                                                           |

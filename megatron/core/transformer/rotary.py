@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary positions (Su et al., "RoFormer", 2021): plain, and fused with the split of the packed projection.
 
 Channels are rotated in pairs (x1, x2) by the angle position * frequency:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A module to be built later: its class, its keyword arguments and the specs of its parts.
 
 Specs let a user exchange one part of a layer (a norm, the core attention) without copying the layer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layers of one pipeline stage, and after the last of them the final norm."""
 
 from __future__ import annotations

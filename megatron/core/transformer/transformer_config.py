@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TransformerConfig: everything the layers of a transformer need to know, flat for users, grouped by concern inside."""
 
 from __future__ import annotations

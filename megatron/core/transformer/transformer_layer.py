@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One transformer layer: attention and MLP, each between its norms, each added to the residual stream x.
 
     pre-norm                x = x + attention(norm(x));               x = x + mlp(norm(x))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names: for programs that were written for Megatron-LM. Nothing inside megatron/ imports this room.
 
 names, table    which names stand where (one table), and what is said of those that do not exist

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's ways from what a data loader gives to what a model takes."""
 
 from __future__ import annotations

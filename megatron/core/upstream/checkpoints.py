@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names around distributed checkpoints; saving and loading is dist_checkpointing.save and load."""
 
 from __future__ import annotations

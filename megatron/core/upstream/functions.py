@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's small tools that know nothing of models: marks on functions, versions, arithmetic."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's questions about layers: which lie where, and what a router chooses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's small tools around modules, and module classes that other frameworks name."""
 
 from __future__ import annotations

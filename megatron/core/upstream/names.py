@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names at upstream's places, by one table: where each is defined here, or why there is none.
 
 Importing megatron.core or megatron.training puts an UpstreamNames with the room's table on Python's list of finders

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names below megatron.core that are not where upstream has them: see names.py."""
 
 from __future__ import annotations

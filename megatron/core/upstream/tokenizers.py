@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's ways to a tokenizer."""
 
 from __future__ import annotations

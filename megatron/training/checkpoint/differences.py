@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the settings of a checkpoint differ from those of this run, in the words of the command line.
 
 What a difference means is said by the field's kind (megatron/core/setting.py). Shapes are compared tensor by tensor

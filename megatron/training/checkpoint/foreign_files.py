@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--save-hf: the trained model in another program's files, through what the recipe brings along."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuing a run from a checkpoint that upstream wrote: progress, schedule and settings beside its tensors.
 
 Weights, optimizer state, iteration, consumed samples and learning-rate schedule go on where upstream's run stopped.

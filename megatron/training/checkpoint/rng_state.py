@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random-number state of every process, as a checkpoint keeps it.
 
 torch's generators (of the CPU, of the GPU, and the named streams of the tensor-parallel tracker) are tensors, one set

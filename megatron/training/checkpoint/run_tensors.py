@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors of a run as a checkpoint sees them: parameters and optimizer state by key, each with its place in the
 whole model."""
 

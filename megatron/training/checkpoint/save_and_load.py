@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run saves, and how it continues: weights, optimizer, schedule, random numbers, and how far it is.
 
     iter_0000010/

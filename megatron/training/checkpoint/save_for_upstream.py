@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving a run in upstream's formats, for programs of upstream's to load.
 
 | --ckpt-format       | what is written                                                             |

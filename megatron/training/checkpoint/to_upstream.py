@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What upstream saves beside its tensors, of a run of ours: settings, progress, schedule, random numbers.
 
 from_upstream.py is the other direction.

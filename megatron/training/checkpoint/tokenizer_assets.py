@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer's files, which every checkpoint carries along: with it, a checkpoint alone can generate text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint as something to use: its settings, its tokenizer and its model with the trained weights, on one
 process."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where and when to save, what to load."""
 
 from __future__ import annotations

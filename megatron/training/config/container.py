@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunConfig: every setting of one run, grouped as the code uses them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which data to train on, how it is read, and which tokenizer made it."""
 
 from __future__ import annotations

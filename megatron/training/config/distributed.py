@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How processes find and talk to each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that only a GPU can follow and that change no number: what a run on the CPU does instead.
 
 Each is declared with its field (`flag(gpu=NeedsGPU(...))`), so that a launch script for GPUs also runs on a laptop.

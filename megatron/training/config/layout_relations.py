@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules between settings of different groups about how processes share the work: sizes, sequences, sharding.
 
 Each function yields a sentence for every violation. What concerns the model alone stands in the `problems` of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT options around the transformer: positions, vocabulary, output layer, and switches that imply layer settings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules between the model's settings and those of other groups: positions, scores, number formats, update rules.
 
 Each function yields a sentence for every violation.

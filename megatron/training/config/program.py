@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of the program itself: what to do with the settings, rather than a setting of the run."""
 
 from __future__ import annotations

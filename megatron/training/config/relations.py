@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules between settings of different groups: batches, schedules, checkpoints, profiles.
 
 Each function yields a sentence for every violation: the flags with their values, the rule, and the nearest legal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rate and weight decay over the run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long to train, on how much data per step, and when to evaluate."""
 
 from __future__ import annotations

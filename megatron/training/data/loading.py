@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From datasets to batches on the device: loading the samples that samples.py chooses.
 
 With --dataloader-type external, whole batches, as what the script provides yields them.

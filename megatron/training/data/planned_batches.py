@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--hybrid-context-parallel: the conversations of a step, each on as many ranks as it needs.
 
     samples of a step  ->  lengths of their conversations  ->  ContextPlan  ->  this rank's microbatches

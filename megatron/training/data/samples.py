@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which samples a run reads: how many in each step, how many in all, and in which order.
 
 Both samplers are functions of the number of samples consumed, so a run continues exactly where it stopped whatever it

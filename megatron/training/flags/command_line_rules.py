@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules that concern more than the settings of a RunConfig: flags still to come, two flags for one thing, environment.
 
 A planned flag is refused in any case; the sentences about it say beforehand what would be wrong with the rest of the

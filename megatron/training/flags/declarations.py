@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which flags there are: all that parsing, help, documentation and the status table need to know of each.
 
 fields of configs   the settings that have a place in a RunConfig

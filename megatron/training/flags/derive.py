@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a command line stands for beyond its words: short forms, flags of other systems, and values that imply others.
 
 Every function works on the settings of a run before they are checked (a RunConfig of unchecked groups). It yields notes

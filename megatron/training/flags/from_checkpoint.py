@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--use-checkpoint-args: the model flags that a checkpoint was trained with, so that they need not be written again.
 
 They stand before the flags of the YAML file and of the command line, which win. Those of our own checkpoints are read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What --help prints: the flags that most runs use, or those of a section, or those that a word concerns.
 
 --help            the flags of COMMON_FLAGS, a line or two each

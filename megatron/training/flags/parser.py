@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a command line: which flag has which value, and everything that is wrong with it at once.
 
 argparse dispatches; around it stand three things it cannot do: report every problem instead of the first one, refuse

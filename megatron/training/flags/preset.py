@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--preset NAME`: the model flags of a published model, so that they need not be written out.
 
 They stand before the flags of a checkpoint, of the YAML file and of the command line, which win. `--preset list` prints

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a command line to a RunConfig: parse, refuse, derive, check, and say where every value came from.
 
     config = read_run_config(sys.argv[1:], os.environ)

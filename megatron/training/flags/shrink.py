@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster's command line made small enough for a laptop: the same kinds of layers, layout and options, tiny sizes.
 
     command, processes = shrink(["--preset", "llama3-70b", "--tensor-model-parallel-size", "8", ...])

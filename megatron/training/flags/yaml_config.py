@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--config FILE.yaml`: the same flags, written as a YAML mapping.
 
     num-layers: 12            # or num_layers

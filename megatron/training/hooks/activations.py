@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What flows through the model in one step, at points whose layout is known: activations, and the gradients of them.
 
     module hooks on every rank  ->  PointRecord: a slice, and which tokens and channels it is

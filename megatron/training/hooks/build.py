@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which hooks a run has: each class says for itself whether the settings ask for it (Hook.build)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When checkpoints are saved, and which of them stay: every --save-interval iterations and at the end of the run, and
 in between those of --non-persistent-save-interval."""
 

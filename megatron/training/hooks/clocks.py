@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the parts of a step ran: timers, the pipeline's actions, and names in profiles.
 
 The trace of --pipeline-trace-dir is stage-N.jsonl: a first line about the pipeline, then a line for each action of each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard output: the progress line every --log-interval iterations, a bar on a terminal, evaluations, and the first
 and last words of a run."""
 

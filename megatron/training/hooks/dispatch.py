@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All hooks of a run as one: each moment is passed on to all of them, phase by phase (run.Phase)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of a run for looking at: every so many iterations parameters, gradients, activations, or how many tokens each
 expert was given, in a directory of their own below --save.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--eval-interval, --eval-iters: the validation loss during training, validation and test loss at its end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a run may end before --train-iters: Ctrl-C, --exit-interval, --exit-duration-in-mins, --exit-signal-handler.
 
 All of them end it in order: the iteration is finished, and CheckpointHook saves.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of each step's numbers: losses and gradients that are no numbers, and those far beyond the usual.
 
 Both look at rows of metrics, after these are written and before anything is saved or evaluated.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which iterations are done: those of --iterations-to-skip are not."""
 
 from __future__ import annotations

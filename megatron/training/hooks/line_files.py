@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text files that grow by whole lines: what a full disk or a kill has cut off is removed before anything follows it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured of each step and recorded in `run.metrics`: its numbers, and what flags add to them."""
 
 from __future__ import annotations

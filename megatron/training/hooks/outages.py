@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of hooks that only observe: their errors do not end a run, they are told, counted and got over.
 
 A writer whose disk is full or whose service is gone fails in every step, so its first failure is one line, and its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--profile: a window of iterations for Nsight Systems or torch.profiler; --record-memory-history."""
 
 from __future__ import annotations

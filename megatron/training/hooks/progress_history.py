@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--log-progress: progress.txt in the --save directory, a line for each start and each checkpoint of all jobs.
 
 Columns are separated by tabs: the moment, the number of GPUs (or processes on a CPU), what happened, the iteration,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of the log: the progress line, long and short, the line of an evaluation, and the time that is left.
 
 The long line is in upstream's wording, for files and the programs that read them. The short one is for people at a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--check-weight-hash-across-dp-replicas-interval: do the processes that hold the same weights hold the same bits?
 
 Data-parallel replicas never exchange weights without a distributed optimizer: they stay equal because each makes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signals that are noted the moment they arrive, also while the main thread is in a long call outside of Python."""
 
 from __future__ import annotations

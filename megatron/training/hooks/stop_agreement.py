@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How all ranks come to end a run after the same iteration when one of them is asked to: by a signal, or by its clock.
 
 While nobody is asked, a rank only looks into the job's key-value store from time to time; the host never waits for the

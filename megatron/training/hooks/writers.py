@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and services that are given every row of metrics and every evaluation: metrics.jsonl, TensorBoard, W&B.
 
 metrics.jsonl has one JSON object per line, for programs to read. A row of training has "iteration", "consumed_samples",

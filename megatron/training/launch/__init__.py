@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starting: the job's processes, their rendezvous, and this process's place among them."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first things a process does: find its place, its device and its peers, and seed its random numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who am I: this process's place in the job, from the environment that the launcher made.
 
 | launcher                     | variables                                                                          |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A function on several processes of this machine that talk over gloo: for tools and tests that compare layouts.
 
 Processes are forked from a server that has imported torch once (some 20 ms each); they meet through a file, so no port

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks have ended: every process keeps a port open that nobody serves, and the system closes it when it ends.
 
 A collective that fails says that some peer is gone, not which one. Whoever sees that knocks at the others' ports.

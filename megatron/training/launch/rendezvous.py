@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the processes of a job find each other, and notice before the first collective that they do not belong together.
 
 Everybody opens the same key-value store (served by rank 0, or by torchrun's agent), says who it is and with which flags

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe of a run: of the kind of model that the settings name, or of the functions of a script."""
 
 from __future__ import annotations

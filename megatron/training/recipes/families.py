@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of model families: their flags, the fields of their config.json, and the names of their weights.
 
 docs/models.md lists the flags of published models as this table gives them; the tests compare tiny random models of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model family is: the flags that make it, and which tensors of a Hugging Face checkpoint are which of ours.
 
 `families.py` has the table. A `Family` says, for the models of one class of Hugging Face transformers,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe of GPT models: from the settings of a run to its model, its data, its forward step and its loss.
 
 torch is imported only where it is used, so that a program answers `--help` and mistakes at once.

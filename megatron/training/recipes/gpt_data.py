@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the settings of a run to its GPT datasets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face directory's config.json and tokenizer as flags of ours: the model that a run is to train on.
 
 Loads neither torch nor any weight, so that a command line with --load hf:DIR is checked as fast as any other.

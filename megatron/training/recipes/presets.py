@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published models by name, for `--preset`: what their config.json says, and how many parameters they have.
 
 A preset is the family's table (families.py) read with the fields of one model, so that its flags are written nowhere

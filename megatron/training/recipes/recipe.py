@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipe: everything that depends on the kind of model, so that the trainer itself knows none."""
 
 from __future__ import annotations

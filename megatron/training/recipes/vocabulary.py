@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vocabulary of a language model: the tokenizer that the settings name, and how many rows the embedding has.
 
 Tokenizers are imported only where they are used, so that a program answers `--help` at once.

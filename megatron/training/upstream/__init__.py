@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names of the training program, for users' own loops. Nothing inside megatron/ imports this room.
 
 table           which names stand where; see megatron.core.upstream.names

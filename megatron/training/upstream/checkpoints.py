@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's functions around the checkpoints of a run: those that pretrain_gpt.py writes and reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves of a loop of one's own: where they lie, who may write there, and the one that is under way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments and globals as upstream's scripts know them. What is global is kept by CurrentRun, as for get_args()."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop of one's own from upstream's pieces: model, optimizer, step, evaluation, a line of log."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's names below megatron.training that are not where upstream has them: see megatron.core.upstream.names."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a run against another: parity of layouts."""

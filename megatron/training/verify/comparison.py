@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differs between two traces of a run, in the order in which it arose.
 
     data -> activations, in forward order -> losses -> gradients, in backward order -> their norm -> the first update

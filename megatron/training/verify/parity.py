@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One configuration under several layouts: is it the same run?
 
     layout "tp2,sp,pp2"  ->  flags and processes  ->  a RankTrace on every rank  ->  join  ->  Trace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layout in a few letters, "tp2,sp,pp2,dp2": its flags, its processes, and its parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page about a layout that is another run: where it begins, what follows from it, who disagrees with whom."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From raw text (.jsonl, .jsonl.gz, .jsonl.zst) to token datasets (.bin, .idx).
 
 input_files     chunks of whole lines, from plain and compressed files

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From lines of JSON to token ids: the work of one preprocessing worker.
 
 A document is one JSON object per line. Under each key it has a text, or a list of texts, each of which becomes a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read text files as chunks of whole lines, in bounded memory whatever the size of the file or of a line.
 
 Positions: lines count from 1 in each file, byte offsets from 0 (of the decompressed text for .gz and .zst), and

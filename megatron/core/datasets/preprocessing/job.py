@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A preprocessing job: lock the output, choose the encoder, run the workers, write what they return in order.
 While it runs it shows a bar with the time left on a terminal, else a line now and then.
 """

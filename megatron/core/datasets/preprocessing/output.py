@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files that preprocessing writes: one job per prefix at a time, and final names only for complete files.
 
 | file                                  | when                                                         |

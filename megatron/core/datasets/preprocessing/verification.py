@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare token datasets with the text they were made from, document by document.
 
 Independent of how they were made: texts go to the tokenizer one by one, in one process, without the fast encoder.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pool of worker processes that is watched: a worker that dies ends the job with a sentence, never with a hang.
 
 Each worker has one pipe and at most two items, one in work and one that waits, so memory stays bounded and the

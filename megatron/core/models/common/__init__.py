@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts that models share: embeddings, output layer, loss."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT: decoder-only language models.
 
 Names of upstream, imported when they are asked for; inside megatron/ import the defining module.

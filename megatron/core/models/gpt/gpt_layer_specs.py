@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts a GPT layer is made of."""
 
 from __future__ import annotations

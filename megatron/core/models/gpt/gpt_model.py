@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPTModel: embedding, transformer layers, output layer, loss; or those of them that lie on one pipeline stage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shape of the transformer: sizes, norms, activation, biases, dropout."""
 
 from __future__ import annotations

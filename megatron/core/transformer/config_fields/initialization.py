@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How weights start."""
 
 from __future__ import annotations

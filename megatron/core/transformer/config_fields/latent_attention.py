@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latent attention: queries, keys and values made of narrow latent vectors (DeepSeek-V2, 2024, section 2.1)."""
 
 from __future__ import annotations

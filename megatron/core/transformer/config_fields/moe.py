@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: how many, who gets which token, and what keeps them busy alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): beside the next token, some of those after it."""
 
 from __future__ import annotations

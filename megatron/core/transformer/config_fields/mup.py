@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Maximal update parametrisation (muP): hyper-parameters found on a narrow model serve a wide one."""
 
 from __future__ import annotations

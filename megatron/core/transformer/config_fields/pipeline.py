@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How layers are dealt out to pipeline stages, and in which order stages work."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of rotary positions that the layers and the angles need."""
 
 from __future__ import annotations

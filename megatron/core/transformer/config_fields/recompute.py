@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is computed again in backward instead of being kept."""
 
 from __future__ import annotations

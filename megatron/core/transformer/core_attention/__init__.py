@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core of attention, softmax(scale * Q K^T) V.
 
 dot_product_attention.py   the module of a layer: upstream's signature, sinks, random stream

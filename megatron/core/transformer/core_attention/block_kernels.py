@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of some queries over some of their keys, in a form in which the results can be merged.
 
     O_i = softmax(scale * Q K_i^T) V_i      L_i = logsumexp(scale * Q K_i^T)         over the keys of block i

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The core of attention as a module: upstream's signature outside, AttentionInputs inside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention among the ranks of a context-parallel group by one collective there, and one back.
 
 Both classes take zigzag shards of the sequence (context_parallel/sharding.py) and stand around any implementation of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every implementation of core attention, softmax(scale * Q K^T) V, takes and returns.
 
     AttentionInputs    query, key, value, what is visible, sinks, whether dropout is drawn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention written out: scores, mask, softmax, dropout, weighted sum. The reference for every other backend.
 
 Query-key layer scaling (for float16): scores are divided by the layer number before they are stored and multiplied by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest attention score of each head, measured beside any backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention by blocks of queries, each with the keys that it sees, in two forms.
 
 | form                 | for                                        | kept for backward                             |

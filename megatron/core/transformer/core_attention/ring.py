@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """p2p: every rank keeps its queries, and keys and values go round (Liu et al., "Ring Attention", 2023).
 
 Rank r at step i holds the keys and values of rank j = r - i, and with the zigzag split (context_parallel/sharding.py)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention through torch's scaled_dot_product_attention: one operator, several kernels.
 
 Its flash kernels want queries, keys and values of one width. Narrower ones are padded with zeros, which change neither

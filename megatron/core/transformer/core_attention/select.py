@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend --attention-backend means on this device, which exchange --cp-comm-type means in a layer, and what
 they cannot do.
 

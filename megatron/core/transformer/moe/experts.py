@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts of a layer that this process has: MLPs of one shape, their weights stacked.
 
     y_e = act(x W1_e^T + b1_e) W2_e^T + b2_e       for the rows of each expert e, times the row's weight

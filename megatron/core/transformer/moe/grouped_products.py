@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The products of all experts: a linear layer for each expert, on rows sorted by expert.
 
     forward            Y_e = X_e W_e^T        [rows of e, in] x [in, out]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses that keep experts busy alike and the router's logits small.
 
     balance   c E / (k T^2) sum_e (tokens that chose e) (sum over tokens of e's affinity)      Fedus et al., 2021, eq. 4

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts in place of an MLP.
 
     y = sum of w_e expert_e(x) over the k experts that the router gives a token, plus the shared expert's output

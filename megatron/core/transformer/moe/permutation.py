@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens sorted by where they go, and back.
 
 A token is in as many slots as it has destinations. `order` lists the slots, numbered token * S + choice, that are kept,

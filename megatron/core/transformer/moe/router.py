@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router: a token's logits, the experts it gets, and the losses that keep the experts busy alike."""
 
 from __future__ import annotations

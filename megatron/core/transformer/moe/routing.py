@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which experts a token gets, and with which weights: functions of the router's logits [tokens, experts].
 
 | score function         | scores of all experts   | chosen by        | weights of the chosen                        |

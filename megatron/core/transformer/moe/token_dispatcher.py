@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tokens reach their experts on other ranks (dispatch), and how the outputs come back (combine).
 
 Every rank has tokens of its own. The ranks of one copy of the experts form the group tp_ep: expert parallelism deals

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens, and learned positions, to hidden states."""
 
 from __future__ import annotations

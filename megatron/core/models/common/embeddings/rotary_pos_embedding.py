@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Angles of rotary positions (Su et al., "RoFormer", 2021), with linear interpolation and Llama 3's frequency scaling.
 
 frequency_i = base^(-2 i / d),  i < d / 2          angle = position * frequency_i

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary positions for sequences longer than those of the training before (Peng et al., "YaRN", 2023, section 3).
 
 turns_i   = original length * frequency_i / 2 pi          of channel pair i, within the original length
