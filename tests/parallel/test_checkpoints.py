@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import checksums, serialization
+from megatron.core.dist_checkpointing import checksums, serialization, verification
+from megatron.core.dist_checkpointing.directory import Verify
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, model_state
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
@@ -158,6 +159,31 @@ def verifying_worker(root: str) -> tuple[str, int]:
     except CheckpointError as error:
         return str(error), count
     return str(found and found.skipped), count
+
+
+def out_of_threads_worker(root: str, rank: int) -> str:
+    """What every rank is told where one cannot start the threads that read, or has another error of its own."""
+
+    def refuse(*arguments: object) -> list[int]:
+        raise RuntimeError("can't start new thread")
+
+    def fail(verify: Verify) -> None:
+        raise RecursionError("too deep")
+
+    if dist.get_rank() == rank:
+        verification.compute_checksums = refuse
+    with pytest.raises(CheckpointError) as refused:
+        serialization.find(Path(root), None, world())
+    with pytest.raises(RecursionError):
+        verification.find_together(fail, world())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_L2_nobody_waits_for_a_rank_that_cannot_read(tmp_path: Path, rank: int) -> None:
+    run_distributed(save_worker, 2, str(tmp_path))
+    for refusal in run_distributed(out_of_threads_worker, 2, str(tmp_path), rank):
+        assert "iter_0000004 cannot be read: can't start new thread" in refusal
 
 
 def test_L2_all_ranks_verify_a_share_of_the_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """Files that survive a power cut: written, flushed to the device, and given their name only when they are whole.
 
 write_file        the bytes are on the device when it returns
+create_file       the same for a writer that takes a file, as torch's do
 replace_file      the old content or the new one, never a part of either
 begin_flush       the device has begun with them, and a later flush has less to wait for
 sync_directory    names in a directory (creations, renames) are on the device when it returns
@@ -13,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import stat
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.errors import StorageError
@@ -53,6 +57,52 @@ def write_file(path: Path, content: bytes, crash_point: str | None = None) -> No
         os.fsync(file.fileno())
     if crash_point:
         reach(f"{crash_point}-flushed")
+
+
+class CheckedFile(io.BufferedWriter):
+    """A file written from start to end that knows the checksum of its content, and why writing failed."""
+
+    def __init__(self, path: Path, crash_point: str) -> None:
+        super().__init__(io.FileIO(path, "xb"))
+        self._crash_point = crash_point
+        self.crc32 = 0
+        self.bytes_written = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        # While the bytes are at hand: reading the file again for its checksum would double the traffic.
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes_written += count
+        reach(f"{self._crash_point}-begun")
+        return count
+
+
+@contextlib.contextmanager
+def create_file(path: Path, crash_point: str) -> Iterator[CheckedFile]:
+    """Create `path` for the writer inside; the file is on the device afterwards.
+
+    Raises OSError with the file's name, also where the writer made another exception of it. crash_point: see
+    write_file.
+    """
+    file = CheckedFile(path, crash_point)
+    try:
+        with file:
+            reach(f"{crash_point}-created")
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except Exception as error:
+        # torch writes through C++, which turns "No space left on device" into an exception about positions.
+        cause = file.error or error
+        if isinstance(cause, OSError):
+            cause.filename = cause.filename or os.fspath(path)
+        raise cause from error
+    reach(f"{crash_point}-flushed")
 
 
 def replace_file(path: Path, content: bytes) -> None:

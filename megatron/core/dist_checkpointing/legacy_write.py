@@ -13,11 +13,8 @@ hold the same, and one of them writes. legacy.py and legacy_ranks.py are the rea
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
-import os
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +25,7 @@ from torch import Tensor
 
 from megatron.core.device import is_cpu
 from megatron.core.dist_checkpointing.agreement import on_every_rank
-from megatron.core.dist_checkpointing.crash_points import reach
+from megatron.core.dist_checkpointing.durable import create_file
 from megatron.core.dist_checkpointing.legacy import FILE_NAME
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
@@ -216,37 +213,6 @@ def write_rank_file(
 def write_torch_file(path: Path, content: Mapping[str, Any]) -> FileRecord:
     """Create the file with torch.save()'s form of the content and flush it to the device. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = _CheckedFile(io.FileIO(path, "xb"))
-    try:
-        with file:
-            reach("shard-created")
-            write_pickle(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except Exception as error:
-        # torch's C++ writer turns "No space left on device" into an exception about positions.
-        cause = file.error or error
-        if isinstance(cause, OSError):
-            cause.filename = cause.filename or os.fspath(path)
-        raise cause from error
-    reach("shard-flushed")
+    with create_file(path, "shard") as file:
+        write_pickle(content, file)
     return FileRecord(file.bytes_written, file.crc32)
-
-
-class _CheckedFile(io.BufferedWriter):
-    """A file that knows the checksum of what was written to it, and why writing failed."""
-
-    crc32 = 0
-    bytes_written = 0
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            count = super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.bytes_written += count
-        reach("shard-begun")
-        return count

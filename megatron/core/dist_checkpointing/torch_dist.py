@@ -17,7 +17,6 @@ import io
 import os
 import sys
 import warnings
-import zlib
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from megatron.core.dist_checkpointing.crash_points import reach
+from megatron.core.dist_checkpointing.durable import create_file
 from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -173,35 +173,11 @@ def _read(directory: Path, tensors: ShardedStateDict, group: Group, planner: Sha
     return planner.report
 
 
-class _ChecksumWriter(io.BufferedWriter):
-    """A file that knows the checksum of what was written to it from start to end, and why writing failed.
-
-    torch writes through C++, which turns an OSError into another exception without its text.
-    """
-
-    crc32 = 0
-    bytes_written = 0
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            count = super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        # While the bytes are at hand: reading the file again for its checksum would double the traffic.
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.bytes_written += count
-        reach("metadata-begun")
-        return count
-
-
 class _RecordingFileSystem(FileSystem):
-    """torch's file system; remembers each file's record, and the error that started a failure."""
+    """torch's file system; remembers each file's record."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
-        self.first_error: OSError | None = None
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -209,23 +185,8 @@ class _RecordingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        file: _ChecksumWriter | None = None
-        try:
-            with _ChecksumWriter(io.FileIO(path, "xb")) as file:
-                reach("metadata-created")
-                yield file
-                # torch has synced a file that was not flushed.
-                file.flush()
-                os.fsync(file.fileno())
-                reach("metadata-flushed")
-        except Exception as error:
-            # torch's C++ writer turns "No space left on device" into an exception about positions; the stream remembers
-            # the real one.
-            cause = file.error if file is not None and file.error is not None else error
-            if isinstance(cause, OSError) and self.first_error is None:
-                cause.filename = cause.filename or os.fspath(path)
-                self.first_error = cause
-            raise
+        with create_file(Path(path), "metadata") as file:
+            yield file
         self.records[Path(path).name] = FileRecord(file.bytes_written, file.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -241,18 +202,6 @@ class _ContentsWriter(FileSystemWriter):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, single_file_per_rank=True, sync_files=True, overwrite=False)
         self.fs = self.files = _RecordingFileSystem()
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self._first_error():
-            super().finish(metadata, results)
-
-    @contextlib.contextmanager
-    def _first_error(self) -> Iterator[None]:
-        """Raise what went wrong on this process's disk instead of what torch made of it, so that all ranks learn it."""
-        try:
-            yield
-        except Exception as error:
-            raise (self.files.first_error or error) from error
 
     def storage_meta(self) -> StorageMeta | None:
         """No paths and no random ids: a checkpoint's bytes are a function of what is in it."""

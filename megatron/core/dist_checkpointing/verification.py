@@ -11,7 +11,8 @@ choose another one, or end             ->
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megatron.core.collectives import all_gather_object, broadcast_object
@@ -32,27 +33,29 @@ def find_together(look: Look, group: Group) -> FoundCheckpoint | None:
         return look(verify_files)
     if group.rank() > 0:
         while (task := _announce(None, group)) is not None:
-            _read_share(*task, group)
+            _gather_checksums(*task, group)
         return on_first_rank(group, lambda: None)
+
+    do_others_listen = True
 
     def verify(path: Path, manifest: Manifest) -> None:
         def compute(segments: list[Segment]) -> list[int]:
+            nonlocal do_others_listen
+            # What is raised here is a collective's: a process was lost, or this one was interrupted in the middle.
+            do_others_listen = False
             _announce((path, manifest), group)
-            return _read_share(path, manifest, group)
+            outcomes = _gather_checksums(path, manifest, group)
+            do_others_listen = True
+            return _join(outcomes)
 
         verify_files(path, manifest, compute=compute)
 
     def search() -> FoundCheckpoint | None:
         try:
-            found = look(verify)
-        # A rank was lost, and nobody listens.
-        except RuntimeError:
-            raise
-        except Exception:
-            _announce(None, group)
-            raise
-        _announce(None, group)
-        return found
+            return look(verify)
+        finally:
+            if do_others_listen:
+                _announce(None, group)
 
     return on_first_rank(group, search)
 
@@ -62,8 +65,8 @@ def _announce(task: tuple[Path, Manifest] | None, group: Group) -> tuple[Path, M
     return broadcast_object(task, group)
 
 
-def _read_share(path: Path, manifest: Manifest, group: Group) -> list[int]:
-    """Checksums of all segments, on every member. Raises, on the first one only, the OSError that anybody had."""
+def _gather_checksums(path: Path, manifest: Manifest, group: Group) -> list[list[int] | OSError]:
+    """The checksums of each member's share, or why it has none; on every member."""
     # On a disk of its own a process may have another checkpoint, or none: it is told so later, and has no share.
     readers = [rank for rank, sees in enumerate(all_gather_object(_sees(path, manifest), group)) if sees]
     outcome: list[int] | OSError = []
@@ -75,14 +78,19 @@ def _read_share(path: Path, manifest: Manifest, group: Group) -> list[int]:
         except OSError as error:
             # As it travels: with the file's name, and without what belongs to this process.
             outcome = type(error)(error.errno, error.strerror, error.filename)
-    outcomes = all_gather_object(outcome, group)
-    if group.rank() > 0:
-        return []
+        except RuntimeError as error:
+            # Python's word for a thread that cannot be started.
+            outcome = OSError(errno.EAGAIN, str(error), str(path))
+    return all_gather_object(outcome, group)
+
+
+def _join(outcomes: Iterable[list[int] | OSError]) -> list[int]:
+    """The checksums of all segments. Raises the OSError that anybody had."""
     checksums: list[int] = []
-    for found in outcomes:
-        if isinstance(found, OSError):
-            raise found
-        checksums += found
+    for outcome in outcomes:
+        if isinstance(outcome, OSError):
+            raise outcome
+        checksums += outcome
     return checksums
 
 
