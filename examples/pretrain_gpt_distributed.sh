@@ -7,17 +7,12 @@
 #   LAPTOP=1 bash examples/pretrain_gpt_distributed.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch/start.sh"
 
-need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-need VOCAB_FILE /path/to/vocab.json "" "the vocab.json of GPT-2's tokenizer"
-need MERGE_FILE /path/to/merges.txt "" "the merges.txt of GPT-2's tokenizer"
-CHECKPOINTS="${CHECKPOINTS:-checkpoints/gpt3-350m}"
+need_data_of_gpt2 949,50,1
+keep_in gpt3-350m 1000 100
 
 start --preset gpt3-350m --seq-length 2048 \
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
     --micro-batch-size 4 --global-batch-size 256 --train-iters 500000 \
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction .01 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
-    --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE" \
-    --tokenizer-type GPT2BPETokenizer --split 949,50,1 \
-    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 1000 --tensorboard-dir "$CHECKPOINTS/tensorboard" \
-    --log-interval 100 --log-throughput --eval-interval 1000 --eval-iters 10 ${EXTRA_FLAGS:-} "$@"
+    "${data[@]}" "${logs[@]}" ${EXTRA_FLAGS:-} "$@"

@@ -6,12 +6,9 @@
 #   LAPTOP=1 bash examples/deepseek/train_deepseek_v2_lite.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
 
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-NNODES="${NNODES:-1}"
-MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
-need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-need TOKENIZER_MODEL /path/to/tokenizer "" "a directory with the tokenizer.json of the model"
-CHECKPOINTS="${CHECKPOINTS:-checkpoints/deepseek-v2-lite}"
+made_for 1
+need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of the model"
+keep_in deepseek-v2-lite 500 10
 
 start --preset deepseek-v2-lite --seq-length 4096 --expert-model-parallel-size 8 \
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
@@ -20,6 +17,4 @@ start --preset deepseek-v2-lite --seq-length 4096 --expert-model-parallel-size 8
     --micro-batch-size 1 --global-batch-size 512 --train-iters 500000 \
     --lr 4.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.006 \
-    --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL" --split 99,1,0 \
-    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --tensorboard-dir "$CHECKPOINTS/tensorboard" \
-    --log-interval 10 --log-throughput --moe-per-layer-logging --eval-interval 1000 --eval-iters 10 ${EXTRA_FLAGS:-} "$@"
+    "${data[@]}" "${logs[@]}" --moe-per-layer-logging ${EXTRA_FLAGS:-} "$@"

@@ -39,6 +39,48 @@ need() {
     [ -e "${!name}$suffix" ] || fail "$name: ${!name}$suffix does not exist; give $text"
 }
 
+# made_for NODES: of 8 GPUs, unless the user, or the SLURM job, says otherwise. A dry run needs no first node.
+made_for() {
+    GPUS_PER_NODE="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}"
+    NNODES="${NNODES:-$1}"
+    MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
+}
+
+# need_data SPLIT TOKENIZER_TYPE TEXT: fills the array data with the flags of $DATA_PATH and $TOKENIZER_MODEL, which TEXT describes.
+need_data() {
+    need_dataset
+    need TOKENIZER_MODEL /path/to/tokenizer "" "$3"
+    # shellcheck disable=SC2034  # for the script that sources this file
+    data=(--data-path "$DATA_PATH" --tokenizer-type "$2" --tokenizer-model "$TOKENIZER_MODEL" --split "$1")
+}
+
+# need_data_of_gpt2 SPLIT: the same with the two files of GPT-2's tokenizer, $VOCAB_FILE and $MERGE_FILE.
+need_data_of_gpt2() {
+    need_dataset
+    need_files_of_gpt2
+    # shellcheck disable=SC2034  # for the script that sources this file
+    data=(--data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"
+        --tokenizer-type GPT2BPETokenizer --split "$1")
+}
+
+need_dataset() { need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"; }
+
+need_files_of_gpt2() {
+    need VOCAB_FILE /path/to/vocab.json "" "the vocab.json of GPT-2's tokenizer"
+    need MERGE_FILE /path/to/merges.txt "" "the merges.txt of GPT-2's tokenizer"
+}
+
+# keep_in NAME SAVE_INTERVAL LOG_INTERVAL: fills the array logs with the flags of checkpoints, which the next run continues
+# from, and of logs; both are under $CHECKPOINTS, which is checkpoints/NAME when it is not set.
+keep_in() {
+    CHECKPOINTS="${CHECKPOINTS:-checkpoints/$1}"
+    # The training makes the last directory of the path alone.
+    is_trial || mkdir -p "$(dirname "$CHECKPOINTS")" || fail "CHECKPOINTS=$CHECKPOINTS cannot be made; give another directory"
+    # shellcheck disable=SC2034  # for the script that sources this file
+    logs=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval "$2" --tensorboard-dir "$CHECKPOINTS/tensorboard"
+        --log-interval "$3" --log-throughput --eval-interval 1000 --eval-iters 10)
+}
+
 count_gpus() {
     local gpus="${GPUS_PER_NODE:-}"
     if [ -z "$gpus" ] && command -v nvidia-smi > /dev/null; then
@@ -47,6 +89,15 @@ count_gpus() {
     [ -n "$gpus" ] && [ "$gpus" != 0 ] ||
         fail "no GPU was found; set GPUS_PER_NODE, or LAPTOP=1 for a trial with tiny sizes on this machine"
     echo "$gpus"
+}
+
+# check_flags PROCESSES FLAGS ...: what stands against the flags is said once, before hundreds of processes start and say it.
+check_flags() {
+    local processes=$1
+    shift
+    # A container may have another Python than the node.
+    [[ "${SRUN_OPTIONS:-}" != *--container-image* && -z "${DRY_RUN:-}" ]] || return 0
+    WORLD_SIZE=$processes python "$LAUNCH_ROOT/pretrain_gpt.py" --print-config "$@" > /dev/null || exit 2
 }
 
 run_or_print() {
@@ -80,6 +131,7 @@ start() {
         [ -n "${NODE_RANK:-${DRY_RUN:-}}" ] || fail "NNODES is $NNODES and NODE_RANK is not set; give 0, 1, ... on the nodes"
         where+=(--node_rank="${NODE_RANK:-0}" --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
     fi
+    [ -n "${SLURM_STEP_ID:-}" ] || check_flags $((gpus * ${NNODES:-1})) "$@"
     run_or_print torchrun "${where[@]}" "$LAUNCH_ROOT/pretrain_gpt.py" "$@"
 }
 
@@ -94,6 +146,7 @@ start_in_slurm() {
     # Jobs that share a node need ports of their own.
     MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
     export MASTER_ADDR MASTER_PORT
+    check_flags $((gpus * NNODES)) "$@"
     local options=(--nodes="$NNODES" --kill-on-bad-exit=1)
     # Options of the site, such as --container-image and --container-mounts.
     read -r -a site <<< "${SRUN_OPTIONS:-}"

@@ -6,12 +6,9 @@
 #   LAPTOP=1 bash examples/llama/train_llama3_70b.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
 
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-NNODES="${NNODES:-8}"
-MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
-need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-need TOKENIZER_MODEL /path/to/tokenizer "" "a directory with the tokenizer.json of Llama 3"
-CHECKPOINTS="${CHECKPOINTS:-checkpoints/llama3-70b}"
+made_for 8
+need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of Llama 3"
+keep_in llama3-70b 500 10
 
 start --preset llama3-70b --seq-length 8192 \
     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5 \
@@ -19,6 +16,4 @@ start --preset llama3-70b --seq-length 8192 \
     --micro-batch-size 1 --global-batch-size 1024 --train-iters 100000 \
     --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
-    --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL" --split 99,1,0 \
-    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --tensorboard-dir "$CHECKPOINTS/tensorboard" \
-    --log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 ${EXTRA_FLAGS:-} "$@"
+    "${data[@]}" "${logs[@]}" ${EXTRA_FLAGS:-} "$@"

@@ -11,14 +11,11 @@ CHECKPOINTS="${1:-checkpoints/llama3-8b-fp8}"
 LOGS="${2:-tensorboard_logs/llama3-8b-fp8}"
 TOKENIZER_MODEL="${3:-MOCK}"
 DATA_PATH="${4:-MOCK}"
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-
+made_for 1
 if [ "$TOKENIZER_MODEL" = MOCK ] || [ "$DATA_PATH" = MOCK ]; then
     data=(--mock-data --tokenizer-type NullTokenizer --split "99,1,0")
 else
-    need TOKENIZER_MODEL /path/to/tokenizer "" "a directory with the tokenizer.json of Llama 3"
-    need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-    data=(--data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL" --split "99,1,0")
+    need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of Llama 3"
 fi
 
 start --preset llama3-8b --seq-length 8192 --rotary-base 1000000 --init-method-std 0.0134 --apply-layernorm-1p \

@@ -9,16 +9,13 @@
 # use --preset llama3-70b, as examples/llama/train_llama3_70b.sh does.
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
 
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-NNODES="${NNODES:-8}"
-MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
+made_for 8
 TP="${TP:-4}"
 PP="${PP:-4}"
 CP="${CP:-1}"
 
-need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-need VOCAB_FILE /path/to/vocab.json "" "the vocab.json of the tokenizer"
-need MERGE_FILE /path/to/merges.txt "" "the merges.txt of the tokenizer"
+need_dataset
+need_files_of_gpt2
 
 start --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" \
     --sequence-parallel --num-layers 80 --hidden-size 8192 --num-attention-heads 64 \

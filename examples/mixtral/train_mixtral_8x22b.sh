@@ -6,12 +6,9 @@
 #   LAPTOP=1 bash examples/mixtral/train_mixtral_8x22b.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
 
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-NNODES="${NNODES:-16}"
-MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
-need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-need TOKENIZER_MODEL /path/to/tokenizer "" "the tokenizer.model of Mixtral"
-CHECKPOINTS="${CHECKPOINTS:-checkpoints/mixtral-8x22b}"
+made_for 16
+need_data 99,1,0 Llama2Tokenizer "the tokenizer.model of Mixtral"
+keep_in mixtral-8x22b 500 10
 
 start --preset mixtral-8x22b --seq-length 4096 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 \
     --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
@@ -21,6 +18,4 @@ start --preset mixtral-8x22b --seq-length 4096 --tensor-model-parallel-size 2 --
     --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 \
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 500 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.01 \
-    --data-path "$DATA_PATH" --tokenizer-type Llama2Tokenizer --tokenizer-model "$TOKENIZER_MODEL" --split 99,1,0 \
-    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --tensorboard-dir "$CHECKPOINTS/tensorboard" \
-    --log-interval 10 --log-throughput --moe-per-layer-logging --eval-interval 1000 --eval-iters 10 ${EXTRA_FLAGS:-} "$@"
+    "${data[@]}" "${logs[@]}" --moe-per-layer-logging ${EXTRA_FLAGS:-} "$@"

@@ -6,12 +6,9 @@
 #   LAPTOP=1 bash examples/qwen/train_qwen3_30b_a3b.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
 
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-NNODES="${NNODES:-4}"
-MASTER_ADDR="${MASTER_ADDR:-${DRY_RUN:+localhost}}"
-need DATA_PATH /path/to/data .idx "the prefix of a dataset of tools/preprocess_data.py"
-need TOKENIZER_MODEL /path/to/tokenizer "" "a directory with the tokenizer.json of Qwen 3"
-CHECKPOINTS="${CHECKPOINTS:-checkpoints/qwen3-30b-a3b}"
+made_for 4
+need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of Qwen 3"
+keep_in qwen3-30b-a3b 500 10
 
 start --preset qwen3-30b-a3b --seq-length 4096 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
     --num-layers-per-virtual-pipeline-stage 6 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
@@ -21,6 +18,4 @@ start --preset qwen3-30b-a3b --seq-length 4096 --tensor-model-parallel-size 2 --
     --micro-batch-size 1 --global-batch-size 512 --train-iters 500000 \
     --lr 2e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 500 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.01 \
-    --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL" --split 99,1,0 \
-    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --tensorboard-dir "$CHECKPOINTS/tensorboard" \
-    --log-interval 10 --log-throughput --moe-per-layer-logging --eval-interval 1000 --eval-iters 10 ${EXTRA_FLAGS:-} "$@"
+    "${data[@]}" "${logs[@]}" --moe-per-layer-logging ${EXTRA_FLAGS:-} "$@"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -38,11 +39,20 @@ SCRIPTS = {
     "qwen/train_qwen3_30b_a3b.sh": 32,
     "deepseek/train_deepseek_v2_lite.sh": 8,
     "deepseek/train_deepseek_v3.sh": 1024,
+    "../.github/skills/megatron-lm-expert/assets/pretrain_llama.sh": 8,
 }
 """Script and argument -> processes."""
 TRAINED = ("llama/train_llama_70b.sh", "deepseek/train_deepseek_v3.sh")
-SHELL_FILES = sorted(EXAMPLES.rglob("*.sh"))
-MISSING = ("DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "MERGE_FILE")
+SHELL_FILES = sorted(
+    path for place in ("examples", "tools", "tests", ".github") for path in (ROOT / place).rglob("*.sh")
+)
+SMALL = (
+    "--preset gpt2 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 "
+    "--seq-length 32 --micro-batch-size 1 --global-batch-size 16 --train-iters 1000000 --lr 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 64"
+)
+"""Flags of a model that trains anywhere."""
+NEEDED = ("DATA_PATH", "TOKENIZER_MODEL", "VOCAB_FILE", "MERGE_FILE")
 
 
 def run(script: str | Path, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -140,6 +150,48 @@ def test_what_is_missing_is_one_sentence(script: str, variables: dict[str, str],
     assert line.startswith("error: ") and sentence in line
 
 
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in FP8])
+def test_a_script_without_its_data_starts_nothing(script: str, tmp_path: Path) -> None:
+    """First nothing is given, then a placeholder, then a file that is not there, for each variable in turn."""
+    given: dict[str, str] = {"CHECKPOINTS": str(tmp_path / "new" / "checkpoints")}
+    asked = []
+    while True:
+        finished = run(script, GPUS_PER_NODE="0", **given)
+        assert finished.returncode == 2
+        (line,) = finished.stderr.splitlines()
+        if "is not set" not in line:
+            break
+        name = line.removeprefix("error: the variable ").split()[0]
+        assert name in NEEDED
+        placeholder = "/path/to/" + re.findall(r"/path/to/(\S+)", " ".join(dry_run(script)[1]))[len(asked)]
+        for value, sentence in ((placeholder, "is a placeholder"), (str(tmp_path / "absent"), "does not exist")):
+            finished = run(script, **given, **{name: value})
+            assert finished.returncode == 2
+            assert finished.stderr.startswith(f"error: {name}") and sentence in finished.stderr
+        given[name] = str(tmp_path / name)
+        (tmp_path / name).touch()
+        (tmp_path / f"{name}.idx").touch()
+        asked.append(name)
+    assert len(asked) >= 2
+    # All is there but GPUs: now nothing but the programs is missing, and the directory of checkpoints has its parent.
+    assert "no GPU was found" in line
+
+
+def test_without_python_there_is_one_sentence(tmp_path: Path) -> None:
+    for program in ("bash", "dirname"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    finished = run("launch/start.sh --preset gpt2", PATH=str(tmp_path))
+    assert finished.returncode == 2
+    assert finished.stderr == "error: there is no python; activate the environment that has torch (README.md)\n"
+
+
+def test_flags_are_checked_before_processes_start() -> None:
+    finished = run(f"launch/start.sh {SMALL} --num-attention-heads 5", GPUS_PER_NODE="8")
+    assert finished.returncode == 2
+    assert [line.split()[0] for line in finished.stderr.splitlines()] == ["error:"]
+    assert "--num-attention-heads 5" in finished.stderr and finished.stdout == ""
+
+
 # ---- small, on this machine
 
 
@@ -203,8 +255,9 @@ def test_each_node_of_a_step_starts_its_own_torchrun(slurm: dict[str, str], tmp_
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text(f'#!/usr/bin/env bash\necho "$*" > {tmp_path}/torchrun\n')
     torchrun.chmod(0o755)
-    assert run("launch/start.sh --preset gpt2", **slurm).returncode == 0
-    assert (tmp_path / "torchrun").read_text().split()[:-3] == [
+    finished = run(f"launch/start.sh {SMALL}", **slurm)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "torchrun").read_text().partition(f" {ROOT}")[0].split() == [
         "--nproc_per_node=8", "--nnodes=2", "--node_rank=1", "--master_addr=node3", "--master_port=20123",
     ]  # fmt: skip
 
@@ -214,9 +267,7 @@ def test_a_job_saves_when_its_time_is_up_and_goes_back_into_the_queue(slurm: dic
     checkpoints = tmp_path / "checkpoints"
     script.write_text(
         f"source {EXAMPLES}/launch/start.sh\n"
-        "start --preset gpt2 --num-layers 1 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 "
-        "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 1000000 --lr 1e-3 "
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --log-interval 1 "
+        f"start {SMALL} --log-interval 1 "
         f"--save {checkpoints} --load {checkpoints} ${{EXTRA_FLAGS}}\n"
     )
     command = ["bash", str(EXAMPLES / "launch" / "slurm.sh"), str(script)]
