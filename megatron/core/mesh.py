@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
 from megatron.core.config_base import name_divisors
 from megatron.core.errors import TopologyError
@@ -169,12 +169,17 @@ class RankGrid:
         """Sizes of these blocks, from 1 on."""
         return [2**level for level in range(self.hybrid_cp.bit_length())]
 
-    def optimizer_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+    def optimizer_groups(self, *, of_experts: bool = False) -> tuple[list[list[int]], list[list[int]]]:
         """Where `optimizer_instances` copies of the divided optimizer state exist: the processes that divide one copy
-        (neighbours among those that hold the same shard of the model), and those that hold the same slice of it."""
-        replicas = self.dp * self.cp
-        size = replicas // self.optimizer_instances
-        wholes = self.groups("dp-cp")
+        (neighbours among those that hold the same shard of the model), and those that hold the same slice of it.
+
+        of_experts: of the state of experts, of which there may be fewer replicas: then there are as many copies as
+        divide both numbers.
+        """
+        wholes = self.groups("edp" if of_experts else "dp-cp")
+        replicas = len(wholes[0])
+        # Of dense weights this is the number of instances itself, which divides the replicas.
+        size = replicas // gcd(self.optimizer_instances, replicas)
         # Neighbours divide a copy, so that the gathers of every step stay inside a node.
         shards = [ranks[first : first + size] for ranks in wholes for first in range(0, replicas, size)]
         copies = [ranks[first::size] for ranks in wholes for first in range(size)]

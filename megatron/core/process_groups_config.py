@@ -157,6 +157,15 @@ class ProcessGroupCollection:
     (INTRA_PARTIAL_DATA_PARALLEL_WITH_CP)."""
     optimizer_copies: Group = _listed(lambda grid: [grid.optimizer_groups()[1]], "dp", SingleRankGroup())
     """Hold the same slice of the optimizer's state (INTER_PARTIAL_DATA_PARALLEL_WITH_CP)."""
+    expert_optimizer_shards: Group = _listed(
+        lambda grid: [grid.optimizer_groups(of_experts=True)[0]], "dp", SingleRankGroup()
+    )
+    """Divide one copy of the optimizer's state of experts: expt_dp, unless the grid has several optimizer_instances
+    (INTRA_PARTIAL_EXPERT_DATA_PARALLEL)."""
+    expert_optimizer_copies: Group = _listed(
+        lambda grid: [grid.optimizer_groups(of_experts=True)[1]], "dp", SingleRankGroup()
+    )
+    """Hold the same slice of the optimizer's state of experts (INTER_PARTIAL_EXPERT_DATA_PARALLEL)."""
     grid: RankGrid = dataclasses.field(default_factory=lambda: RankGrid(1))
     """The arithmetic the groups were built from."""
 

@@ -32,13 +32,17 @@ FIRST = "decoder.layers.0"
 ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 MUON = "--optimizer=muon"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
+INSTANCES = "--num-distributed-optimizer-instances=2"
 SMALL = [
     "dp2,ep2", f"tp2,sp,{MUON}", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
     f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping,--recompute-granularity=full,"
     "--recompute-method=uniform,--recompute-num-layers=1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
+    f"tp2,sp,dp2,etp1,dist-opt,overlap-all,{INSTANCES}", "tp2,sp,etp1,dist-opt",
 ]  # fmt: skip
 LARGE = [
     f"dp2,ep2,{MUON}", f"dp4,ep2,dist-opt,{MUON},{ONE}", f"tp2,sp,{MUON},--muon-tp-mode=distributed",
+    f"dp4,ep2,dist-opt,{INSTANCES},{ONE}", f"dp4,ep4,dist-opt,overlap-all,{INSTANCES},{ONE}",
+    "dp3,dist-opt,--num-distributed-optimizer-instances=3", f"dp4,dist-opt,{INSTANCES},{MUON},{ONE}",
     "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
     f"dp2,ep2,{ALLTOALL},dist-opt,overlap-all", f"tp2,dp2,ep4,etp1,{ALLTOALL}", "tp2,sp,dp2,ep2",
     f"tp4,sp,ep2,etp2,{ALLTOALL}", f"pp2,vpp2,dp2,ep2,overlap,{ONE}",

@@ -133,6 +133,7 @@ def test_a_ranks_view_without_processes() -> None:
             assert members is None or (group.size(), group.rank()) == (len(members), members.index(rank))
     assert [group.size() for group in views[0].hcp] == [2, 1]
     assert (views[5].optimizer_shards.size(), views[5].optimizer_copies.size()) == (2, 2)
+    assert (views[5].expert_optimizer_shards.size(), views[5].expert_optimizer_copies.size()) == (1, 2)
     assert [view.is_last_stage for view in views] == [False] * 8 + [True] * 8
     tensor = torch.ones(2)
     for collective in (all_reduce, broadcast):

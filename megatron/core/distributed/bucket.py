@@ -100,12 +100,17 @@ def choose_expert_reduction(
 ) -> Reduction:
     """The same for weights of experts: summed over the processes that hold the same shard of the same experts, whose
     tokens together are those of all replicas, and divided as for dense weights by the replicas of the model."""
-    holders = groups.expt_dp
+    holders: Group = groups.expt_dp
     op, scale = reduction.op, reduction.scale
     if op == "avg":
         scale = holders.size() / groups.dp_cp.size()  # the collective divides by the holders
     alone: Group = SingleRankGroup()
-    shards, copies = (holders, alone) if ddp_config.use_distributed_optimizer else (alone, holders)
+    if not ddp_config.use_distributed_optimizer:
+        shards, copies = alone, holders
+    elif ddp_config.num_distributed_optimizer_instances == 1:
+        shards, copies = holders, alone
+    else:
+        shards, copies = groups.expert_optimizer_shards, groups.expert_optimizer_copies
     return dataclasses.replace(reduction, shards=shards, copies=copies, op=op, scale=scale)
 
 

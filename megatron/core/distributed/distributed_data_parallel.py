@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,8 +66,8 @@ class DistributedDataParallel(ModelChunk):
         self.module = module
         self.groups = pg_collection or ProcessGroupCollection.current()
         reduction = choose_reduction(config, ddp_config, self.groups)
-        of_experts = choose_expert_reduction(reduction, ddp_config, self.groups)
-        self.flat_buffers: list[ParamAndGradBuffer] = list(_make_buffers(module, ddp_config, reduction, of_experts))
+        self.reductions = {False: reduction, True: choose_expert_reduction(reduction, ddp_config, self.groups)}
+        self.flat_buffers: list[ParamAndGradBuffer] = list(_make_buffers(module, ddp_config, self.reductions))
         # Fixed once and alike on all replicas, because collectives of a group must start in the same order everywhere.
         backward_order = _order_buckets_by_use(module, self.flat_buffers)[::-1]
         self.grad_sync = GradSync(backward_order)
@@ -133,7 +133,7 @@ class DistributedDataParallel(ModelChunk):
 
 
 def _make_buffers(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, dense: Reduction, of_experts: Reduction
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, reductions: Mapping[bool, Reduction]
 ) -> Iterator[ParamAndGradBuffer]:
     """One buffer for each number format, and of experts others. A parameter used in several places (tied embeddings) is
     in it once."""
@@ -145,7 +145,7 @@ def _make_buffers(
             by_kind[placement.is_expert, param.dtype, param.device].append((placement.name, param))
     for (is_expert, dtype, _), named_params in by_kind.items():
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype
-        reduction = of_experts if is_expert else dense
+        reduction = reductions[is_expert]
         yield ParamAndGradBuffer(named_params, grad_dtype, reduction, _make_layout(named_params, ddp_config, reduction))
 
 

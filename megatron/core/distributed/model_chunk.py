@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +68,8 @@ class ModelChunk(nn.Module, ABC):
     ddp_config: DistributedDataParallelConfig
     groups: ProcessGroupCollection
     flat_buffers: Sequence[FlatBuffer]
+    reductions: Mapping[bool, Reduction]
+    """Over whom gradients of experts (True), and of all other weights, are combined; both, whatever is here."""
     overlaps_grad_reduce: bool
     """Whether gradients are reduced during backward, so that pipeline stages may want to begin at the same moment."""
 

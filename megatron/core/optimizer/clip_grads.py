@@ -18,17 +18,18 @@ processes than dense layers (mesh.py), so that their part is summed by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce
+from megatron.core.distributed.bucket import Reduction
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, find_ranges, intersect_ranges, merge_ranges
 from megatron.core.placement import Placement, get_placement
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 # One float32 accumulator over millions of elements loses the fourth digit on CPU (measured: 6e-4 over 15 million).
 # Rows of this length summed in float32, and the rows' norms in float64, cost the same and agree to 1e-9.
@@ -47,13 +48,11 @@ class ModelSum:
     shards: Mapping[bool, Group]
 
     @classmethod
-    def build(cls, buffers: Sequence[FlatBuffer], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
-        """buffers: of this process. has_experts: whether any process of the model has experts."""
-        dense = next(buffer for buffer in buffers if not buffer.is_expert).reduction
-        if not has_experts:
-            return cls(groups, {False: dense.shards})
-        is_divided = not isinstance(dense.shards, SingleRankGroup)
-        return cls(groups, {False: dense.shards, True: groups.expt_dp if is_divided else SingleRankGroup()})
+    def build(cls, reductions: Mapping[bool, Reduction], groups: ProcessGroupCollection, has_experts: bool) -> ModelSum:
+        """reductions: a model chunk's, for weights of experts (True) and all others. has_experts: whether any process
+        of the model has experts."""
+        # Each by itself: experts may have replicas where dense weights have none, as with tensor parallelism alone.
+        return cls(groups, {kind: reductions[kind].shards for kind in ((False, True) if has_experts else (False,))})
 
     def __call__(self, own: Mapping[bool, Tensor]) -> Tensor:
         """The sum over all processes. own: this one's part, for every key of `shards`; overwritten."""

@@ -103,7 +103,7 @@ class MegatronOptimizer:
         # A stage without experts must take part in the experts' sum all the same, or the other stages would wait for
         # it.
         has_experts = any(all_gather_object(any(buffer.is_expert for buffer in buffers), groups.pp))
-        self.model_sum = ModelSum.build(buffers, groups, has_experts)
+        self.model_sum = ModelSum.build(self.model_chunks[0].reductions, groups, has_experts)
         self._device = buffers[0].device
         # On the device, because whether it advances depends on found_inf, which the host has not read.
         self._step = torch.zeros((), device=self._device)

@@ -318,7 +318,6 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
         (ddp.use_torch_fsdp2, sharding_flag(run), "--use-distributed-optimizer"),
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
         (not takes_experts(optimizer.optimizer), run.say("optimizer"), "--optimizer adam, or muon"),
-        (ddp.num_distributed_optimizer_instances > 1, run.say("num_distributed_optimizer_instances"), "1"),
         (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),
         (
             model.context_parallel_size > 1 and drops_by_position,

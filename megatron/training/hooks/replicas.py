@@ -86,7 +86,7 @@ def _list_held(chunks: Sequence[ModelChunk]) -> Iterator[_Held]:
             placement = get_placement(param, name)
             values, start = chunk.get_held_part(param)
             if start is not None:
-                groups = ["copies"]
+                groups = ["expert_copies" if placement.is_expert else "copies"]
             else:
                 groups = ["expt_dp" if placement.is_expert else "dp_cp"]
             shared_by = ("expt_tp", "etp") if placement.is_expert else ("tp", "tp")
@@ -99,8 +99,8 @@ def _list_held(chunks: Sequence[ModelChunk]) -> Iterator[_Held]:
 
 def _find_groups(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection) -> dict[str, Group]:
     """The groups over which something may be compared, in an order that is the same on every rank."""
-    copies = next((buffer.reduction.copies for chunk in chunks for buffer in chunk.flat_buffers), None)
-    found = {"copies": copies} | {
+    of_slices = {"copies": chunks[0].reductions[False].copies, "expert_copies": chunks[0].reductions[True].copies}
+    found: dict[str, Group | None] = of_slices | {
         name: getattr(groups, name) for name in ("dp_cp", "expt_dp", "tp", "expt_tp", "embd", "pos_embd")
     }
     return {name: group for name, group in found.items() if group is not None and group.size() > 1}
