@@ -461,6 +461,11 @@ def test_text_can_be_generated_token_by_token() -> None:
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"),
         ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-group-topk 3 is more than"),
         ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8; use 8 or fewer"),
+        (
+            "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap",
+            "--moe-shared-expert-overlap does not work with --moe-token-dispatcher-type allgather.*use --moe-token-"
+            "dispatcher-type alltoall or flex",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
@@ -475,6 +480,10 @@ def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
         (
             "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
             "--moe-router-pre-softmax has no effect without --moe-router-score-function softmax",
+        ),
+        (
+            "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-shared-expert-overlap",
+            "--moe-shared-expert-overlap has no effect without --moe-shared-expert-intermediate-size",
         ),
         (
             "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",

@@ -59,8 +59,6 @@ def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
 
 def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     dispatcher = run.model.moe_token_dispatcher_type
-    if planned["moe_shared_expert_overlap"] and dispatcher == "allgather":
-        yield "--moe-shared-expert-overlap does not work with --moe-token-dispatcher-type allgather; use alltoall"
     if planned["moe_pad_expert_input_to_capacity"] and run.model.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
     overlaps = planned["overlap_moe_expert_parallel_comm"]

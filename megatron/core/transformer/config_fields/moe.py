@@ -25,6 +25,9 @@ _CHOICE_BY_SCORE = Needs(
     "a --moe-router-load-balancing-type other than sinkhorn",
     lambda run: "sinkhorn" not in run.moe_router_load_balancing_type,
 )
+_SHARED = Needs(
+    "--moe-shared-expert-intermediate-size", lambda run: run.moe_shared_expert_intermediate_size is not None
+)
 _CAPACITY = Needs("--moe-expert-capacity-factor", lambda run: run.moe_expert_capacity_factor is not None)
 
 
@@ -94,6 +97,9 @@ class MoEFields(ArchitectureFields):
     """Inner width of an MLP beside the experts that works on every token (DeepSeekMoE); none when not given."""
     moe_shared_expert_gate: bool = flag(False, kind="shape", needs=_EXPERTS)
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen 1.5 MoE)."""
+    moe_shared_expert_overlap: bool = flag(False, kind="kernel", needs=(_EXPERTS, _SHARED))
+    """Compute the shared expert while tokens travel to their experts (alltoall), in backward while their gradients
+    travel back."""
     moe_grouped_gemm: bool = flag(False, kind="kernel", needs=_EXPERTS)
     """The products of all experts in one call (torch's grouped_mm), where the device has it; the log says which."""
     moe_permute_fusion: bool = flag(False, kind="kernel", needs=_EXPERTS)
@@ -128,6 +134,11 @@ class MoEFields(ArchitectureFields):
             )
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type == "allgather":
+            yield (
+                f"--moe-shared-expert-overlap does not work with {self.say('moe_token_dispatcher_type')}, whose "
+                "gathers every rank waits for; use --moe-token-dispatcher-type alltoall or flex"
+            )
 
     def _experts_divide_over_ranks(self, experts: int) -> Iterator[str]:
         ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or 1

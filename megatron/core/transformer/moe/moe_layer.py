@@ -61,6 +61,7 @@ class MoELayer(MegatronModule):
         self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)
+        self.overlaps_shared_experts = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recomputes_shared_experts = ActivationPolicy(config, has_experts=True).recomputes_shared_experts
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
@@ -70,14 +71,28 @@ class MoELayer(MegatronModule):
         # would be worked on tp times.
         if self.divides_tokens:
             own = scatter_to_sequence_parallel_region(own, self.tp_group)
-        rows, weights, ends, combine = self.dispatcher.dispatch(own.flatten(0, 1), self.router(own))
+        shared: Tensor | None = None
+
+        def compute_shared_output() -> None:
+            nonlocal shared
+            shared = self._compute_shared_output(hidden_states)
+
+        meanwhile = compute_shared_output if self.overlaps_shared_experts else None
+        rows, weights, ends, combine = self.dispatcher.dispatch(own.flatten(0, 1), self.router(own), meanwhile)
         output = combine(self.experts(rows, weights, ends)).view_as(own)
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
         if self.shared_experts is not None:
-            # From the undivided input: the shared expert is tensor-parallel itself, and takes what any MLP takes.
-            compute = self.shared_experts.compute_output
-            recomputes = self.recomputes_shared_experts
-            output = output + (checkpoint(compute, False, hidden_states) if recomputes else compute(hidden_states))
+            output = output + (self._compute_shared_output(hidden_states) if shared is None else shared)
         return output, None
+
+    def _compute_shared_output(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h], with SP [s/tp, b, h] -> the same shape. From the undivided input: the shared expert is
+        tensor-parallel itself, and takes what any MLP takes."""
+        assert self.shared_experts is not None
+        compute = self.shared_experts.compute_output
+        output: Tensor = (
+            checkpoint(compute, False, hidden_states) if self.recomputes_shared_experts else compute(hidden_states)
+        )
+        return output

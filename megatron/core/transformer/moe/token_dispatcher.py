@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.permutation import (
     unpermute_reference,
 )
 from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.row_exchange import RowExchange
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -66,9 +67,10 @@ class TokenDispatcher(ABC):
         self.permute, self.unpermute = (permute, unpermute) if fused else (permute_reference, unpermute_reference)
 
     @abstractmethod
-    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
         """Send the tokens x [T, h] of this process to their experts; returns the rows for this process's experts, and
-        the function that combines their outputs."""
+        the function that combines their outputs. meanwhile: called while the tokens travel, where they do by
+        all-to-all."""
 
     def _permute_to_experts(self, x: Tensor, routing: Routing, is_ours: Tensor | None) -> Dispatched:
         """Rows for the local experts out of tokens [T, h]. is_ours: bool [T, k], the choices that count; all if
@@ -92,7 +94,7 @@ class TokenDispatcher(ABC):
 class AllGatherDispatcher(TokenDispatcher):
     """Every rank gets all tokens: cheap where the group is small, or a token goes to many ranks anyway."""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
         """Gather the tokens of the group from x [T, h] of each rank, and take those that chose experts of this rank."""
         if self.group.size() == 1:
             return self._permute_to_experts(x, routing, routing.kept)
@@ -122,7 +124,7 @@ class AllGatherDispatcher(TokenDispatcher):
 class AllToAllDispatcher(TokenDispatcher):
     """Each token goes where its experts are. The host waits once: it must know how many rows come from every rank."""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
         """Send each of this rank's tokens x [T, h] to the ranks of its experts, and receive those for the experts
         here."""
         if self.group.size() == 1:
@@ -149,8 +151,11 @@ class AllToAllDispatcher(TokenDispatcher):
         sends, receives = torch.stack((sent, received)).sum(dim=2).tolist()
 
         # The weights travel beside the rows: the expert applies them, so that what comes back needs only a sum.
-        rows = all_to_all(self.permute(x, order, slots), self.group, sends, receives)
-        weights = all_to_all(weights, self.group, sends, receives)
+        there = RowExchange(self.group, sends, receives)
+        ticket = there.start(self.permute(x, order, slots), weights)
+        if meanwhile is not None:
+            meanwhile()
+        rows, weights = there.finish(ticket)
         # Rows came rank by rank, and inside a rank expert by expert; the products want all of an expert together.
         labels = torch.arange(self.local_experts, device=x.device).repeat(members)
         labels = labels.repeat_interleave(received.flatten(), output_size=sum(receives))
@@ -159,7 +164,7 @@ class AllToAllDispatcher(TokenDispatcher):
         def combine(outputs: Tensor) -> Tensor:
             # The way of dispatch in reverse: order of arrival, all-to-all back, sum over each token's slots.
             as_received = self.unpermute(outputs, by_expert, len(by_expert), 1)
-            returned = all_to_all(as_received, self.group, receives, sends)
+            returned = RowExchange(self.group, receives, sends).run(as_received)
             return self.unpermute(returned, order, tokens, slots)
 
         return Dispatched(self.permute(rows, by_expert, 1), weights.index_select(0, by_expert), local_ends, combine)
@@ -169,27 +174,3 @@ def build_token_dispatcher(config: TransformerConfig, pg_collection: ProcessGrou
     """Build the dispatcher that config.moe_token_dispatcher_type names."""
     kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
     return kinds[config.moe_token_dispatcher_type](config, pg_collection)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        return _all_to_all(x, group, sends, receives)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _all_to_all(grad, ctx.group, ctx.receives, ctx.sends), None, None, None
-
-
-def _all_to_all(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
-    received = x.new_empty(sum(receives), *x.shape[1:])
-    all_to_all_single(received, x.contiguous(), group, receives, sends)
-    return received
-
-
-def all_to_all(x: Tensor, group: Group, sends: list[int], receives: list[int]) -> Tensor:
-    """All-to-all of rows, differentiable: consecutive rows of x go to the ranks of the group, sends[i] of them to rank
-    i, which sends receives[i]. [sum(sends), ...] -> [sum(receives), ...]; backward sends gradients the other way."""
-    result: Tensor = _Exchange.apply(x, group, sends, receives)
-    return result

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-to-all of rows in two differentiable halves, so that a rank computes something else while its rows travel.
+
+    forward     start: rows leave          ... what is computed in between ...     finish: wait until all are there
+    backward    finish: gradients leave    ... its backward ...                    start: wait until all are there
+
+Autograd runs the youngest operation first. What was computed between the halves in forward therefore has its backward
+between them, too. Collectives are torch's own; on CUDA they run on the communicator's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Handle, all_to_all_single
+from megatron.core.process_groups_config import Group
+
+
+class RowExchange:
+    """One exchange: consecutive rows go to the ranks of the group, sends[i] of them to rank i, which sends receives[i]
+    in return; backward sends gradients the other way.
+
+    Several tensors may travel together. Each object serves one forward and its backward.
+    """
+
+    def __init__(self, group: Group, sends: list[int], receives: list[int]) -> None:
+        self.group, self.sends, self.receives = group, sends, receives
+        self._under_way: list[_UnderWay] = []
+
+    def start(self, *tensors: Tensor) -> Tensor:
+        """Send the rows of tensors [sum(sends), ...] off. What it returns stands for them until `finish` gets it."""
+        ticket: Tensor = _Start.apply(self, *tensors)
+        return ticket
+
+    def finish(self, ticket: Tensor) -> tuple[Tensor, ...]:
+        """Wait until the rows of the others are there: [sum(receives), ...] for each tensor."""
+        arrived: tuple[Tensor, ...] = _Finish.apply(self, ticket)
+        return arrived
+
+    def run(self, tensor: Tensor) -> Tensor:
+        """Exchange the rows of one tensor at once."""
+        return self.finish(self.start(tensor))[0]
+
+    def _begin(self, tensors: Sequence[Tensor], sends: list[int], receives: list[int]) -> None:
+        assert not self._under_way, "an exchange begins before its other direction is over"
+        for tensor in tensors:
+            leaving, arriving = tensor.contiguous(), tensor.new_empty(sum(receives), *tensor.shape[1:])
+            work = all_to_all_single(arriving, leaving, self.group, receives, sends, async_op=True)
+            self._under_way.append(_UnderWay(work, leaving, arriving))
+
+    def _end(self) -> tuple[Tensor, ...]:
+        arrived, self._under_way = self._under_way, []
+        for one in arrived:
+            if one.work is not None:
+                one.work.wait()
+        return tuple(one.arriving for one in arrived)
+
+
+class _UnderWay(NamedTuple):
+    work: Handle | None
+    leaving: Tensor
+    """Kept until it has left."""
+    arriving: Tensor
+
+
+# Rows that travel have no values yet, and as gradients not the shape of what they stand for. So the graph between the
+# halves has a scalar in their place, in both directions.
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: RowExchange, *tensors: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange._begin(tensors, exchange.sends, exchange.receives)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, ticket: Tensor) -> Any:
+        return None, *ctx.exchange._end()
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: RowExchange, ticket: Tensor) -> Any:
+        ctx.exchange = exchange
+        return exchange._end()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        exchange = ctx.exchange
+        exchange._begin(grads, exchange.receives, exchange.sends)
+        return None, grads[0].new_zeros(())
