@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
+from megatron.core.transformer.layer_patterns import find_chunk_of_layer
 from megatron.planner.memory import count_attention, count_layers
 
 if TYPE_CHECKING:
@@ -37,7 +38,21 @@ def count_training_flops_per_token(model: TransformerConfig, *, seq_length: int,
     three norms, and the output layer once more.
     """
     per_token, per_pair = count_products(model, padded_vocab_size=padded_vocab_size)
-    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + per_pair * seq_length // 2)
+    pairs = per_pair * seq_length
+    if model.attention_chunk_size is not None:
+        # In chunks a token sees those of its own alone.
+        pairs = per_pair * _count_seen(model, seq_length) // (model.num_layers + (model.mtp_num_layers or 0))
+    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + pairs // 2)
+
+
+def _count_seen(model: TransformerConfig, seq_length: int) -> int:
+    """Tokens that the last one of an average chunk sees, summed over the layers."""
+    chunks = [
+        min(find_chunk_of_layer(model, number) or seq_length, seq_length)
+        for number in range(1, model.num_layers + (model.mtp_num_layers or 0) + 1)
+    ]
+    # Whole chunks, and what is left of the sequence.
+    return sum((seq_length // chunk * chunk**2 + (seq_length % chunk) ** 2) // seq_length for chunk in chunks)
 
 
 def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:

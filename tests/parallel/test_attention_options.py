@@ -109,7 +109,8 @@ STYLE = """--normalization RMSNorm --swiglu --ffn-hidden-size 48 --group-query-a
     --disable-bias-linear --untie-embeddings-and-output-weights --window-size 4,0 --window-attn-skip-freq 2
     --softmax-type learnable --attn-logit-softcapping 2 --final-logit-softcapping 3 --attention-output-gate
     --position-embedding-type yarn --yarn-original-max-position-embeddings 8 --rotary-scaling-factor 2
-    --rotary-base-local 100 --no-rope-freq 4 --init-method-std 0.2"""
+    --rotary-base-local 100 --no-rope-freq 4 --attn-temperature-scale 0.7 --attn-temperature-floor 3 --qk-l2-norm
+    --qk-l2-norm-layers rotary --init-method-std 0.2"""
 ITERATIONS = 3
 
 

@@ -43,21 +43,25 @@ class Case:
 
     def is_seen(self, queries: int, keys: int) -> Tensor:
         """bool [b, s, t], pair by pair from the words of the documentation; the queries are the last of the keys."""
-        window, mask = self.config.get("window_size"), self.given_mask(keys)
-        replaces_causal = mask is not None and window is None and self.mask_type is AttnMaskType.causal
+        window, chunk = self.config.get("window_size"), self.config.get("attention_chunk_size")
+        mask, is_full = self.given_mask(keys), window is None and chunk is None
+        replaces_causal = mask is not None and is_full and self.mask_type is AttnMaskType.causal
         is_causal = not replaces_causal and self.mask_type is not AttnMaskType.no_mask
         seen = torch.zeros(self.batch, queries, keys, dtype=torch.bool)
         for row in range(queries):
             at = row + keys - queries
             for key in range(keys):
-                document = [sum(place >= bound for bound in self.bounds or ()) for place in (at, key)]
+                document = [max(bound for bound in self.bounds or (0,) if bound <= place) for place in (at, key)]
                 is_near = window is None or at - key <= window[0]
+                if chunk is not None:
+                    is_near = (at - document[0]) // chunk == (key - document[1]) // chunk
                 seen[:, row, key] = (key <= at or not is_causal) and is_near and document[0] == document[1]
         return seen if mask is None else seen & ~mask[:, 0, keys - queries :]
 
 
 WINDOW: dict[str, Any] = {"window_size": (5, 0)}
 SINKS: dict[str, Any] = {"softmax_type": "learnable"}
+CHUNKS: dict[str, Any] = {"attention_chunk_size": 5}
 CAP: dict[str, Any] = {"attn_logit_softcapping": 1.5, "softmax_scale": 0.4}
 BOUNDS = (0, 3, 4, 11, 12, 16)
 """Documents within a piece of a rank, over pieces of several ranks, and of one token."""
@@ -75,6 +79,11 @@ CASES = [
     Case("documents", {}, bounds=BOUNDS),
     Case("documents, local", {"attention_backend": "local"}, bounds=BOUNDS),
     Case("window in documents, with sinks", WINDOW | SINKS, bounds=BOUNDS),
+    Case("chunks", CHUNKS),
+    Case("chunks, local, bounded scores", CHUNKS | CAP | {"attention_backend": "local"}),
+    Case("chunks, by the flash kernel", CHUNKS | {"attention_backend": "flash"}),
+    Case("chunks and mask", CHUNKS, mask=True),
+    Case("chunks in documents, with sinks", CHUNKS | SINKS, bounds=BOUNDS),
     Case("sinks of zero", {"softmax_type": "off-by-one"}),
     Case("bounded scores", CAP),
     Case("bounded scores, local", CAP | SINKS | {"attention_backend": "local"}),

@@ -41,6 +41,7 @@ from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
+from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
 from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
@@ -163,9 +164,12 @@ class Attention(MegatronModule):
     ) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask and packed_seq_params as in DotProductAttention,
         causal when None."""
+        turns = rotation is not None and rotation.channels > 0
         query, key, value, *gate = self.get_query_key_value_tensors(
-            hidden_states, key_value_states, self.config.attention_output_gate, rotation
+            hidden_states, key_value_states, self.config.attention_output_gate, rotation if turns else None
         )
+        if rotation is not None and rotation.query_scale is not None:
+            query = (query * rotation.query_scale).to(query.dtype)
         # Keys are kept rotated: their positions do not change any more.
         if inference_context is not None:
             key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, ...]
@@ -243,7 +247,8 @@ class SelfAttention(Attention):
     def _build_head_norm(self, norm: Any, heads: int) -> Any:
         """The norm of so many query or key heads of the whole model; None where there is none."""
         if self.config.qk_l2_norm:
-            return HeadL2Norm(self.config)
+            has_positions = choose_rotary_kind(self.config, self.layer_number) != "none"
+            return HeadL2Norm(self.config) if has_positions or self.config.qk_l2_norm_layers == "all" else None
         if not self.config.qk_layernorm or norm is None:
             return None
         if self.config.qk_norm_scope == "head":

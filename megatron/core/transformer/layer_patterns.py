@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers have a sliding window, rotary positions, experts: arithmetic on layer numbers, counted from 1. Layers of
-multi-token prediction, whose numbers follow those of the decoder, are as its last layer is.
+"""Which layers have a sliding window or chunks, rotary positions, experts: arithmetic on layer numbers, counted from 1.
+Layers of multi-token prediction, whose numbers follow those of the decoder, are as its last layer is.
 
 | setting                       | value      | meaning                                                        |
 |-------------------------------|------------|----------------------------------------------------------------|
 | --window-size                 | 127,0      | a token sees itself and 127 tokens before it                   |
-| --window-attn-skip-freq       | not given  | every layer has the window                                     |
+| --attention-chunk-size        | 8192       | a token sees earlier tokens of its own chunk of 8192           |
+| --window-attn-skip-freq       | not given  | every layer has the window, or the chunks                      |
 |                               | 4          | every fourth layer sees everything: 3 windows, 1 full, ...     |
 |                               | [1,1,0]    | one entry per layer, 1 for a window                            |
 | --no-rope-freq                | 4          | every fourth layer has no rotary positions                     |
@@ -28,6 +29,7 @@ class HasPatterns(Protocol):
 
     num_layers: int
     window_size: tuple[int, int] | None
+    attention_chunk_size: int | None
     window_attn_skip_freq: int | list[int] | None
     no_rope_freq: int | list[int] | None
     rotary_base_local: int | None
@@ -47,12 +49,21 @@ def find_window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
     # -1 is upstream's word for a window without an end.
     if config.window_size is None or config.window_size[0] < 0:
         return None
-    layer_number = find_pattern_place(config, layer_number)
-    full = config.window_attn_skip_freq
+    return None if _sees_everything(config, layer_number) else config.window_size[0]
+
+
+def find_chunk_of_layer(config: HasPatterns, layer_number: int) -> int | None:
+    """Return how many tokens a chunk of this layer has, of which a token sees only its own; None where it sees all."""
+    return None if _sees_everything(config, layer_number) else config.attention_chunk_size
+
+
+def _sees_everything(config: HasPatterns, layer_number: int) -> bool:
+    """Whether a layer has neither window nor chunks, whatever the others have."""
+    full, layer_number = config.window_attn_skip_freq, find_pattern_place(config, layer_number)
     # Every n-th layer is full; a list, the other way round, has 1 for a window and 0 for a full layer.
-    is_full = isinstance(full, int) and layer_number % full == 0
-    is_full = is_full or (isinstance(full, Sequence) and not full[layer_number - 1])
-    return None if is_full else config.window_size[0]
+    if isinstance(full, int):
+        return layer_number % full == 0
+    return full is not None and not full[layer_number - 1]
 
 
 def has_windows(config: HasPatterns) -> bool:
@@ -96,6 +107,11 @@ def pattern_problems(config: HasPatterns) -> Iterator[str]:
             yield (
                 f"--window-size {left},{right} is not a window of a causal model; give the tokens that a token sees "
                 "before itself and 0, such as 127,0"
+            )
+        if left >= 0 and config.attention_chunk_size is not None:
+            yield (
+                f"--window-size {left},{right} and --attention-chunk-size {config.attention_chunk_size} contradict "
+                "each other; keep one"
             )
     for flag, pattern in (
         ("--window-attn-skip-freq", config.window_attn_skip_freq),

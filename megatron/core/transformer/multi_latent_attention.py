@@ -275,7 +275,8 @@ class MLASelfAttention(Attention):
     def _attend_to_one_head(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         """query [s, b, n, rk + p], key [t, b, 1, rk + p], value [t, b, 1, rk] -> [s, b, n, rk]."""
         config, heads = self.config, query.shape[2]
-        is_plain = config.softmax_type == "vanilla" and config.window_size is None and attention_mask is None
+        sees_all = config.window_size is None and config.attention_chunk_size is None and attention_mask is None
+        is_plain = config.softmax_type == "vanilla" and sees_all
         if query.shape[0] > 1 or not is_plain:
             return self._attend(query, key, value, attention_mask, None).unflatten(-1, (heads, -1))
         # One token sees every key, and so do its heads as so many queries of one head: kernels that would copy the

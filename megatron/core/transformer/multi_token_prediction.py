@@ -92,6 +92,7 @@ class LayerInputs(NamedTuple):
     rotation: Rotation | None
     local_rotation: Rotation | None
     packed_seq_params: PackedSeqParams | None
+    unrotated: Rotation | None = None
 
 
 @dataclass
@@ -168,7 +169,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
         if self.config.fp32_residual_connection:
             hidden_states = hidden_states.float()
-        rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": None}
+        rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": inputs.unrotated}
         hidden_states = self.mtp_model_layer(
             hidden_states, inputs.attention_mask, rotations[self.rotary_kind], None, inputs.packed_seq_params
         )

@@ -18,13 +18,16 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles of a stretch of positions, and how channels are paired."""
+    """What positions do to queries and keys: cosines and sines of a stretch of positions, and how channels are paired;
+    a layer without rotary positions may still have a factor on queries, and angles of no channels."""
 
     cos: Tensor
     """[s, rotated / 2] float32."""
     sin: Tensor
     """[s, rotated / 2] float32."""
     interleaved: bool
+    query_scale: Tensor | None = None
+    """[s, 1, 1, 1] float32, a factor on queries that goes with their positions; None for none."""
 
     @property
     def channels(self) -> int:

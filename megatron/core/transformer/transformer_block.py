@@ -71,11 +71,13 @@ class TransformerBlock(MegatronModule):
         inference_context: InferenceContext | None = None,
         local_rotation: Rotation | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        unrotated: Rotation | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None.
-        local_rotation: for layers with a sliding window, where these have angles of their own."""
+        local_rotation: for layers with a sliding window, where these have angles of their own. unrotated: for layers
+        without rotary positions, where these have a factor on queries."""
         # Angles are computed once for each step and shared by all layers, instead of in each layer.
-        rotations = {"global": rotation, "local": local_rotation, "none": None}
+        rotations = {"global": rotation, "local": local_rotation, "none": unrotated}
 
         def run(indices: range, hidden_states: Tensor) -> Tensor:
             for index in indices:

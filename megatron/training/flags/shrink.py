@@ -123,7 +123,8 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
         "make_vocab_size_divisible_by": 8,
     }  # fmt: skip
     small = {
-        "ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "mup_base_hidden_size": 32,
+        "ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "attention_chunk_size": 16,
+        "attn_temperature_floor": 8, "mup_base_hidden_size": 32,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
     }  # fmt: skip
     sizes |= {name: value for name, value in small.items() if name in given and values[name] is not None}

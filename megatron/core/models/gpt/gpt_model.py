@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
+from megatron.core.models.common.embeddings.attention_temperature import AttentionTemperature
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -85,8 +86,10 @@ class GPTModel(LanguageModule):
                 position_embedding_type,
                 rotary_percent,
                 (seq_len_interpolation_factor, rotary_base),
-                (rope_scaling, rope_scaling_factor),
+                (rope_scaling, rope_scaling_factor, config.rope_scaling_high_freq_factor),
             )
+            has_rotary = self.rotary_pos_emb is not None
+            self.temperature = AttentionTemperature.from_config(config) if has_rotary else None
         with torch.device("meta" if config.init_model_with_meta_device else current_device()):
             if (pre_process or self.predicts_further) and self.embedding_owner_chunk is None:
                 self.embedding = LanguageModelEmbedding(
@@ -204,19 +207,25 @@ class GPTModel(LanguageModule):
             self._rotation(angles, hidden_states, offset, sequence)
             for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
         )
+        unrotated = None
+        if self.temperature is not None:
+            length = self._sequence_length(hidden_states, sequence)
+            unrotated = self.temperature.build_rotation(
+                length, offset, hidden_states.device, sequence, packed_seq_params
+            )
         if packed_seq_params is not None:
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
             # Wrong bounds are refused, and right ones read from their device, before the first layer.
             packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
         hidden_states = self.decoder(
-            hidden_states, attention_mask, rotation, inference_context, local_rotation, packed_seq_params
+            hidden_states, attention_mask, rotation, inference_context, local_rotation, packed_seq_params, unrotated
         )
         shift = None
         if self.config.mtp_num_layers is not None and inference_context is None:
             shift = TokenShift(sequence, packed_seq_params, self._sequence_length(hidden_states, sequence))
         # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
         if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
-            inputs = LayerInputs(attention_mask, rotation, local_rotation, packed_seq_params)
+            inputs = LayerInputs(attention_mask, rotation, local_rotation, packed_seq_params, unrotated)
             further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, inputs)
         if not self.post_process:
             return hidden_states if not further else self._join_states([hidden_states, *further])
@@ -320,11 +329,11 @@ def _rotary_embeddings(
     position_embedding_type: str,
     rotary_percent: float,
     stretch: tuple[float | None, float],
-    llama3_scaling: tuple[bool, float],
+    llama3_scaling: tuple[bool, float, float],
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
     """The model's rotary positions, and those of its layers with a sliding window; None where it has none.
 
-    stretch: interpolation factor and base. llama3_scaling: whether, and its factor.
+    stretch: interpolation factor and base. llama3_scaling: whether, its factor, and that of high frequencies.
     """
     # Latent attention rotates whatever else the model is told about positions.
     kind = config.position_embedding_type if config.multi_latent_attention else position_embedding_type

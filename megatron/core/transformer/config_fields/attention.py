@@ -13,7 +13,11 @@ from megatron.core.transformer.config_fields.architecture import ArchitectureFie
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
 _QK_CLIP = Needs("--qk-clip", lambda run: run.qk_clip)
-_WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
+_WINDOW = Needs(
+    "--window-size or --attention-chunk-size",
+    lambda run: run.window_size is not None or run.attention_chunk_size is not None,
+)
+_QK_L2_NORM = Needs("--qk-l2-norm", lambda run: run.qk_l2_norm)
 _HEAD_WIDTH = Needs(
     "attention other than --multi-latent-attention, whose widths are --qk-head-dim and --v-head-dim",
     lambda run: not run.multi_latent_attention,
@@ -47,6 +51,8 @@ class AttentionFields(ArchitectureFields):
     """With --qk-layernorm, what is normalised together: one head, or all heads of a token (OLMo 2, RMSNorm only)."""
     qk_l2_norm: bool = flag(False, kind="function")
     """Divide each head's queries and keys by their root mean square, without weights (Llama 4)."""
+    qk_l2_norm_layers: str = flag("all", choices=("all", "rotary"), kind="function", needs=_QK_L2_NORM)
+    """Layers with --qk-l2-norm: all, or only those with rotary positions, see --no-rope-freq (Llama 4)."""
     attention_softmax_in_fp32: bool = flag(False, kind="numerics")
     """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
     apply_query_key_layer_scaling: bool = flag(False, kind="numerics")
@@ -113,8 +119,12 @@ class AttentionFields(ArchitectureFields):
     window_size: tuple[int, int] | None = flag(None, parse=window, kind="function")
     """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
     it."""
+    attention_chunk_size: int | None = flag(None, minimum=1, unit="tokens", kind="function")
+    """Chunked attention: sequences, and packed documents, are divided into chunks of so many tokens, and a token sees
+    earlier tokens of its own chunk only (Llama 4)."""
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_WINDOW)
-    """Layers that see everything in spite of --window-size: every n-th, or one entry per layer, 0 for such a layer."""
+    """Layers that see everything in spite of --window-size or --attention-chunk-size: every n-th, or one entry per
+    layer, 0 for such a layer."""
 
     def normalize(self) -> None:
         super().normalize()

@@ -20,6 +20,9 @@ _YARN = Needs(
 )
 # The scores of latent attention have a factor of these two whatever its positions are, as upstream has it.
 _STRETCHED = Needs("--position-embedding-type yarn", lambda run: _YARN.met(run) or run.multi_latent_attention)
+_SCALED = Needs("--use-rope-scaling", lambda run: run.use_rope_scaling)
+_SOME_WITHOUT = Needs("--no-rope-freq", lambda run: run.no_rope_freq is not None)
+_TEMPERATURE = Needs("--attn-temperature-scale", lambda run: run.attn_temperature_scale is not None)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
@@ -71,6 +74,15 @@ class PositionFields(AttentionFields):
     (0.1 x this x ln(factor) + 1)."""
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_ROTARY)
     """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
+    attn_temperature_scale: float | None = flag(None, above=0, kind="function", needs=(_ROTARY, _SOME_WITHOUT))
+    """In layers without rotary positions, multiply the query at position p, counted from 1, by 1 + this x
+    ln(1 + floor(p / --attn-temperature-floor)), which keeps the softmax sharp over long sequences (Llama 4, where it is
+    0.1; Nakanishi, 2025)."""
+    attn_temperature_floor: int = flag(8192, minimum=1, unit="tokens", kind="function", needs=_TEMPERATURE)
+    """With --attn-temperature-scale: tokens after which the factor grows for the first time, and then each time."""
+    rope_scaling_high_freq_factor: float = flag(4.0, minimum=1, kind="function", needs=_SCALED)
+    """--use-rope-scaling keeps frequencies with more turns than this in the first 8192 tokens, stretches those with
+    less than one turn, and blends in between; 4 in Llama 3.1, 1 in Llama 4."""
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
@@ -102,6 +114,8 @@ class PositionFields(AttentionFields):
         yield from super().problems()
         if self.rope_type == "rope" and self.position_embedding_type == "yarn":
             yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
+        if self.attn_temperature_scale is not None and self.multi_latent_attention:
+            yield "--attn-temperature-scale is not there for --multi-latent-attention; leave one of the two out"
         # With the kind as an argument, because a model may be built with other positions than its config names.
         yield from self.position_problems(self.position_embedding_type)
 

@@ -48,7 +48,7 @@ class DotProductAttention(MegatronModule):
         """Upstream's signature; attention_dropout, softmax_scale and cp_comm_type are the config's when None.
 
         layer_number: counted from 1. attn_mask_type: what is visible where forward is not told (`Visible.build`).
-        attention_type: self or cross; cross-attention has no window.
+        attention_type: self or cross; cross-attention has neither window nor chunks.
         """
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
@@ -62,6 +62,7 @@ class DotProductAttention(MegatronModule):
             dropout=options.dropout if attention_dropout is None else attention_dropout,
             # Positions in two sequences are not comparable.
             window=options.window if attention_type == "self" else None,
+            chunk=options.chunk if attention_type == "self" else None,
         )
         # Upstream's name, under which checkpoints hold the sinks.
         self.softmax_offset: nn.Parameter | None = None  # scores of the sinks, [n]
@@ -109,7 +110,7 @@ class DotProductAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("attention_bias is not supported: no backend adds to scores; use attention_mask")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        visible = Visible.build(attention_mask, mask_type, self.options.window)
+        visible = Visible.build(attention_mask, mask_type, self.options.window, self.options.chunk)
         inputs = AttentionInputs(query, key, value, visible, self._sinks(query), self.training)
         # Documents decide what is visible, whatever mask type the layer was built with.
         if packed_seq_params is not None:
@@ -124,7 +125,7 @@ class DotProductAttention(MegatronModule):
         ranks = (self.cp_group if group is None else group).size()
         # Bounds of documents count tokens of the whole sequence; a rank's keys are only its share.
         documents = packed_seq_params.documents(inputs.key.shape[0] * ranks)
-        visible = Visible(window=inputs.visible.window, documents=documents)
+        visible = Visible(window=inputs.visible.window, documents=documents, chunk=inputs.visible.chunk)
         return self._attend(backend, dataclasses.replace(inputs, visible=visible))
 
     def _attend(self, backend: CoreAttention, inputs: AttentionInputs) -> Tensor:

@@ -2,7 +2,7 @@
 """What every implementation of core attention, softmax(scale * Q K^T) V, takes and returns.
 
     AttentionInputs    query, key, value, what is visible, sinks, whether dropout is drawn
-    Visible            causal, within a window, by a mask, within documents; and how to cut that to blocks
+    Visible            causal, within a window or a chunk, by a mask, within documents; and how to cut that to blocks
     CoreAttention      inputs -> [s, b, n * dv]; backends compute it on one rank, exchanges among ranks around a backend
     AttentionOptions   what a layer's config says about it, once per layer
 
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.enums import AttnMaskType
-from megatron.core.packed_seq_params import Documents
-from megatron.core.transformer.layer_patterns import find_window_of_layer
+from megatron.core.packed_seq_params import Documents, Stretch
+from megatron.core.transformer.layer_patterns import find_chunk_of_layer, find_window_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ALL = slice(None)
@@ -35,7 +35,7 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees: all that none of the four rules hides."""
+    """Which keys a query sees: all that none of the five rules hides."""
 
     causal: bool = True
     """A query sees no key after its own position."""
@@ -46,6 +46,9 @@ class Visible:
     documents: Documents | None = None
     """A query sees only keys of its own document; the keys begin where the packed sequence does. Only where causal,
     without a mask, and with b = 1."""
+    chunk: int | None = None
+    """Sequences, or documents, are divided into chunks of so many tokens from their beginning, and a query sees only
+    keys of its own chunk; None for no division. The keys begin where the sequence does. Only where causal."""
 
     @classmethod
     def build(
@@ -53,20 +56,21 @@ class Visible:
         attention_mask: Tensor | None,
         mask_type: AttnMaskType = AttnMaskType.causal,
         window: int | None = None,
+        chunk: int | None = None,
     ) -> Visible:
         """What upstream's arguments of attention mean.
 
-        A mask takes the place of the causal rule, except with padding_causal or in a layer with a window, where it only
-        hides more. Without one attention is causal unless the mask type is no_mask.
+        A mask takes the place of the causal rule, except with padding_causal or in a layer with a window or chunks,
+        where it only hides more. Without one attention is causal unless the mask type is no_mask.
         """
         # With a window the causal rule stays: a window is counted backwards from a query's own position.
-        if window is not None or mask_type is AttnMaskType.padding_causal:
-            return cls(True, window, attention_mask)
+        if window is not None or chunk is not None or mask_type is AttnMaskType.padding_causal:
+            return cls(True, window, attention_mask, chunk=chunk)
         return cls(attention_mask is None and mask_type is not AttnMaskType.no_mask, None, attention_mask)
 
     def build_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """bool [s, t] or [b or 1, 1, s or 1, t], True where a query may not see a key; None where it sees every key."""
-        assert self.documents is None, "documents are computed one by one"
+        assert self.documents is None and self.chunk is None, "documents and chunks are computed one by one"
         # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
         if not self.causal or (queries == 1 and self.window_reaches(keys)):
             return self.mask
@@ -80,9 +84,22 @@ class Visible:
 
     def find_first_seen(self, positions: Tensor) -> Tensor:
         """For queries at these positions of the whole sequence, int64 [s], the first position that each sees."""
-        # Both rules hide from the front, and the causal one from the back: what is seen is one stretch of keys.
-        firsts = torch.zeros_like(positions) if self.window is None else positions - self.window
-        return firsts if self.documents is None else torch.maximum(firsts, self.documents.starts[positions])
+        # These rules hide from the front, and the causal one from the back: what is seen is one stretch of keys.
+        starts = torch.zeros_like(positions) if self.documents is None else self.documents.starts[positions]
+        if self.chunk is not None:
+            starts = positions - (positions - starts) % self.chunk
+        return starts if self.window is None else torch.maximum(starts, positions - self.window)
+
+    def stretches(self, first: int, end: int) -> Iterator[Stretch]:
+        """The queries [first, end), divided where documents and chunks end; each with where its keys begin."""
+        whole = Stretch(0, first, end)
+        for start, begin, stop in [whole] if self.documents is None else self.documents.stretches(first, end):
+            while begin < stop:
+                # Chunks are counted from the beginning of the document, so that a document is the same alone.
+                start = start if self.chunk is None else begin - (begin - start) % self.chunk
+                until = stop if self.chunk is None else min(stop, start + self.chunk)
+                yield Stretch(start, begin, until)
+                start = begin = until
 
     def blocks(self, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice]]:
         """Blocks of at most `size` queries, each with the keys that its queries see any of."""
@@ -98,7 +115,8 @@ class Visible:
 
     def cut(self, queries: slice, keys: slice) -> Visible:
         """The same for some of the queries and of the keys; where causal, the last of each are at one position."""
-        assert self.documents is None or not keys.start, "documents are counted from the first key"
+        is_counted = self.documents is not None or self.chunk is not None
+        assert not is_counted or not keys.start, "documents and chunks are counted from the first key"
         if self.mask is None:
             return self
         # A mask of one row, such as one of padding, is for all queries.
@@ -137,20 +155,18 @@ class AttentionInputs:
             self.training,
         )
 
-    def by_document(self) -> Iterator[AttentionInputs]:
-        """The queries of each document with the keys of their own document: causal attention of one sequence each.
+    def by_stretch(self) -> Iterator[AttentionInputs]:
+        """The queries of each document or chunk with the keys of the same: causal attention of one sequence each.
 
-        The work is the sum over the documents, not the square of the packed sequence.
+        The work is the sum over the documents and chunks, not the square of the whole sequence.
         """
-        assert self.visible.documents is not None
-        # Inside one document the documents' rule is the causal rule, so that kernels without a mask will do.
-        visible = Visible(window=self.visible.window)
+        # Inside of one the rule that divides them is the causal rule, so that kernels without a mask will do.
+        undivided = dataclasses.replace(self, visible=dataclasses.replace(self.visible, documents=None, chunk=None))
         # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
         first = end - self.query.shape[0]
-        for start, begin, stop in self.visible.documents.stretches(first, end):
-            own = self.query[begin - first : stop - first]
-            yield AttentionInputs(own, self.key[start:stop], self.value[start:stop], visible, self.sinks, self.training)
+        for start, begin, stop in self.visible.stretches(first, end):
+            yield undivided.cut(slice(begin - first, stop - first), slice(start, stop))
 
 
 class CoreAttention(Protocol):
@@ -170,19 +186,19 @@ class CoreAttention(Protocol):
 
 
 class AttentionBackend(ABC):
-    """Core attention on one rank, which has all the keys; documents are computed one after another."""
+    """Core attention on one rank, which has all the keys; documents and chunks are computed one after another."""
 
     name: str
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
-        if inputs.visible.documents is None:
+        if inputs.visible.documents is None and inputs.visible.chunk is None:
             return self.attend(inputs)
-        return torch.cat([self.attend(document) for document in inputs.by_document()])
+        return torch.cat([self.attend(stretch) for stretch in inputs.by_stretch()])
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention of inputs without documents: the same shapes as `CoreAttention.__call__`."""
+        """Compute attention of inputs without documents and chunks: the same shapes as `CoreAttention.__call__`."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +214,8 @@ class AttentionOptions:
     masked_softmax_fusion: bool
     window: int | None
     """Keys before its own position that a query sees; None for all."""
+    chunk: int | None
+    """Tokens of a chunk, of which a query sees only its own; None for no chunks."""
     softcap: float | None
     """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
 
@@ -214,6 +232,7 @@ class AttentionOptions:
             # A compiler cannot see into the fused operation, and fuses the plain ones by itself.
             masked_softmax_fusion=config.masked_softmax_fusion and not config.compile,
             window=find_window_of_layer(config, layer_number),
+            chunk=find_chunk_of_layer(config, layer_number),
             softcap=config.attn_logit_softcapping,
         )
 

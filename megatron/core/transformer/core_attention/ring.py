@@ -11,7 +11,7 @@ so that every step after the first is half a square, on every rank. The next blo
 Backward goes round once more, and the gradients of keys and values travel with them until they are home.
 
 A given mask [b or 1, 1, s, t] replaces the causal one: then all queries meet all keys, and its columns are cut to the
-block's. Documents and sliding windows hide more of a block, or all of it: then it is only passed on.
+block's. Documents, chunks and sliding windows hide more of a block, or all of it: then it is only passed on.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Call:
                 mask = outside if mask is None else mask | outside
             return Block(_ALL, _ALL, False, mask)
         block = choose_causal_block(rank, source, tokens)
-        if visible.documents is None and visible.window is None:
+        if visible.documents is None and visible.window is None and visible.chunk is None:
             return block
         # On the host, where the documents' bounds are: to look at a result on a device would mean to wait for it, in
         # every step of every layer.

@@ -32,9 +32,9 @@ class Llama3Scaling:
         wavelength = 2 * math.pi / inv_freq
         longest_kept = self.original_max_position_embeddings / self.high_freq_factor
         shortest_stretched = self.original_max_position_embeddings / self.low_freq_factor
-        smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        # Where both factors are the same there is nothing in between.
+        width = self.high_freq_factor - self.low_freq_factor or 1.0
+        smooth = (self.original_max_position_embeddings / wavelength - self.low_freq_factor) / width
         blended = (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
         scaled = torch.where(wavelength > shortest_stretched, inv_freq / self.factor, blended)
         return torch.where(wavelength < longest_kept, inv_freq, scaled)
@@ -52,9 +52,10 @@ class RotaryEmbedding(nn.Module):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
+        rope_scaling_high_freq_factor: float = 4.0,
     ) -> None:
         """kv_channels: width of a head; rotary_percent: share of it that is rotated. seq_len_interpolation_factor:
-        divides positions (Chen et al., 2023)."""
+        divides positions (Chen et al., 2023). rope_scaling...: whether frequencies are `Llama3Scaling`'s."""
         super().__init__()
         channels = int(kv_channels * rotary_percent)
         self.rotary_interleaved = rotary_interleaved
@@ -64,7 +65,8 @@ class RotaryEmbedding(nn.Module):
         self.magnitude = 1.0
         """Factor on the rotated channels."""
         if rope_scaling:
-            self.inv_freq = Llama3Scaling(factor=rope_scaling_factor).apply(self.inv_freq)
+            scaling = Llama3Scaling(rope_scaling_factor, high_freq_factor=rope_scaling_high_freq_factor)
+            self.inv_freq = scaling.apply(self.inv_freq)
         self._table: tuple[Tensor, ...] | None = None  # cos, sin [positions, channels / 2]
 
     def compute_angles(self, length: int, offset: int = 0) -> Tensor:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharper attention far back in a sequence, in layers without rotary positions (Nakanishi, "Scalable-Softmax", 2025).
+
+    query at position p *= 1 + scale * ln(1 + floor((p + 1) / floor_tokens)),    p = 0, 1, ...
+
+as Llama 4 has it: a softmax over more keys is flatter, and these layers see all keys. Positions of packed documents
+begin anew at each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.sharding import shard_sequence
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import Group
+from megatron.core.transformer.rotary import Rotation
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class AttentionTemperature:
+    """The factor on the queries of any stretch of positions."""
+
+    scale: float
+    floor_tokens: int
+
+    @classmethod
+    def from_config(cls, config: TransformerConfig) -> AttentionTemperature | None:
+        """As the config has it; None where no layer has such a factor."""
+        if config.attn_temperature_scale is None or config.no_rope_freq is None:
+            return None
+        return cls(config.attn_temperature_scale, config.attn_temperature_floor)
+
+    def compute_scale(self, positions: Tensor) -> Tensor:
+        """The factor of queries at these positions [s], counted from 0, float32."""
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_tokens)) * self.scale + 1.0
+
+    def build_rotation(
+        self,
+        length: int,
+        offset: int,
+        device: torch.device,
+        sequence: Group,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Rotation:
+        """The factor of positions [offset, offset + length), and angles of no channels.
+
+        Of them those that this rank holds, where the ranks of `sequence` share the sequence.
+        """
+        # Packed documents have their bounds on the host; without them nothing has to travel to the device.
+        if packed_seq_params is None:
+            positions = torch.arange(offset, offset + length, device=device)
+        else:
+            positions = torch.arange(length) - packed_seq_params.documents(length).starts
+        scale = shard_sequence(self.compute_scale(positions), sequence.rank(), sequence.size())
+        nothing = torch.empty(len(scale), 0, device=device)
+        return Rotation(nothing, nothing, False, scale.to(device, non_blocking=True).view(-1, 1, 1, 1))
