@@ -55,7 +55,8 @@ LARGE += [
     for layout in ("tp2,sp,ep2,etp1", f"dp2,ep2,{ALLTOALL}", "pp2,--pipeline-schedule=zb-v,dp2,ep2")
     for parts in ("moe", "moe_act shared_experts layernorm")
 ]
-LAYOUTS = SMALL + (LARGE if os.environ.get("MEGATRON_ALL_LAYOUTS") else [])
+LARGE_TOO = bool(os.environ.get("MEGATRON_ALL_LAYOUTS"))
+LAYOUTS = SMALL + (LARGE if LARGE_TOO else [])
 
 
 def share(text: str, style: str = "moe") -> RankTrace:
@@ -88,6 +89,12 @@ def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str
     """Full experts drop tokens of the whole microbatch, and a bias follows the tokens of the whole step."""
     trace = join(run_distributed(share, 2, layout, "picky", timeout=240.0))
     assert compare(reference("1", "picky"), trace) == []
+
+
+@pytest.mark.parametrize("layout", ["tp2,sp", *([f"tp4,ep2,etp2,{ALLTOALL}", "tp2,dp2,ep2"] if LARGE_TOO else [])])
+def test_biases_of_divided_experts_count_once(layout: str) -> None:
+    trace = join(run_distributed(share, parse_layout(layout).world_size, f"{layout},--add-bias-linear", timeout=240.0))
+    assert compare(reference("1,--add-bias-linear"), trace) == []
 
 
 # ---- bytes, logs, checkpoints

@@ -87,7 +87,8 @@ def find_counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> l
 
 def is_counted(placement: Placement, groups: ProcessGroupCollection) -> bool:
     """Whether this process counts its shard of the parameter, or what it owns of it."""
-    return not placement.is_copy and (placement.is_expert or "tp" in placement.axes or groups.tp.rank() == 0)
+    axis, group = ("etp", groups.expt_tp) if placement.is_expert else ("tp", groups.tp)
+    return not placement.is_copy and (axis in placement.axes or group.rank() == 0)
 
 
 def view_counted(buffer: FlatBuffer, flat: Tensor, groups: ProcessGroupCollection) -> list[Tensor]:

@@ -141,17 +141,11 @@ class MoEFields(ArchitectureFields):
             )
 
     def _experts_divide_over_ranks(self, experts: int) -> Iterator[str]:
-        ep, etp = self.expert_model_parallel_size, self.expert_tensor_parallel_size or 1
+        ep = self.expert_model_parallel_size
         if experts % ep:
             yield (
                 f"{self.say('num_moe_experts')} cannot be divided over {self.say('expert_model_parallel_size')}; "
                 f"use {name_multiples(experts, ep)} experts, or an expert-parallel size of {name_divisors(experts, ep)}"
-            )
-        # Every rank that shares an expert would add the bias of its outputs, which are summed afterwards.
-        if self.add_bias_linear and etp > 1:
-            yield (
-                f"{self.say('expert_tensor_parallel_size')} cannot divide experts with biases; "
-                "use --disable-bias-linear or --expert-tensor-parallel-size 1"
             )
 
     def _groups_leave_enough_experts(self, experts: int) -> Iterator[str]:

@@ -86,6 +86,7 @@ class Experts(MegatronModule):
         self.activation, self.activate = build_activation(config), choose_activate(config)
         self.recomputes_activation = ActivationPolicy(config, has_experts=True).recomputes_expert_activation
         ep, etp = pg_collection.ep, pg_collection.expt_tp
+        self.adds_bias = etp.rank() == 0
         # Named also in a group of one: by this axis the engine knows experts' gradients, which it sums over other
         # ranks than those of the other layers.
         by_expert = Split(0, "ep", ep.size(), ep.rank())
@@ -118,7 +119,12 @@ class Experts(MegatronModule):
         output = self._activate_and_multiply(intermediate, weights, ends)
         if self.linear_fc2.bias is not None:
             # y_e is weighted with its bias: the weight belongs to the expert's output, not to the product alone.
-            output = output + (self.linear_fc2.repeat_bias(ends, len(rows)) * weights).to(rows.dtype)
+            bias = self.linear_fc2.repeat_bias(ends, len(rows))
+            if self.adds_bias:
+                return output + (bias * weights).to(rows.dtype)
+            # Another process adds it to the sum, and has the weights' gradient; the bias's own is the same everywhere.
+            bias = (bias * weights.detach()).to(rows.dtype)
+            return output + (bias - bias.detach())
         return output
 
     def _activate_and_multiply(self, intermediate: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
