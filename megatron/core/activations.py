@@ -11,6 +11,8 @@
 
     plain   y = act(x + b)                     gated   y = act(gate + b_g) * (up + b_u),   x = (gate | up)
     gated, with clamp c and offset o           y = act(min(gate + b_g, c)) * (max(-c, min(up + b_u, c)) + o)
+    gated, in blocks of n                      x = (n of gate | n of up | the next n of gate | ...)
+    squared ReLU of experts, with weight w     y = max(x, 0)^2 w
 
 The fused operations keep only their input. Backward writes the gradient into that input's memory, which nothing needs
 any more: no temporary of the MLP's inner width outlives its use. References: `activation_reference`,
@@ -59,6 +61,8 @@ class Activation:
     """c of the gated form: min(gate, c) and max(-c, min(up, c)) take part; unbounded when None (gpt-oss has 7)."""
     linear_offset: float = 0.0
     """o of the gated form: act(gate) * (up + o) (gpt-oss has 1)."""
+    interleave_size: int | None = None
+    """n of the gated form: gate and up take turns in blocks of n channels; one after the other when None."""
 
 
 def _silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
@@ -125,9 +129,23 @@ def activation_reference(x: Tensor, bias: Tensor | None, activation: Activation)
 
 def gated_activation_reference(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     """act(gate) * up of x + b = (gate | up), clamped and offset as the activation says; x [..., 2 f] -> [..., f]."""
-    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    gate, up = _take_apart(x if bias is None else x + bias, activation.interleave_size)
     gate, up = _clamped(gate, up, activation.clamp_value)
-    return activation.forward(gate) * _offset(up, activation.linear_offset)
+    return _join_blocks(activation.forward(gate) * _offset(up, activation.linear_offset), activation.interleave_size)
+
+
+def _take_apart(x: Tensor, interleave_size: int | None) -> tuple[Tensor, Tensor]:
+    """Views of gate and up in x [..., 2 f]: [..., f] each, in blocks [..., f / n, n]."""
+    if interleave_size is None:
+        gate, up = x.chunk(2, dim=-1)
+        return gate, up
+    blocks = x.unflatten(-1, (-1, 2, interleave_size))
+    return blocks[..., 0, :], blocks[..., 1, :]
+
+
+def _join_blocks(y: Tensor, interleave_size: int | None) -> Tensor:
+    """[..., f / n, n] -> [..., f]."""
+    return y if interleave_size is None else y.flatten(-2)
 
 
 def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
@@ -164,15 +182,17 @@ class _GatedActivation(torch.autograd.Function):
             x = x.detach().add_(bias)
         ctx.save_for_backward(x)
         ctx.activation = activation
-        gate, up = x.chunk(2, dim=-1)  # [..., 2 f] -> 2 x [..., f]
+        gate, up = _take_apart(x, activation.interleave_size)
         gate, up = _clamped(gate, up, activation.clamp_value)
-        return activation.forward(gate).mul_(_offset(up, activation.linear_offset))
+        product = activation.forward(gate).mul_(_offset(up, activation.linear_offset))
+        return _join_blocks(product, activation.interleave_size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         x = x.detach()
-        gate, up = x.chunk(2, dim=-1)  # [..., 2 f] -> 2 x [..., f]
+        gate, up = _take_apart(x, ctx.activation.interleave_size)
+        grad = grad.reshape(gate.shape)
         limit = ctx.activation.clamp_value
         beyond = None
         if limit is not None:
@@ -193,6 +213,22 @@ def _bias_gradient(ctx: Any, grad_x: Tensor) -> Tensor | None:
     return grad_x.reshape(-1, grad_x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
 
 
+class _WeightedSquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return (squared_relu(x) * weights).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weights = ctx.saved_tensors
+        positive = x.detach().relu_()
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_weights = (grad * torch.square(positive)).sum(-1, keepdim=True).to(weights.dtype)
+        return positive.mul_(2).mul_((grad * weights).to(x.dtype)), grad_weights
+
+
 def bias_activation(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     """act(x + b). Overwrites x [..., f]: hand it over only when nothing else needs it."""
     result: Tensor = _BiasActivation.apply(x, bias, activation)
@@ -202,4 +238,11 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: Activation) -> T
 def bias_gated_activation(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     """act(gate) * up of x + b = (gate | up), [..., 2 f] -> [..., f]. Overwrites x as `bias_activation` does."""
     result: Tensor = _GatedActivation.apply(x, bias, activation)
+    return result
+
+
+def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
+    """max(x, 0)^2 times the weight of its row, in x's number format; x [n, f], weights [n, 1]. Overwrites x as
+    `bias_activation` does, and keeps neither the square nor the product."""
+    result: Tensor = _WeightedSquaredReLU.apply(x, weights)
     return result

@@ -36,6 +36,7 @@ BASES = (
     f"{_ROTARY} rope --use-rope-scaling --rotary-base 500000",
     f"{_ROTARY} yarn --yarn-original-max-position-embeddings 512 --rotary-scaling-factor 4",
     "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-expert-capacity-factor 0.5",
+    "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --swiglu --moe-shared-expert-intermediate-size 64",
     "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 4 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16",
     "--use-mup --mup-base-hidden-size 32",

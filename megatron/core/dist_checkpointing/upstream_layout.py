@@ -137,8 +137,10 @@ def find_cut(name: str, args: Mapping[str, Any]) -> Cut:
     if _CUT_WITHOUT_FUSION.fullmatch(name) and args.get("transformer_impl") == "local":
         return Cut(0)
     is_gated = args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit")
+    kind = "moe_shared_expert_glu_interleave_size" if ".shared_experts." in name else "moe_mlp_glu_interleave_size"
+    takes_turns = args.get(kind) and "experts." in name
     if _CUT_BY_ROWS.fullmatch(name):
-        return Cut(0, 2 if is_gated and ".linear_fc1." in name else 1)
+        return Cut(0, 2 if is_gated and not takes_turns and ".linear_fc1." in name else 1)
     return Cut()
 
 

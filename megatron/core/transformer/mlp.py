@@ -22,7 +22,7 @@ from megatron.core.activations import (
     find_activation,
     gated_activation_reference,
 )
-from megatron.core.placement import Part
+from megatron.core.placement import Part, make_grouped_parts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
@@ -46,14 +46,26 @@ def uses_fused_activation(config: TransformerConfig) -> bool:
     return config.bias_activation_fusion and known and not config.compile
 
 
-def build_activation(config: TransformerConfig) -> Activation:
-    """Build the activation that the config names, with its clamp and offset."""
+def build_activation(config: TransformerConfig, interleave_size: int | None = None) -> Activation:
+    """Build the activation that the config names, with its clamp and offset. interleave_size: see Activation."""
     # A copy: the table's entries are shared by all models of the process.
     return dataclasses.replace(
         find_activation(config.activation_func),
         clamp_value=config.activation_func_clamp_value,
         linear_offset=config.glu_linear_offset,
+        interleave_size=interleave_size,
     )
+
+
+def list_gate_and_up(width: int, interleave_size: int | None, num_shards: int) -> tuple[Part, ...]:
+    """List the parts of a gated layer's outputs, `width` each of gate and up: two, or blocks that take turns.
+
+    num_shards: ranks that share the layer. Each has the gate of what it has of up.
+    """
+    if interleave_size is None:
+        return Part(width, name="gate"), Part(width, name="up")
+    blocks = (Part(interleave_size, name="gate"), Part(interleave_size, name="up"))
+    return make_grouped_parts(width // interleave_size, blocks, num_shards)
 
 
 def choose_activate(config: TransformerConfig) -> Callable[[Tensor, Tensor | None, Activation], Tensor]:
@@ -74,16 +86,16 @@ class MLP(MegatronModule):
         submodules: MLPSubmodules,
         pg_collection: ProcessGroupCollection | None = None,
         width: int | None = None,
+        interleave_size: int | None = None,
     ) -> None:
-        """width: inner width; the config's when None."""
+        """width: inner width; the config's when None. interleave_size: channels of a gate's block, see Activation."""
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         width = config.ffn_hidden_size if width is None else width
         assert width is not None and config.hidden_size is not None
-        self.activation = build_activation(config)
+        self.activation = build_activation(config, interleave_size)
         self.activate = choose_activate(config)
-        # One matrix (gate | up) is one product. Its two parts are split over the ranks each for itself, so that a rank
-        # has the gate of what it has of up.
+        # One matrix (gate | up) is one product.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
@@ -93,7 +105,7 @@ class MLP(MegatronModule):
             init_method=input_initialiser(config),
             bias=config.add_bias_linear,
             skip_bias_add=True,  # added by the activation
-            parts=(Part(width, name="gate"), Part(width, name="up")) if gated else None,
+            parts=list_gate_and_up(width, interleave_size, groups.tp.size()) if gated else None,
             tp_group=groups.tp,
         )
         self.linear_fc2 = build_module(

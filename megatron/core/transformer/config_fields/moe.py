@@ -25,6 +25,7 @@ _CHOICE_BY_SCORE = Needs(
     "a --moe-router-load-balancing-type other than sinkhorn",
     lambda run: "sinkhorn" not in run.moe_router_load_balancing_type,
 )
+_GATED = Needs("--swiglu, or another gated activation", lambda run: run.gated_linear_unit)
 _SHARED = Needs(
     "--moe-shared-expert-intermediate-size", lambda run: run.moe_shared_expert_intermediate_size is not None
 )
@@ -83,6 +84,9 @@ class MoEFields(ArchitectureFields):
     """What --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
     moe_router_force_load_balancing: bool = flag(False, kind="function", needs=_EXPERTS)
     """Choose experts at random, to measure speed with equal loads."""
+    moe_router_force_biased: float | None = flag(None, kind="function", needs=_EXPERTS)
+    """Add a random number of this standard deviation to each expert's logits, the same for all tokens, to measure
+    speed with uneven loads: another one in every microbatch; where negative, always the same."""
     moe_z_loss_coeff: float | None = flag(None, minimum=0, kind="numerics", needs=_EXPERTS)
     """Weight of the mean of log(sum(exp(logits)))^2 (Zoph et al., 2022), which keeps the router's logits small."""
     moe_input_jitter_eps: float | None = flag(None, above=0, maximum=1, kind="numerics", needs=_EXPERTS)
@@ -100,6 +104,18 @@ class MoEFields(ArchitectureFields):
     moe_shared_expert_overlap: bool = flag(False, kind="kernel", needs=(_EXPERTS, _SHARED))
     """Compute the shared expert while tokens travel to their experts (alltoall), in backward while their gradients
     travel back."""
+    moe_apply_probs_on_input: bool = flag(False, kind="function", needs=_EXPERTS)
+    """Multiply what goes into an expert by the router's weight instead of what comes out (Llama 4)."""
+    moe_mlp_glu_interleave_size: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _GATED))
+    """The experts' first matrix has so many rows of the gate, as many of the up projection, and so on in turns; first
+    all of the gate when not given. Checkpoints have the rows in that order."""
+    moe_shared_expert_glu_interleave_size: int | None = flag(
+        None, minimum=1, kind="function", needs=(_EXPERTS, _SHARED, _GATED)
+    )
+    """The same for the shared expert."""
+    use_fused_weighted_squared_relu: bool = flag(False, kind="kernel", needs=_EXPERTS)
+    """Square and weigh what leaves the ReLU of an expert in one operation, which keeps only its input; for
+    --squared-relu."""
     moe_grouped_gemm: bool = flag(False, kind="kernel", needs=_EXPERTS)
     """The products of all experts in one call (torch's grouped_mm), where the device has it; the log says which."""
     moe_permute_fusion: bool = flag(False, kind="kernel", needs=_EXPERTS)
@@ -139,6 +155,7 @@ class MoEFields(ArchitectureFields):
                 f"--moe-shared-expert-overlap does not work with {self.say('moe_token_dispatcher_type')}, whose "
                 "gathers every rank waits for; use --moe-token-dispatcher-type alltoall or flex"
             )
+        yield from self._experts_compute_what_is_asked()
 
     def _experts_divide_over_ranks(self, experts: int) -> Iterator[str]:
         ep = self.expert_model_parallel_size
@@ -147,6 +164,34 @@ class MoEFields(ArchitectureFields):
                 f"{self.say('num_moe_experts')} cannot be divided over {self.say('expert_model_parallel_size')}; "
                 f"use {name_multiples(experts, ep)} experts, or an expert-parallel size of {name_divisors(experts, ep)}"
             )
+
+    def _experts_compute_what_is_asked(self) -> Iterator[str]:
+        # Of several experts each would get its own share of the token, which no published model means.
+        if self.moe_apply_probs_on_input and self.moe_router_topk > 1:
+            yield f"--moe-apply-probs-on-input needs one expert for a token; found {self.say('moe_router_topk')}, use 1"
+        if self.use_fused_weighted_squared_relu and (
+            self.activation_func not in ("squared_relu", None) or self.gated_linear_unit
+        ):
+            yield "--use-fused-weighted-squared-relu needs experts with --squared-relu"
+        for size_name, width_name, ranks in (
+            (
+                "moe_mlp_glu_interleave_size",
+                "moe_ffn_hidden_size",
+                self.expert_tensor_parallel_size or self.tensor_model_parallel_size,
+            ),
+            (
+                "moe_shared_expert_glu_interleave_size",
+                "moe_shared_expert_intermediate_size",
+                self.tensor_model_parallel_size,
+            ),
+        ):
+            size, width = getattr(self, size_name), getattr(self, width_name)
+            if self.gated_linear_unit and size and width and width % (size * ranks):
+                on_each = f" on each of {ranks} ranks" if ranks > 1 else ""
+                yield (
+                    f"{self.say(size_name)} does not divide {self.say(width_name)}{on_each}; use a divisor of "
+                    f"{max(1, width // ranks)}"
+                )
 
     def _groups_leave_enough_experts(self, experts: int) -> Iterator[str]:
         topk, groups, kept = self.moe_router_topk, self.moe_router_num_groups, self.moe_router_group_topk

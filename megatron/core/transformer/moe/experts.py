@@ -3,6 +3,8 @@
 
     y_e = act(x W1_e^T + b1_e) W2_e^T + b2_e       for the rows of each expert e, times the row's weight
 
+With --moe-apply-probs-on-input it is x that the row's weight multiplies (Llama 4).
+
 Weights [experts, out, in] are cut over the expert-parallel group by expert, and inside an expert over the
 expert-tensor-parallel group as column and row layers cut theirs. The caller sums what the latter's processes give.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron.core.activations import weighted_squared_relu
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
@@ -19,7 +22,7 @@ from megatron.core.tensor_parallel.parameters import Initialiser, declare_parame
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
-from megatron.core.transformer.mlp import build_activation, choose_activate
+from megatron.core.transformer.mlp import build_activation, choose_activate, list_gate_and_up
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -83,7 +86,9 @@ class Experts(MegatronModule):
         super().__init__(config)
         number, width, inner = config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size
         assert number is not None and width is not None and inner is not None
-        self.activation, self.activate = build_activation(config), choose_activate(config)
+        self.activation = build_activation(config, config.moe_mlp_glu_interleave_size)
+        self.activate = choose_activate(config)
+        self.weighs_input, self.fuses_weights = config.moe_apply_probs_on_input, config.use_fused_weighted_squared_relu
         self.recomputes_activation = ActivationPolicy(config, has_experts=True).recomputes_expert_activation
         ep, etp = pg_collection.ep, pg_collection.expt_tp
         self.adds_bias = etp.rank() == 0
@@ -91,7 +96,7 @@ class Experts(MegatronModule):
         # ranks than those of the other layers.
         by_expert = Split(0, "ep", ep.size(), ep.rank())
         gated = config.gated_linear_unit
-        parts = (Part(inner, name="gate"), Part(inner, name="up")) if gated else None
+        parts = list_gate_and_up(inner, config.moe_mlp_glu_interleave_size, etp.size()) if gated else None
         self.linear_fc1 = ExpertLinear(
             number,
             width,
@@ -111,11 +116,13 @@ class Experts(MegatronModule):
 
     def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, h] sorted by expert, weights [n] -> weighted outputs [n, h]; ends: [local experts] int32."""
+        weights = weights.unsqueeze(-1)
+        if self.weighs_input:
+            rows, weights = (rows * weights).to(rows.dtype), torch.ones_like(weights)
         # The bias is added outside the activation's fused form, which takes one bias for all rows.
         intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
         if self.linear_fc1.bias is not None:
             intermediate = intermediate + self.linear_fc1.repeat_bias(ends, len(rows))
-        weights = weights.unsqueeze(-1)
         output = self._activate_and_multiply(intermediate, weights, ends)
         if self.linear_fc2.bias is not None:
             # y_e is weighted with its bias: the weight belongs to the expert's output, not to the product alone.
@@ -129,6 +136,8 @@ class Experts(MegatronModule):
 
     def _activate_and_multiply(self, intermediate: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """The second half of the experts: [n, f / etp], gated [n, 2 f / etp], and weights [n, 1] -> [n, h]."""
+        if self.fuses_weights:
+            return self._weigh_in_one_operation(intermediate, weights, ends)
         activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
         if not self.recomputes_activation:
             # The product is linear: its input weighted is its output weighted, which then need not be kept.
@@ -144,6 +153,16 @@ class Experts(MegatronModule):
         with keep_as(weighted, together.way(1)):
             output: Tensor = self.linear_fc2(weighted, ends)
         return output
+
+    def _weigh_in_one_operation(self, intermediate: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """See _activate_and_multiply."""
+        weighted = weighted_squared_relu(intermediate, weights)
+        if not self.recomputes_activation:
+            output: Tensor = self.linear_fc2(weighted, ends)
+            return output
+        together = RecomputedTogether(lambda: (weighted_squared_relu(intermediate, weights),))
+        with keep_as(weighted, together.way(0)):
+            return self.linear_fc2(weighted, ends)
 
 
 def _inside(dim: int, group: Group, parts: tuple[Part, ...] | None = None) -> tuple[Split, ...]:

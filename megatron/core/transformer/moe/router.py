@@ -95,6 +95,8 @@ class TopKRouter(MegatronModule):
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route hidden states [s, b, h]: the experts and weights of their T = s * b tokens."""
         logits = self.compute_logits(hidden_states)
+        if self.config.moe_router_force_biased is not None:
+            logits = logits + self._draw_bias(logits, self.config.moe_router_force_biased)
         # In evaluation, and in forwards without a graph, losses would be summed and never used.
         learns = self.training and torch.is_grad_enabled()
         routing = self._route(logits)
@@ -147,6 +149,15 @@ class TopKRouter(MegatronModule):
                 assigned = sinkhorn(_take_rows(assigned.float(), self.groups.tp_cp))[self._own_rows(logits)]
             return weigh_experts(logits, choose_best(assigned, self.topk), config)
         return choose_experts(logits, config, self.expert_bias)
+
+    def _draw_bias(self, logits: Tensor, std: float) -> Tensor:
+        """A random number for each expert, [E]: the same on all ranks that have this layer, and in every microbatch
+        where `std` is negative."""
+        if std < 0:
+            generator = torch.Generator(logits.device).manual_seed(self.layer_number)
+            return logits.new_empty(self.num_experts).normal_(0.0, -std, generator=generator)
+        # torch's own stream, which ranks have in common; what is computed again draws the same.
+        return logits.new_empty(self.num_experts).normal_(0.0, std)
 
     def _keep_within_capacity(self, routing: Routing) -> Tensor:
         """Which choices fit into the experts' capacity, bool [T, k], decided for the whole microbatch on every process

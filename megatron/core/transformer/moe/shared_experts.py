@@ -22,7 +22,13 @@ class SharedExpertMLP(MLP):
     def __init__(
         self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection
     ) -> None:
-        super().__init__(config, submodules, pg_collection, width=config.moe_shared_expert_intermediate_size)
+        super().__init__(
+            config,
+            submodules,
+            pg_collection,
+            width=config.moe_shared_expert_intermediate_size,
+            interleave_size=config.moe_shared_expert_glu_interleave_size,
+        )
         self.gate_weight = None
         if config.moe_shared_expert_gate:
             assert config.hidden_size is not None

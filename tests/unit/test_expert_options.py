@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What experts may do otherwise, flag by flag: compared with loops in double precision, also where all tokens choose
+the same experts and the others have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.errors import ConfigError
+from megatron.core.placement import Split
+from megatron.core.transformer.mlp import list_gate_and_up
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from tests.unit.experts_by_definition import MOE, B, E, S, assert_is_the_definition, layer_of, tokens
+from tests.unit.gpt_models import read_config
+
+PLAIN = MOE.replace("--swiglu", "--squared-relu")
+BIASED = PLAIN.replace("--disable-bias-linear", "")
+
+
+def send_all_to_one(layer: MoELayer) -> MoELayer:
+    """All tokens choose the same experts: the bias of their logits outweighs the tokens."""
+    assert layer.router.bias is not None
+    with torch.no_grad():
+        layer.router.bias.fill_(-50.0)
+        layer.router.bias[: layer.config.moe_router_topk] = 50.0
+    return layer
+
+
+@pytest.mark.flags(
+    "--moe-apply-probs-on-input", "--use-fused-weighted-squared-relu", "--moe-mlp-glu-interleave-size",
+    "--moe-shared-expert-glu-interleave-size", "--moe-router-add-bias",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    [
+        (MOE, "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-score-function sigmoid"),
+        (PLAIN, "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax --moe-permute-fusion"),
+        (BIASED, "--use-fused-weighted-squared-relu --moe-aux-loss-coeff 0.1"),
+        (PLAIN, "--use-fused-weighted-squared-relu --recompute-granularity selective --recompute-modules moe_act"),
+        (
+            MOE,
+            "--moe-mlp-glu-interleave-size 4 --moe-shared-expert-intermediate-size 24 "
+            "--moe-shared-expert-glu-interleave-size 3",
+        ),
+        (MOE, "--moe-mlp-glu-interleave-size 2 --no-bias-swiglu-fusion"),
+    ],
+)
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_outputs_and_gradients_are_those_of_the_definition(base: str, flags: str, is_uneven: bool) -> None:
+    layer = layer_of(f"{flags} --moe-router-add-bias", base=base)
+    assert_is_the_definition(send_all_to_one(layer) if is_uneven else layer)
+
+
+def test_parts_of_gates_and_up_projections_take_turns() -> None:
+    """And a rank has whole blocks of both."""
+    of_second_rank = Split(0, "etp", 2, 1, list_gate_and_up(16, 4, 2))
+    assert of_second_rank.boxes(32) == [(16, 16)]
+    assert [name for name, _, _ in of_second_rank.local_parts(32)] == ["gate", "up", "gate", "up"]
+
+
+@pytest.mark.flags("--use-fused-weighted-squared-relu")
+def test_the_fused_weighting_keeps_only_its_input() -> None:
+    def count_kept(flags: str) -> int:
+        layer, kept = layer_of(flags, base=PLAIN), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            layer(tokens().requires_grad_())
+        # By memory: what two operations keep of one tensor takes it once. 16 channels inside, two experts for a token.
+        return len({x.data_ptr() for x in kept if x.shape == (2 * S * B, 16)})
+
+    assert count_kept("--use-fused-weighted-squared-relu") < count_kept("")
+
+
+@pytest.mark.flags("--moe-router-force-biased")
+def test_forced_bias_is_one_number_for_each_expert() -> None:
+    layer, x = layer_of("--moe-router-force-biased 3"), tokens()
+    router, plain = layer.router, layer_of("").router
+    logits = plain.compute_logits(x)
+    # Weights of the chosen experts say by how much their logits differ.
+    first, second = router(x), router(x)
+    assert not torch.equal(first.weights, second.weights)
+    torch.manual_seed(9)
+    drawn = torch.empty(E).normal_(0.0, 3.0)
+    torch.manual_seed(9)
+    found = router(x)
+    chosen = (logits + drawn).topk(2)
+    assert torch.equal(found.experts, chosen.indices)
+    torch.testing.assert_close(found.weights, chosen.values.softmax(1))
+    always = [layer_of("--moe-router-force-biased -3", index).router for index in (0, 0, 1)]
+    weights = [router(x).weights for router in [always[0], always[0], always[1], always[2]]]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[3])  # layers differ
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (f"{MOE} --moe-apply-probs-on-input", "needs one expert for a token; found --moe-router-topk 2, use 1"),
+        (f"{MOE} --use-fused-weighted-squared-relu", "relu needs experts with --squared-relu"),
+        (
+            f"{MOE} --moe-mlp-glu-interleave-size 5",
+            "--moe-mlp-glu-interleave-size 5 does not divide --moe-ffn-hidden-size 16; use a divisor of 16",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_config(flags)
