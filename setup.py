@@ -49,8 +49,17 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)],
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
-    package_data={"": ["*.tsv", "*.json"]},
+    package_data={"": ["*.tsv", "*.json", "py.typed"]},
+    entry_points={
+        "console_scripts": [
+            "megatron-train = megatron.cli.train:run",
+            "megatron-preprocess = megatron.cli.preprocess_data:main",
+            "megatron-generate = megatron.cli.generate:main",
+            "megatron-convert = megatron.bridge.convert:main",
+        ]
+    },
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6.0",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.report_theoretical_memory import read
 from megatron.planner.throughput import count_training_flops_per_token
-from tools.report_theoretical_memory import read
 
 CASES = json.loads((Path(__file__).parent / "data" / "flops_memory.json").read_text())
 

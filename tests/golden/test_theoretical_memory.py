@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.report_theoretical_memory import estimate, read
 from megatron.core.errors import ConfigError
 from megatron.planner.memory import describe_memory
 from tests.functional.pretrain_runs import ROOT, environment
-from tools.report_theoretical_memory import estimate, read
 
 CASES = json.loads((Path(__file__).parent / "data" / "flops_memory.json").read_text())
 NAMES = ["gpt3_small", "gpt3_175b_tp8pp16", "llama3_8b", "tiny_b", "mixtral_8x7b", "tiny_mla_moe_mtp"]

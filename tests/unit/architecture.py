@@ -2,6 +2,7 @@
 """The building's plan, enforced: imports go down only, in no circle, and each outside thing has one door.
 
     entry points    pretrain_gpt.py  tools/  examples/  benchmarks/
+    programs        megatron/cli, megatron/__main__.py: what the entry points start
     bridge          megatron/bridge: models from and to Hugging Face directories
     training        megatron/training, room above room (TRAINING_ROOMS)
     planner         megatron/planner
@@ -72,6 +73,8 @@ MAY_IMPORT["bridge"] = (
     *GROUND, *MODEL_TOWER, "core.distributed", "training.config", "training.recipes", "training.run",
     "training.checkpoint", "training.flags",
 )  # fmt: skip
+MAY_IMPORT["cli"] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS, "bridge")
+MAY_IMPORT["__main__"] = ("cli",)
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")
 FACADES = ("core.parallel_state", "core.upstream", "training.arguments", "training.global_vars", "training.upstream")
 """Modules that give users' programs upstream's names: they may import what they hand on, and nobody imports them."""
@@ -89,6 +92,7 @@ CHOOSES_MODULES = {
     "megatron/core/__init__.py": "its table of names says where each is defined",
     "megatron/core/upstream/names.py": "its tables of names say where each is defined",
     "megatron/core/upstream/modules.py": "import_module() is one of upstream's names",
+    "megatron/cli/commands.py": "its table of programs says where each is",
     "megatron/bridge/own_family.py": "--family names a file of the user's own",
     "megatron/training/recipes/gpt.py": "--spec names a module of the user's own",
 }
@@ -132,6 +136,9 @@ WITHOUT_TORCH = [
     "megatron.core.num_microbatches_calculator",
     "megatron.core.placement",
     "megatron.core.tokenizers.*",
+    "megatron.cli.commands",
+    "megatron.cli.preprocess_data",
+    "megatron.cli.verify_tokenization",
     "tools.preprocess_data",
     "tools.verify_tokenization",
     "tools.list_flags",

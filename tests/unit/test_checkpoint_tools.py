@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli import average_checkpoints, check_checkpoint, inspect_checkpoint
+from megatron.cli.inspect_checkpoint import build_tree, format_tree
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.dist_checkpointing import serialization, stored_tensors
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME
@@ -28,11 +30,9 @@ from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.host_memory import name_machine
 from megatron.core.placement import Piece, Placement
 from tests.unit.small_checkpoints import ALONE, find, save
-from tools.checkpoint import average, doctor, inspect_checkpoint
-from tools.checkpoint.inspect_checkpoint import build_tree, format_tree
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = {"inspect_checkpoint.py": inspect_checkpoint.main, "doctor.py": doctor.main, "average.py": average.main}
+TOOLS = {"inspect_checkpoint.py": inspect_checkpoint, "doctor.py": check_checkpoint, "average.py": average_checkpoints}
 
 
 class Tool:

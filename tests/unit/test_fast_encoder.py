@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from megatron.cli import preprocess_data
 from megatron.core.datasets.preprocessing.job import preprocess
 from megatron.core.errors import ConfigError
 from megatron.core.tokenizers.build import build_tokenizer, tokenizer_from
@@ -35,7 +36,6 @@ from megatron.core.tokenizers.encoders import (
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.preprocess_runs import DATA, write_lines
 from tests.unit.run_flags import run_config
-from tools import preprocess_data
 
 pytest.importorskip("tiktoken")
 CORPUS = [json.loads(line)["text"] for line in (DATA / "corpus" / "public_small.jsonl").read_text().splitlines()]

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.cli import generate, merge_datasets, preprocess_data, verify_dataset
 from megatron.core.datasets.checksums import get_sum_path, write_checksums
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.merging import merge, order_surprise, prefixes_in
 from megatron.core.errors import ConfigError, DataError
 from tests.faults.small_datasets import write_dataset
 from tests.preprocess_runs import DATA, ROOT, run_tool
-from tools import generate, merge_datasets, preprocess_data, verify_dataset
 
 TOOL = str(ROOT / "tools" / "merge_datasets.py")
 

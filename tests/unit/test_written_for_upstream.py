@@ -15,6 +15,7 @@ import torch
 
 from megatron.bridge.convert import convert as bridge_convert
 from megatron.bridge.convert import parse_arguments
+from megatron.cli import convert_checkpoint as convert
 from megatron.core.dist_checkpointing.legacy_write import RankTensor, arrange, build_models, name_rank_directory
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata, read_restricted
 from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
@@ -24,7 +25,6 @@ from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.training import run_recipe
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import FLAGS, RandomTokens, differing, prepare, train_tiny, values
-from tools.checkpoint import convert
 
 FILES = {"torch": "mp_rank_00/model_optim_rng.pt", "upstream_torch_dist": "__0_0.distcp"}
 

@@ -1,104 +1,15 @@
-#!/usr/bin/env python3
+#!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Convert checkpoints by upstream's command line.
-
-    python tools/checkpoint/convert.py --model-type GPT --loader core --saver core --load-dir DIR --save-dir DIR \
-        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
-
-| --loader                      | reads                                                           |
-|-------------------------------|-----------------------------------------------------------------|
-| core, mcore, megatron         | a checkpoint of ours                                            |
-| llama_mistral, mixtral_hf, hf | a Hugging Face directory                                        |
-
-| --saver                       | writes                                                          |
-|-------------------------------|-----------------------------------------------------------------|
-| core, mcore, megatron         | upstream's torch format: a file for each rank, weights alone    |
-| torch_dist                    | our format, which has no layout                                 |
-| hf                            | a Hugging Face directory                                        |
-
-What does the work is python -m megatron.bridge.convert. Checkpoints of upstream's are loaded by pretrain_gpt.py, whose
---ckpt-convert-format saves them in each format.
-"""
+"""Convert checkpoints by upstream's command line: the program is megatron/cli/convert_checkpoint.py."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.bridge.convert import convert, parse_arguments
-from megatron.core.errors import ConfigError, command_line
-
-_OURS = ("core", "mcore", "megatron")
-LOADERS = dict.fromkeys(_OURS, "megatron") | dict.fromkeys(("llama_mistral", "mixtral_hf", "hf"), "hf")
-SAVERS = dict.fromkeys((*_OURS, "torch_dist"), "megatron") | {"hf": "hf"}
-REFUSED = {
-    "legacy": "the layers before Megatron-Core's are not read",
-    "llava_mcore": "models of images are not read",
-    "hf_llava": "models of images are not written",
-}
-IGNORED = ("--megatron-path", "--max-queue-size", "--model-size", "--position-embedding-type", "--tokenizer-model",
-           "--loader-transformer-impl", "--saver-transformer-impl", "--true-vocab-size", "--vocab-file")  # fmt: skip
-"""Of upstream's programs: what the files say themselves, and how its two processes talk to each other."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python tools/checkpoint/convert.py --help")
-
-
-def translate(argv: Sequence[str]) -> list[str]:
-    """The command line of python -m megatron.bridge.convert. A mistake in ours raises ConfigError."""
-    parser = _Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model-type", required=True, help="GPT")
-    add("--loader", default="core", help=", ".join(LOADERS))
-    add("--saver", default="core", help=", ".join(SAVERS))
-    add("--load-dir", metavar="DIR", required=True)
-    add("--save-dir", metavar="DIR", required=True)
-    add("--target-tensor-parallel-size", metavar="N", default="1")
-    add("--target-pipeline-parallel-size", metavar="N", default="1")
-    add("--target-expert-parallel-size", metavar="N", default="1", help="1: experts are not divided here")
-    add("--checkpoint-type", default="hf", help="hf")
-    add("--no-checking", action="store_true", help="do not compare the result with the source")
-    for name in ("--bf16", "--fp16"):
-        add(name, action="store_true", help="no effect: weights keep their number format")
-    for name in IGNORED:
-        add(name, metavar="TEXT", help="no effect: the files say it")
-    given = parser.parse_args(argv)
-    if given.model_type != "GPT":
-        raise ConfigError(f"--model-type {given.model_type} is not converted; give GPT")
-    for name, table in (("loader", LOADERS), ("saver", SAVERS)):
-        value = getattr(given, name)
-        if value not in table:
-            reason = f": {REFUSED[value]}" if value in REFUSED else ""
-            raise ConfigError(f"--{name} {value} is not known{reason}; give one of {', '.join(table)}")
-    if given.checkpoint_type != "hf":
-        raise ConfigError(f"--checkpoint-type {given.checkpoint_type} is not read; give a directory of the type hf")
-    if given.target_expert_parallel_size != "1":
-        raise ConfigError(
-            f"--target-expert-parallel-size {given.target_expert_parallel_size} is not written here; use "
-            "pretrain_gpt.py --ckpt-convert-format torch with --expert-model-parallel-size"
-        )
-    target = SAVERS[given.saver]
-    made = ["--source", LOADERS[given.loader], "--target", target, "--input-path", given.load_dir,
-            "--output-path", given.save_dir]  # fmt: skip
-    if target == "megatron":
-        made += ["--target-tp", given.target_tensor_parallel_size, "--target-pp", given.target_pipeline_parallel_size]
-        made += ["--ckpt-format", "torch_dist" if given.saver == "torch_dist" else "torch"]
-    return made + ["--no-verify"] * given.no_checking
-
-
-@command_line
-def main() -> int:
-    """Translate the command line and convert."""
-    convert(parse_arguments(translate(sys.argv[1:])))
-    return 0
-
+from megatron.cli.convert_checkpoint import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average the weights of several checkpoints of one run into a new checkpoint.
+
+    python tools/checkpoint/average.py --load checkpoints --last 3 --save averaged
+    python tools/checkpoint/average.py --load checkpoints --iterations 100 200 300 --weights 1 2 4 --save weighted
+
+The result has averaged weights, settings and tokenizer of the newest one, and no optimizer state: load it with
+`--load averaged --finetune`, or with `--load averaged --no-load-optim --no-load-rng`. Every file is verified by its
+checksum first. Tensors are read, averaged and written one after the other, so that no model is ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.byte_progress import ByteProgress
+from megatron.core.errors import ConfigError, command_line
+from megatron.training.flags.parser import FlagParser, path
+
+
+def make_parser() -> FlagParser:
+    """Build the parser of the command line."""
+    parser = FlagParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--load", required=True, type=path, metavar="DIR", help="directory of the run's checkpoints")
+    parser.add_argument("--save", required=True, type=path, metavar="DIR", help="directory for the new checkpoint")
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--iterations", nargs="+", type=int, metavar="N", help="which checkpoints")
+    chosen.add_argument("--last", type=int, metavar="COUNT", help="the newest COUNT checkpoints")
+    parser.add_argument(
+        "--weights", nargs="+", type=float, metavar="W", help="of each, oldest first with --last; alike"
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    return parser
+
+
+def choose_iterations(arguments: argparse.Namespace) -> list[int]:
+    """Those that were asked for, oldest first with --last. Raises ConfigError."""
+    if arguments.iterations is not None:
+        return list(arguments.iterations)
+    from megatron.core.dist_checkpointing.directory import saved_iterations
+
+    saved = saved_iterations(arguments.load)
+    if not 2 <= arguments.last <= len(saved):
+        raise ConfigError(
+            f"--last {arguments.last}: {arguments.load} holds {len(saved)} checkpoints; "
+            "give 2 or more, as many as there are"
+        )
+    return sorted(saved[: arguments.last])
+
+
+@command_line
+def main() -> int:
+    arguments = make_parser().parse_args()
+    iterations = choose_iterations(arguments)
+    # torch is loaded only now: --help and a mistyped flag need none.
+    from megatron.core.dist_checkpointing.averaging import average_checkpoints, count_work_bytes
+
+    with ByteProgress("averaging", count_work_bytes(arguments.load, iterations)) as progress:
+        made = average_checkpoints(arguments.load, iterations, arguments.weights, arguments.save, progress.add)
+    print(
+        f"saved the average of {len(iterations)} checkpoints as {made}; load it with --load {arguments.save} --finetune"
+    )
+    return 0

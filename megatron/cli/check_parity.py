@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a configuration the same run under several layouts? Tries it on this machine's CPU.
+
+    python tools/check_parity.py FLAGS... --layouts tp2 "tp2,sp,pp2" "dp2,dist-opt"
+
+FLAGS are those of pretrain_gpt.py, for one process; give a small model, a short sequence and a small batch. Every
+layout trains a few iterations (--iterations N, 3) in processes of its own and is compared with one process:
+activations, losses, the first iteration's gradients, updated weights and buffers. Exit code 0 when all agree, 1 when
+one differs; where one cannot run, the code of its error. --all shows every difference instead of the first few.
+
+A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-all fsdp2, or any flag as
+--name or --name=value.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.errors import ConfigError, MegatronError, command_line, report_error
+from megatron.training.flags.read import examine, read_run_config
+from megatron.training.verify.parity_layouts import (
+    SIZE_FLAGS,
+    Layout,
+    choose_padding,
+    find_smallest_part,
+    parse_layout,
+)
+
+if TYPE_CHECKING:
+    from megatron.training.verify.comparison import Finding
+    from megatron.training.verify.parity import RankTrace, Trace
+
+_USAGE = "give the flags of pretrain_gpt.py, then --layouts and one or more layouts such as tp2 tp2,sp,pp2"
+
+
+@dataclass
+class Arguments:
+    """What was asked for."""
+
+    flags: list[str]
+    """Of the run, for one process."""
+    layouts: list[Layout]
+    iterations: int = 3
+    show_all: bool = False
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read the command line. Raises ConfigError."""
+    found = Arguments([], [])
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if token == "--layouts":
+            # A layout never begins with "--" on the command line: flags inside of one follow a comma.
+            while tokens and not tokens[0].startswith("--"):
+                found.layouts.append(parse_layout(tokens.pop(0)))
+        elif token == "--iterations":
+            text = tokens.pop(0) if tokens else ""
+            if not text.isdecimal() or not 1 <= int(text) <= 1000:
+                raise ConfigError(f"--iterations {text!r} is not a whole number from 1 to 1000")
+            found.iterations = int(text)
+        elif token == "--all":
+            found.show_all = True
+        else:
+            found.flags.append(token)
+    if not found.layouts:
+        raise ConfigError(f"--layouts is missing; {_USAGE}")
+    return found
+
+
+def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> RankTrace:
+    """One rank's part of the run, in a process of its own."""
+    # Imported here, in the forked process: the parent answers mistakes without loading torch.
+    from megatron.training.recipes.gpt import build_gpt_recipe
+    from megatron.training.verify.parity import trace_rank
+
+    config = read_run_config(argv, {"WORLD_SIZE": str(world_size)})
+    recipe = build_gpt_recipe(config)
+    return trace_rank(config, recipe, rank=rank, iterations=iterations, in_detail=True)
+
+
+class Comparison:
+    """One configuration; layouts are run when asked for."""
+
+    def __init__(self, arguments: Arguments, padding: Mapping[str, int], bf16: bool) -> None:
+        self.arguments, self.padding, self.bf16 = arguments, padding, bf16
+        self.reference = self.trace(parse_layout("1"))
+        self.errors: list[MegatronError] = []
+        """Of layouts that could not run."""
+
+    def command_line(self, layout: Layout) -> list[str]:
+        """Return the flags of a run under the layout; the layout's own come last, so that they win."""
+        divisible_by = self.padding["1"] // layout.sizes["tp"]
+        padding = ["--make-vocab-size-divisible-by", str(divisible_by)]
+        return [*self.arguments.flags, *_SETTINGS, *padding, *layout.flags]
+
+    def trace(self, layout: Layout) -> Trace:
+        """What one run under a layout computes. Raises MegatronError where it cannot run."""
+        from megatron.training.launch.local_job import run_locally
+        from megatron.training.verify.parity import join
+
+        arguments: tuple[Any, ...] = (self.command_line(layout), layout.world_size, self.arguments.iterations)
+        return join(run_locally(train_share, layout.world_size, arguments))
+
+    def check(self, layout: Layout) -> bool:
+        """Run it and print what came of it; whether it is the same run."""
+        from megatron.training.verify.comparison import find_largest_differences
+        from megatron.training.verify.report import write_report
+
+        title = f"{layout.text} ({layout.world_size} process{'es' if layout.world_size > 1 else ''})"
+        try:
+            found = self.trace(layout)
+        except MegatronError as error:
+            print(f"{title}: CANNOT RUN: {error}", flush=True)
+            self.errors.append(error)
+            kind = type(error)
+            self._print_smallest_part(layout, lambda part: self._fails_with(part, kind))
+            return False
+        findings = self._find_differences(found)
+        sizes = find_largest_differences(self.reference, found)
+        measured = ", ".join(f"{what} {size:.1e}" for what, size in sizes.items())
+        is_same = not findings and not found.disagreements
+        print(f"{title}: {'the same run' if is_same else 'ANOTHER RUN'}; largest relative differences: {measured}")
+        if not is_same:
+            report = write_report(self.reference, found, findings, show_all=self.arguments.show_all)
+            print(*(f"  {line}" for line in report), sep="\n", flush=True)
+            self._print_smallest_part(layout, self._differs)
+        return is_same
+
+    def _find_differences(self, found: Trace) -> list[Finding]:
+        from megatron.training.verify.comparison import TOLERANCES_IN_16_BITS, Tolerances, find_differences
+
+        return find_differences(self.reference, found, TOLERANCES_IN_16_BITS if self.bf16 else Tolerances())
+
+    def _print_smallest_part(self, layout: Layout, still: Callable[[Layout], bool]) -> None:
+        if len(layout.terms) < 2:
+            return
+
+        def ask(part: Layout) -> bool:
+            result = still(part)
+            print(f"  trying {part.text}: {'it shows, too' if result else 'it does not show'}", flush=True)
+            return result
+
+        smallest = find_smallest_part(layout, ask)
+        if smallest.text == layout.text:
+            print(f"  nothing of {layout.text} can be left out", flush=True)
+        else:
+            print(f"  the smallest part of {layout.text} that shows it: {smallest.text}", flush=True)
+
+    def _differs(self, part: Layout) -> bool:
+        try:
+            found = self.trace(part)
+        except MegatronError:
+            return False
+        return bool(self._find_differences(found) or found.disagreements)
+
+    def _fails_with(self, part: Layout, kind: type[MegatronError]) -> bool:
+        """A part that is refused, where the whole crashed, has not shown the crash."""
+        try:
+            self.trace(part)
+        except MegatronError as error:
+            return type(error) is kind
+        return False
+
+
+# Masks depend on which ranks draw them: that is not what is asked here. Adam with its usual epsilon turns gradients
+# that are zero but for rounding (the bias of keys) into whole steps. Evaluation and loader processes play no part.
+_SETTINGS = "--hidden-dropout 0 --attention-dropout 0 --adam-eps 1e-5 --eval-iters 0 --num-workers 0".split()
+
+
+@command_line
+def main() -> int:
+    """Run all layouts; 1 when one of them differs."""
+    arguments = parse_arguments(sys.argv[1:])
+    flags, layouts = arguments.flags, arguments.layouts
+    alone = parse_layout("1")
+    _refuse_layout_flags(flags)
+    config = read_run_config([*flags, *_SETTINGS], {})
+    padding = choose_padding([alone, *layouts], config.gpt.make_vocab_size_divisible_by)
+    _check_all(flags, [alone, *layouts], padding)
+    is_16_bit = config.model.bf16 or config.model.fp16
+    if is_16_bit:
+        print(
+            "note: 16-bit numbers round: only what is off by more than a tenth is found; leave --bf16 out to see more"
+        )
+    print("note: without dropout, and with --adam-eps 1e-5, so that rounding stays rounding")
+    comparison = Comparison(arguments, padding, is_16_bit)
+    losses = (f"{loss['lm loss']:.6f}" for loss in comparison.reference.losses)
+    print(f"one process, {arguments.iterations} iterations: losses", *losses, flush=True)
+    outcomes = [comparison.check(layout) for layout in layouts]
+    if outcomes.count(False) > len(comparison.errors):
+        return 1
+    for error in comparison.errors:
+        report_error(error)
+    return comparison.errors[0].exit_code if comparison.errors else 0
+
+
+def _refuse_layout_flags(flags: Sequence[str]) -> None:
+    """Raise ConfigError where the flags of the run already divide it."""
+    examination = examine(flags, {})
+    sizes = {name: examination.value_of(flag.removeprefix("--").replace("-", "_")) for name, flag in SIZE_FLAGS.items()}
+    problems = []
+    for name, flag in SIZE_FLAGS.items():
+        size = sizes[name]
+        # The size for experts follows from the other one where nobody gives it.
+        if isinstance(size, int) and size > 1 and not (name == "etp" and size == sizes["tp"]):
+            problems.append(
+                f"{flag} {size} divides the run, and what is compared is one process with layouts of it: "
+                f"leave it out and give --layouts {name}{size}"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_all(flags: Sequence[str], layouts: Sequence[Layout], padding: Mapping[str, int]) -> None:
+    """Refuse every illegal layout before anything runs. Raises ConfigError with all problems."""
+    problems: dict[str, None] = {}
+    for layout in layouts:
+        divisible_by = ["--make-vocab-size-divisible-by", str(padding[layout.text])]
+        try:
+            read_run_config([*flags, *_SETTINGS, *divisible_by, *layout.flags], {"WORLD_SIZE": str(layout.world_size)})
+        except ConfigError as error:
+            problems |= dict.fromkeys(f"layout {layout.text}: {problem}" for problem in error.problems)
+    if problems:
+        raise ConfigError(list(problems))

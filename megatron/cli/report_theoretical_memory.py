@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a training run by formula, before anything is started.
+
+    WORLD_SIZE=64 python tools/report_theoretical_memory.py <the flags of pretrain_gpt.py>
+
+Prints the parameters of the model and of a process, and the bytes of weights with optimizer state and of activations on
+the most loaded process. WORLD_SIZE is the number of processes of the job. megatron/planner/memory.py says
+what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from megatron.core.errors import command_line
+from megatron.planner.memory import MemoryEstimate, describe_memory, estimate_memory
+from megatron.training.config.container import RunConfig
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.launch import add_world_size
+from megatron.training.recipes.gpt import describe_gpt_workload
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
+
+
+def estimate(config: RunConfig) -> MemoryEstimate:
+    """What the formulas say of a run. Raises ConfigError or DataError for an unusable tokenizer."""
+    workload = describe_gpt_workload(config, compute_padded_vocab_size(config, build_tokenizer(config)))
+    return estimate_memory(config.model, config.ddp, workload)
+
+
+def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
+    """The settings of a job with these flags; WORLD_SIZE of the environment is its number of processes."""
+    return read_run_config(list(flags), add_world_size(environment))
+
+
+@command_line
+def main() -> int:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__.strip())
+        return 0
+    config = read([item for item in sys.argv[1:] if item != "--traceback"], os.environ)
+    print(describe_memory(estimate(config), config.model))
+    return 0

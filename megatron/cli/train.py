@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain a GPT model: what pretrain_gpt.py, `python -m megatron train` and `megatron-train` start.
+
+What is particular to GPT is its recipe, `megatron/training/recipes/gpt.py`: model, data, forward step, loss. This
+program reads the flags and runs the recipe. torch is imported only after the flags have been read, so that help and
+mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.training.config.container import RunConfig
+from megatron.training.flags.read import read_run_config
+from megatron.training.launch.launch import add_world_size, leave, run_job
+from megatron.training.recipes.gpt import build_gpt_recipe
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
+
+
+def train(config: RunConfig) -> Run:
+    """Train the GPT model that the settings describe; returns the finished run."""
+    from megatron.bridge.running import HuggingFaceFiles
+    from megatron.training.training import run_recipe
+
+    # Handed over here, as training stands below the bridge: for --load hf:DIR and --save-hf.
+    return run_recipe(config, dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles()))
+
+
+def main() -> int:
+    """Read the flags, then train; returns the exit code."""
+    train(read_run_config(sys.argv[1:], add_world_size(os.environ)))
+    return 0
+
+
+def run() -> NoReturn:
+    """The whole program: an error becomes its line and exit code, and the process ends here."""
+    # Not sys.exit: see `leave` for what threads of process groups do while the interpreter cleans up.
+    leave(run_job(main, os.environ))
+
+
+def find_program() -> list[str]:
+    """What torchrun, or python, is given to start this program: the script of a checkout, or else this module."""
+    script = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
+    return [str(script)] if script.exists() else ["-m", __name__]
+
+
+if __name__ == "__main__":
+    run()
