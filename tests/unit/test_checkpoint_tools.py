@@ -44,7 +44,7 @@ class Tool:
     def __call__(self, program: str, *arguments: Any) -> tuple[int, str, str]:
         """Exit code, output, errors."""
         self.monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
-        code = TOOLS[program]()
+        code = TOOLS[program].main()
         return code, *self.capsys.readouterr()
 
     def read_json(self, program: str, *arguments: Any) -> Any:
