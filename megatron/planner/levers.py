@@ -67,8 +67,7 @@ def list_levers(
         # Modules belong to the selective granularity.
         yield Lever({**full, "recompute_modules": None}, saved)
     if num_replicas > 1 and not shards:
-        kept = now.weight_and_optimizer / num_replicas
-        yield Lever({"use_torch_fsdp2": True}, now.weight_and_optimizer - kept, False)
+        yield Lever({"use_torch_fsdp2": True}, now.weight_and_optimizer - now.fully_sharded, False)
     if workload.data_parallel_size % 2 == 0:
         for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             yield Lever(

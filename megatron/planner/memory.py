@@ -111,6 +111,8 @@ class MemoryEstimate:
     """Parameters on a stage without embedding."""
     weight_and_optimizer: float
     """Bytes of weights, gradients and optimizer state."""
+    fully_sharded: float
+    """The same where all three are divided over the replicas, as with FSDP2."""
     layer_activations: float
     """Bytes of one layer and one microbatch."""
     activations: float
@@ -207,6 +209,8 @@ def estimate_memory(
         other_shards=dense + experts,
         weight_and_optimizer=(dense + ends) * _count_parameter_bytes(num_replicas, divides)
         + (experts + further_experts) * _count_parameter_bytes(num_expert_replicas, divides),
+        fully_sharded=(dense + ends) * _count_parameter_bytes(1, False) / num_replicas
+        + (experts + further_experts) * _count_parameter_bytes(1, False) / num_expert_replicas,
         layer_activations=layer,
         activations=_estimate_activations(model, layer, tokens, workload),
         microbatches_in_flight=None if stages == 1 else stages * in_flight,

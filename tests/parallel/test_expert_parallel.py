@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.distributed.sharded_params import get_local_shard
 from megatron.core.placement import get_placement
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
@@ -33,16 +34,27 @@ ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 MUON = "--optimizer=muon"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 INSTANCES = "--num-distributed-optimizer-instances=2"
+FINE = "--megatron-fsdp-enable-fine-grained-param-gather"
+SIX = "--num-experts=6"
+OF_THE_RUN = (ONE, "--calculate-per-token-loss", MUON, SIX)
 SMALL = [
     "dp2,ep2", f"tp2,sp,{MUON}", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
     f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping,--recompute-granularity=full,"
     "--recompute-method=uniform,--recompute-num-layers=1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
     f"tp2,sp,dp2,etp1,dist-opt,overlap-all,{INSTANCES}", "tp2,sp,etp1,dist-opt",
+    f"dp2,ep2,fsdp2,{ALLTOALL}", f"dp4,ep2,fsdp2,{FINE},{ONE}",
+    f"dp4,ep2,fsdp2,{INSTANCES},{ONE}",
 ]  # fmt: skip
 LARGE = [
     f"dp2,ep2,{MUON}", f"dp4,ep2,dist-opt,{MUON},{ONE}", f"tp2,sp,{MUON},--muon-tp-mode=distributed",
     f"dp4,ep2,dist-opt,{INSTANCES},{ONE}", f"dp4,ep4,dist-opt,overlap-all,{INSTANCES},{ONE}",
     "dp3,dist-opt,--num-distributed-optimizer-instances=3", f"dp4,dist-opt,{INSTANCES},{MUON},{ONE}",
+    "dp3,fsdp2", f"dp3,ep3,fsdp2,{SIX},{ALLTOALL}", "tp2,sp,dp2,ep2,fsdp2", "tp2,dp2,ep4,etp1,fsdp2",
+    f"tp2,sp,dp2,etp1,ep2,fsdp2,{ALLTOALL}", f"cp2,dp2,ep2,fsdp2,{INSTANCES}", "cp2,ep2,fsdp2",
+    f"dp4,fsdp2,{INSTANCES},{ONE}", f"dp4,ep4,fsdp2,{INSTANCES},{ONE}",
+    "dp2,ep2,fsdp2,--data-parallel-sharding-strategy=optim_grads,--calculate-per-token-loss",
+    "dp2,fsdp2,--suggested-communication-unit-size=1000000,--init-model-with-meta-device",
+    "dp2,ep2,fsdp2,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1",
     "dp2", "dp3,dist-opt", "pp2", "tp2", "tp2,sp", "tp2,ep2,etp1,--ddp-average-in-collective", "cp2,ep2", "cp2",
     f"dp2,ep2,{ALLTOALL},dist-opt,overlap-all", f"tp2,dp2,ep4,etp1,{ALLTOALL}", "tp2,sp,dp2,ep2",
     f"tp4,sp,ep2,etp2,{ALLTOALL}", f"pp2,vpp2,dp2,ep2,overlap,{ONE}",
@@ -52,7 +64,7 @@ LARGE = [
 ]  # fmt: skip
 LARGE += [
     f"{layout},--recompute-granularity=selective,--recompute-modules {parts}"
-    for layout in ("tp2,sp,ep2,etp1", f"dp2,ep2,{ALLTOALL}", "pp2,--pipeline-schedule=zb-v,dp2,ep2")
+    for layout in ("tp2,sp,ep2,etp1", f"dp2,ep2,{ALLTOALL}", "dp2,fsdp2", "pp2,--pipeline-schedule=zb-v,dp2,ep2")
     for parts in ("moe", "moe_act shared_experts layernorm")
 ]
 LARGE_TOO = bool(os.environ.get("MEGATRON_ALL_LAYOUTS"))
@@ -73,7 +85,7 @@ def reference(flags: str = "1", style: str = "moe") -> Trace:
 @pytest.mark.flags("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_the_same_run(layout: str) -> None:
-    alone = ",".join(term for term in layout.split(",") if term in (ONE, "--calculate-per-token-loss", MUON)) or "1"
+    alone = ",".join(term for term in layout.split(",") if term in OF_THE_RUN) or "1"
     trace = join(run_distributed(share, parse_layout(layout).world_size, layout, timeout=240.0))
     sizes = find_largest_differences(reference(alone), trace)
     print(f"{layout}:", {what: f"{size:.1e}" for what, size in sizes.items()})
@@ -100,19 +112,37 @@ def test_biases_of_divided_experts_count_once(layout: str) -> None:
 # ---- bytes, logs, checkpoints
 
 
-def expert_bytes(text: str) -> tuple[int, int]:
-    """(bytes of this process's weights of experts, of its gradients of them)."""
-    config, recipe = training(EXPERTS["moe"], text)
-    with open_local_run(config, recipe, own_rank(config)) as run:
-        chunk = run.model[0]
-        params = [p for n, p in chunk.module.named_parameters() if get_placement(p, n).is_expert]
-        return sum(p.nbytes for p in params), sum(b.grad_data.nbytes for b in chunk.flat_buffers if b.is_expert)
+def expert_bytes(*layouts: str) -> list[tuple[int, int, int]]:
+    """For each layout: bytes of this process's weights of experts, of its gradients of them, and elements of their
+    moments."""
+    found = []
+    for text in layouts:
+        config, recipe = training(EXPERTS["moe"], text)
+        with open_local_run(config, recipe, own_rank(config)) as run:
+            chunk = run.model[0]
+            experts = {
+                get_placement(p, n).name: p for n, p in chunk.module.named_parameters() if get_placement(p, n).is_expert
+            }
+            state = run.optimizer.named_state()
+            found.append(
+                (
+                    sum(get_local_shard(param).nbytes for param in experts.values()),
+                    sum(param.main_grad.nbytes for param in experts.values()),  # type: ignore[attr-defined]
+                    sum(state[name]["exp_avg"].numel() for name in experts if name in state),
+                )
+            )
+    return found
 
 
 def test_each_process_holds_its_share_of_the_experts() -> None:
-    whole = expert_bytes("1")
-    assert whole[0] == 2 * 4 * 3 * 24 * 32 * 4
-    assert run_distributed(expert_bytes, 2, "dp2,ep2") == [(whole[0] // 2, whole[1] // 2)] * 2
+    (whole,) = expert_bytes("1")
+    assert whole == (2 * 4 * 3 * 24 * 32 * 4, 2 * 4 * 3 * 24 * 32 * 4, 2 * 4 * 3 * 24 * 32)
+    half, quarter = (tuple(number // part for number in whole) for part in (2, 4))
+    assert run_distributed(expert_bytes, 2, "dp2,ep2") == [[half]] * 2
+    # FSDP divides further what expert parallelism has left; and nothing where each process has experts of its own.
+    layouts = ["dp4,ep4,fsdp2", "dp4,ep2,fsdp2", f"dp4,ep2,fsdp2,{INSTANCES}"]
+    for found in run_distributed(expert_bytes, 4, *(f"{layout},{ONE}" for layout in layouts)):
+        assert found == [quarter, quarter, half]
 
 
 LOGGED = ("load_balancing_loss", "z_loss", "expert_load", "expert_entropy", "expert_bias", "tokens_dropped")

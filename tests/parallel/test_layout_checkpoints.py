@@ -22,15 +22,18 @@ from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+TWO_COPIES = "--num-distributed-optimizer-instances=2,--micro-batch-size=1"
 MOVES = [
     ("llama", "tp2", ["1", "dp2,dist-opt", "tp4"]),
     ("gpt2", "pp2", ["1", "tp2,sp", "pp2,vpp2"]),
     ("llama", "dp3,fsdp2", ["1", "tp2"]),
-    ("gpt2", "dp4,fsdp2,--num-distributed-optimizer-instances=2,--micro-batch-size=1", ["dp3,fsdp2"]),
+    ("gpt2", f"dp4,fsdp2,{TWO_COPIES}", ["dp3,fsdp2"]),
     ("latent", "tp2,sp", ["1", "dp2,dist-opt"]),
+    ("deepseek", f"dp4,ep2,fsdp2,{TWO_COPIES}", ["1", f"tp2,sp,dp2,etp1,dist-opt,{TWO_COPIES}"]),
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     MOVES += [
+        ("deepseek", "dp2,ep2,dist-opt", ["dp3,fsdp2", "tp2,dp2,ep4,etp1,fsdp2", "dp2,ep2,fsdp2"]),
         ("gpt2", "1", ["tp2", "pp4", "dp3,dist-opt"]),
         ("gpt2", "dp2,dist-opt", ["dp3,fsdp2", "tp2,dp2,fsdp2"]),
         ("llama", "tp4", ["tp2,sp,dp2", "dp3"]),

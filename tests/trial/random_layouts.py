@@ -271,7 +271,7 @@ def _draw_layout(draw: Draw, sizes: dict[str, int], schedule: str, virtual: int,
         draw.maybe(0.15 if "zb" not in schedule else 0, "--defer-embedding-wgrad-compute")
         draw.maybe(0.2, "--use-tp-pp-dp-mapping")
     if sizes["dp"] > 1:
-        if sizes["pp"] == 1 and draw.chance(0.1 if experts else 0.4):
+        if sizes["pp"] == 1 and draw.chance(0.4):
             draw.maybe(
                 1.0, "--use-torch-fsdp2", "--use-torch-fsdp2 --megatron-fsdp-enable-fine-grained-param-gather",
                 "--use-megatron-fsdp --data-parallel-sharding-strategy=optim_grads_params",
@@ -289,7 +289,7 @@ def _draw_layout(draw: Draw, sizes: dict[str, int], schedule: str, virtual: int,
         0.3, "--recompute-granularity=selective", "--recompute-granularity=selective --recompute-modules mlp layernorm"
     )
     draw.maybe(
-        0.02 if experts else 0.15, "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1",
+        0.15, "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1",
         "--recompute-granularity=full --recompute-method=block --recompute-num-layers=1",
     )  # fmt: skip
     return draw.flags

@@ -43,7 +43,7 @@ class ShardedParamBuffer:
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         self.reduction = reduction
-        self.is_expert = False
+        self.is_expert = get_placement(self.params[0]).is_expert
         # fully_shard keeps the shards in the format of the main parameters and casts what it gathers.
         self.is_updated_as_it_is = True
         self.model_dtype = model_dtype
@@ -104,7 +104,7 @@ class ShardedParamBuffer:
             whole = torch.zeros(param.numel(), dtype=shard.dtype, device=shard.device)
             whole[start : start + shard.numel()] = shard.reshape(-1)
             all_reduce(whole, self.reduction.shards)
-            yield name, whole.view(param.shape)
+            yield name, whole.view(get_placement(param).local_shape)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""

@@ -8,12 +8,18 @@ ZeRO-3 (Rajbhandari et al., 2020). With ZeRO-2 the rows that were gathered stay 
 gradients and optimizer state are divided all the time. Gathers and sums run beside the computation of the neighbouring
 layers. Tensor-parallel shards are cut further: torch sees a process's shard as the whole parameter.
 
+Experts are units of their own inside their layer, and divided over the processes that hold the same ones (expert data
+parallelism), everything else over all replicas. Their weights [experts, out, in] become [experts x out, in] first, so
+that more processes can divide them than there are experts here; where one process alone holds its experts, their unit
+has one member.
+
 With several optimizer instances (HSDP) the processes form as many groups of neighbours. Each group divides a copy of
 the whole, and the copies' gradients are summed once a step, behind the last microbatch's sum inside the groups.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +35,15 @@ from torch.utils._pytree import tree_map_only
 
 from megatron.core.collectives import Handle, all_gather_into_tensor, reduce_scatter_tensor
 from megatron.core.device import current_device
-from megatron.core.distributed.bucket import Reduction, choose_reduction
+from megatron.core.distributed.bucket import Reduction, choose_expert_reduction, choose_reduction
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig, FullyShardedConfig
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.distributed.sharded_params import ShardedParamBuffer, find_first_element, get_local_shard
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.placement import Placement, get_placement, place
+from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import (
+    Group,
     MeteredGroup,
     ProcessGroupCollection,
     SingleRankGroup,
@@ -70,15 +77,13 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self.groups = pg_collection or ProcessGroupCollection.current()
         # fully_shard overlaps on its own, so there is no moment at which stages could begin together.
         self.overlaps_grad_reduce = False
-        self.reduction = choose_reduction(config, _as_divided_optimizer(ddp_config), self.groups)
+        as_divided = _as_divided_optimizer(ddp_config)
+        dense = choose_reduction(config, as_divided, self.groups)
+        self.reductions = {False: dense, True: choose_expert_reduction(dense, as_divided, self.groups)}
         self.formats = Formats.build(ddp_config, next(module.parameters()).dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         # Read now: fully_shard replaces the parameters by new ones without our attributes.
         placements = [(get_placement(param, name), param.dtype) for name, param in module.named_parameters()]
-        if any(placement.is_expert for placement, _ in placements):
-            raise ConfigError(
-                "--use-torch-fsdp2 cannot divide experts yet; use --use-distributed-optimizer with --num-experts"
-            )
         self._fill = fill
         self.module = self._shard(module)
         self.flat_buffers: list[ShardedParamBuffer] = list(self._make_buffers(placements))
@@ -92,44 +97,71 @@ class TorchFullyShardedDataParallel(ModelChunk):
         )
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
         frees = ddp_config.torch_fsdp2_reshard_after_forward and not self.keeps_gathered
-        mesh = _make_mesh(self.groups, self.reduction)
-        for unit in find_sharding_units(module, ddp_config):
+        has_experts = next(find_expert_parts(module), None) is not None
+        meshes = {
+            of_experts: _make_mesh(self.groups.get_replicas(of_experts), self.reductions[of_experts])
+            for of_experts in ((False, True) if has_experts else (False,))
+        }
+        kept_whole = set(_find_kept_whole(module))
+
+        def shard(unit: list[nn.Module], *, of_experts: bool, reshard_after_forward: bool) -> None:
             for part in unit:
                 self._prepare(part)
                 # Before fully_shard, whose own hook after forward frees the parameters: hooks run in this order.
-                part.register_forward_hook(replace_returned_parameters)
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+                if part is not module:
+                    part.register_forward_hook(replace_returned_parameters)
+            fully_shard(
+                unit,
+                mesh=meshes[of_experts],
+                mp_policy=policy,
+                reshard_after_forward=reshard_after_forward,
+                ignored_params=kept_whole,
+            )
+            for part in unit:
+                self._configure(part, self.reductions[of_experts])
+
         # What belongs to no unit stays through backward.
-        self._prepare(module)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        for part in _find_fsdp_modules(module):
-            # A plain sum, so that all libraries and sizes round alike; then a division.
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0 / self.reduction.scale)
-            if ddp_config.nccl_ub:
-                part.set_allocate_memory_from_process_group_for_comm(True)
-            count_traffic(part, self.reduction)
+        for unit in [*find_sharding_units(module, ddp_config), [module]]:
+            experts = [part for whole in unit for part in find_expert_parts(whole)]
+            if experts:
+                shard(experts, of_experts=True, reshard_after_forward=frees)
+            shard(unit, of_experts=False, reshard_after_forward=frees and unit != [module])
         return module
+
+    def _configure(self, part: Any, reduction: Reduction) -> None:
+        """How an FSDPModule sums gradients."""
+        # A plain sum, so that all libraries and sizes round alike; then a division.
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0 if _is_divided_later(reduction) else 1.0 / reduction.scale)
+        if self.ddp_config.nccl_ub:
+            part.set_allocate_memory_from_process_group_for_comm(True)
+        count_traffic(part, reduction)
 
     def _prepare(self, part: nn.Module) -> None:
         """Real values, in the number format of main parameters, for what is not divided yet."""
         if self._fill is not None:
             self._fill(part)
+        kept_whole = set(_find_kept_whole(part))
         for param in part.parameters():
-            if not isinstance(param, DTensor):
-                param.data = param.data.to(self.formats.params)
+            if isinstance(param, DTensor) or param in kept_whole:
+                continue
+            data = param.data.to(self.formats.params)
+            # Rows of all experts: fully_shard cuts along dimension 0, and slices of flat memory are what it must cut.
+            is_stack = get_placement(param, "").is_expert and data.dim() > 1
+            param.data = data.flatten(0, 1) if is_stack else data
 
     def _make_buffers(self, placements: list[tuple[Placement, torch.dtype]]) -> Iterator[ShardedParamBuffer]:
         self._model_dtypes = {placement.name: model_dtype for placement, model_dtype in placements}
         # One buffer for each format that the network computes in: its slices are updated by one kernel.
-        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        by_kind: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for param, (placement, model_dtype) in zip(self.module.parameters(), placements, strict=True):
-            # A DTensor shows the whole shape, so that the placement fits it unchanged.
-            place(param, placement)
+            # A DTensor shows the whole shape, of which the placement's is a view.
+            assert param.numel() == math.prod(placement.local_shape), f"{placement.name} has shape {tuple(param.shape)}"
+            param.placement = placement  # type: ignore[attr-defined]
             if param.requires_grad:
-                by_dtype[model_dtype].append((placement.name, param))
-        for model_dtype, named_params in by_dtype.items():
-            yield ShardedParamBuffer(named_params, self.reduction, model_dtype, self.formats.grads)
+                by_kind[placement.is_expert, model_dtype].append((placement.name, param))
+        for (of_experts, model_dtype), named_params in by_kind.items():
+            yield ShardedParamBuffer(named_params, self.reductions[of_experts], model_dtype, self.formats.grads)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The wrapped module's forward."""
@@ -158,6 +190,8 @@ class TorchFullyShardedDataParallel(ModelChunk):
         assert self._copies_are_summed, "enable_grad_sync() must be called before a step's last backward"
         for buffer in self.flat_buffers:
             buffer.collect_grads()
+            if _is_divided_later(buffer.reduction):
+                buffer.grad_data.mul_(buffer.reduction.scale)
 
     # ---- parameters
 
@@ -172,9 +206,11 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
     def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
         """Our rows as a flat slice: the memory itself, or a copy in the network's number format."""
-        flat = get_local_shard(param).view(-1)
-        model_dtype = self._model_dtypes[get_placement(param).name]
-        return flat if main else flat.to(model_dtype), find_first_element(param, self.reduction.shards)
+        if not isinstance(param, DTensor):
+            return param, None
+        flat, placement = get_local_shard(param).view(-1), get_placement(param)
+        start = find_first_element(param, self.reductions[placement.is_expert].shards)
+        return flat if main else flat.to(self._model_dtypes[placement.name]), start
 
     def broadcast_params(self) -> None:
         """Does nothing, because no two processes hold the same elements."""
@@ -182,11 +218,16 @@ class TorchFullyShardedDataParallel(ModelChunk):
     @property
     def _sums_once(self) -> bool:
         """Whether copies wait for the last microbatch, which must not cost digits: torch adds up what it sends."""
-        return self.reduction.copies.size() > 1 and self.formats.sent == self.formats.grads
+        return self._has_copies and self.formats.sent == self.formats.grads
+
+    @property
+    def _has_copies(self) -> bool:
+        # Experts have copies only where dense weights have some.
+        return self.reductions[False].copies.size() > 1
 
     def _sum_over_copies(self, sums: bool) -> None:
         self._copies_are_summed = sums
-        for part in _find_fsdp_modules(self.module) if self.reduction.copies.size() > 1 else ():
+        for part in _find_fsdp_modules(self.module) if self._has_copies else ():
             part.set_requires_all_reduce(sums, recurse=False)
 
     def _keep_gathered(self, keeps: bool) -> None:
@@ -208,18 +249,27 @@ def _as_divided_optimizer(ddp_config: DistributedDataParallelConfig) -> Distribu
     )
 
 
-def _make_mesh(groups: ProcessGroupCollection, reduction: Reduction) -> DeviceMesh:
-    """Those who divide a copy; with several copies [copies, shards]."""
+def _make_mesh(holders: Group, reduction: Reduction) -> DeviceMesh:
+    """Those who divide a copy; with several copies [copies, shards]. holders: all of them."""
     device = current_device().type
     shards, copies = reduction.shards, reduction.copies
-    assert not isinstance(shards, SingleRankGroup), "one process has nothing to divide"
-    if isinstance(copies, SingleRankGroup):
-        return DeviceMesh.from_group(torch_group(shards), device)
-    # Those who divide a copy are neighbours in dp_cp, hence rows of this matrix.
-    ranks = torch.tensor(group_ranks(groups.dp_cp)).view(copies.size(), shards.size())
-    return DeviceMesh.from_group(
-        [torch_group(copies), torch_group(shards)], device, mesh=ranks, mesh_dim_names=("copies", "shards")
+    # One process may hold its experts alone. Only members make such a group, so that it costs no communication.
+    ours = (
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if isinstance(shards, SingleRankGroup)
+        else torch_group(shards)
     )
+    if isinstance(copies, SingleRankGroup):
+        return DeviceMesh.from_group(ours, device)
+    # Those who divide a copy are neighbours among the holders, hence rows of this matrix.
+    ranks = torch.tensor(group_ranks(holders)).view(copies.size(), shards.size())
+    return DeviceMesh.from_group([torch_group(copies), ours], device, mesh=ranks, mesh_dim_names=("copies", "shards"))
+
+
+def _is_divided_later(reduction: Reduction) -> bool:
+    """Whether gradients are divided behind the step's last sum instead of by torch, which (2.13) divides twice where a
+    group of one process shards a parameter."""
+    return isinstance(reduction.shards, SingleRankGroup)
 
 
 def _find_fsdp_modules(module: nn.Module) -> Iterator[Any]:
@@ -246,6 +296,24 @@ def find_sharding_units(module: nn.Module, config: FullyShardedConfig) -> Iterat
         for child in module.children():
             if next(_find_layers(child), None) is None and _count_elements(child) > 0:
                 yield [child]
+
+
+def find_expert_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest parts of a module that have weights of experts only, and are not divided yet."""
+    params = list(module.parameters())
+    if params and all(not isinstance(param, DTensor) and get_placement(param, "").is_expert for param in params):
+        yield module
+        return
+    for child in module.children():
+        yield from find_expert_parts(child)
+
+
+def _find_kept_whole(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a module changes by itself at the end of a step, such as the biases of a router: a few numbers,
+    which it must find whole."""
+    for part in module.modules():
+        if hasattr(type(part), "finish_step"):
+            yield from (param for param in part.parameters(recurse=False) if not param.requires_grad)
 
 
 def _join_layers(layers: list[nn.Module], size: int) -> Iterator[list[nn.Module]]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.distributed.param_and_grad_buffer import Slot
 from megatron.core.flat_ranges import Range, intersect_ranges
+from megatron.core.placement import get_placement
 
 CHUNK = 2**24
 """Elements that are in a temporary float32 format at a time: 64 MiB each."""
@@ -145,7 +146,7 @@ class GroupState:
             for (start, stop), place in self.pieces([(slot.start, slot.start + slot.numel)]):
                 # A whole parameter's state keeps its shape, so that a checkpoint shows tensors like the model's.
                 is_whole = stop - start == param.numel()
-                shape = param.shape if is_whole else (stop - start,)
+                shape = get_placement(param, name).local_shape if is_whole else (stop - start,)
                 tensors = {kind: flat[place].view(shape) for kind, flat in flats.items()}
                 if self.buffer.model_dtype != self.buffer.dtype:  # these are main parameters
                     tensors["main_param"] = self.buffer.values(start, stop).view(shape)

@@ -17,7 +17,7 @@ from megatron.core.num_microbatches_calculator import build_num_microbatches_cal
 from megatron.core.optimizer.rule_table import takes_experts
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
 from megatron.training.config.checkpoint import FOR_UPSTREAM, UPSTREAM_TORCH_DIST
-from megatron.training.config.layout_relations import find_interleaving_problem, sharding_flag
+from megatron.training.config.layout_relations import find_interleaving_problem
 
 if TYPE_CHECKING:
     from megatron.training.config.container import RunConfig
@@ -303,7 +303,7 @@ RELATIONS = (
 
 def combinations_to_come(run: RunConfig) -> Iterator[str]:
     """Settings that are each available, but not yet together: they are planned, not wrong."""
-    model, ddp, optimizer = run.model, run.ddp, run.optimizer
+    model, optimizer = run.model, run.optimizer
     checkpoint = run.checkpoint
     if checkpoint.ckpt_format in FOR_UPSTREAM and optimizer.decoupled_lr is not None and not checkpoint.no_save_optim:
         yield (
@@ -315,7 +315,6 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
     drops_by_position = model.moe_expert_capacity_factor is not None and model.moe_token_drop_policy == "position"
     # Given, named as the user wrote it, and what to use instead.
     with_experts = (
-        (ddp.use_torch_fsdp2, sharding_flag(run), "--use-distributed-optimizer"),
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
         (not takes_experts(optimizer.optimizer), run.say("optimizer"), "--optimizer adam, or muon"),
         (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),

@@ -20,6 +20,7 @@ from megatron.core.errors import (
     format_bytes,
 )
 from megatron.core.host_memory import name_machine, read_host_memory
+from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
 from megatron.planner.levers import Lever, list_levers
 from megatron.planner.memory import MemoryEstimate, Workload, estimate_memory
@@ -61,7 +62,7 @@ def refuse_oversize(
 def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimizer: bool) -> float:
     """Bytes that certainly belong to a parameter on this process while it is trained."""
     ddp, optimizer = config.ddp, config.optimizer
-    replicas = config.data_parallel_size * config.model.context_parallel_size
+    replicas = _count_replicas(config, of_experts=get_placement(parameter, "").is_expert)
     weight, gradient, state = parameter.element_size(), 0, 0
     if parameter.requires_grad and not config.validation.skip_train:
         gradient = 4 if ddp.grad_reduce_in_fp32 else weight
@@ -71,6 +72,15 @@ def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimi
     bytes_per_element: float = weight + gradient + state / (replicas if ddp.use_distributed_optimizer else 1)
     # Fully sharded, every one of the three is divided.
     return parameter.numel() * bytes_per_element / (replicas if ddp.use_torch_fsdp2 else 1)
+
+
+def _count_replicas(config: RunConfig, *, of_experts: bool) -> int:
+    """Processes that hold the same shard of a dense weight, or of a weight of experts."""
+    model = config.model
+    if not of_experts:
+        return config.data_parallel_size * model.context_parallel_size
+    experts = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
+    return max(1, config.world_size // (experts * model.pipeline_model_parallel_size))
 
 
 def explain_memory_shortage(error: BaseException, config: RunConfig, workload: Workload | None) -> str | None:

@@ -136,23 +136,23 @@ def _train(run: Run, iterations: int, first: FirstGradients, in_detail: bool) ->
         losses.append({name: float(loss) for name, loss in result.losses.items()})
         grad_norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
         if iteration == 1:
-            untrained_after_first = [_gather_whole(tensor) for _, tensor in list_untrained(run)]
+            untrained_after_first = [_gather_whole(*held) for held in list_untrained(run)]
         if recorder is not None:
             points = recorder.list_records()
         if moves and not first_update:
             first_update = iteration
             # Where gathers run beside forward, waiting for them here would hide a forward that does not wait.
             if in_detail and not run.config.ddp.overlap_param_gather:
-                after_first = list(map(_gather_whole, (param for _, param in list_placed_parameters(run))))
+                after_first = [_gather_whole(*placed) for placed in list_placed_parameters(run)]
     for chunk in run.model:
         chunk.finish_param_sync()
     buckets = _name_buckets(run)
     held = [
-        HeldParameter(placement, grad, _gather_whole(param), weight, buckets.get(placement.name, ""))
+        HeldParameter(placement, grad, _gather_whole(placement, param), weight, buckets.get(placement.name, ""))
         for (placement, param), grad, weight in zip(list_placed_parameters(run), first.grads, after_first, strict=True)
     ]
     untrained = [
-        HeldUntrained(placement, _gather_whole(tensor), weight)
+        HeldUntrained(placement, _gather_whole(placement, tensor), weight)
         for (placement, tensor), weight in zip(list_untrained(run), untrained_after_first, strict=True)
     ]
     axes = {"tp": run.groups.tp, "cp": run.groups.cp, "dp": run.groups.dp, "pp": run.groups.pp}
@@ -188,10 +188,11 @@ def _gather_grads(run: Run) -> list[Tensor]:
     return grads
 
 
-def _gather_whole(param: Tensor) -> Tensor:
-    """A float32 copy of the values, where replicas divide them those of all replicas; every process calls this."""
+def _gather_whole(placement: Placement, param: Tensor) -> Tensor:
+    """A float32 copy of this process's shard, where replicas divide it put together; every process calls this."""
     detached = param.detach()
-    return (detached.full_tensor() if isinstance(detached, DTensor) else detached).to(torch.float32, copy=True)
+    whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return whole.to(torch.float32, copy=True).view(placement.local_shape)
 
 
 def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter]]:

@@ -59,6 +59,7 @@ class ExpertLinear(nn.Module):
         dtype = parameter_dtype(config)
         shape = (num_experts, output_size, input_size)
         self.weight = declare_parameter(shape, init=for_each_expert(init_method), dtype=dtype, splits=splits)
+        self.rows_per_expert = self.weight.shape[1]
         self.bias = None
         if config.add_bias_linear:
             # A bias [experts, out] has no input dimension: a split of it (dimension 2) leaves the bias whole.
@@ -69,13 +70,15 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, in] sorted by expert -> [n, out]; ends: [local experts] int32, where each one's rows end."""
-        return multiply(self.product, x, self.weight, ends=ends)
+        # FSDP, which divides rows, joins those of all experts: [experts x out, in].
+        weight = self.weight if self.weight.dim() == 3 else self.weight.unflatten(0, (-1, self.rows_per_expert))
+        return multiply(self.product, x, weight, ends=ends)
 
     def repeat_bias(self, ends: Tensor, rows: int) -> Tensor:
         """Repeat each expert's bias for all of its rows: -> [n, out]."""
         assert self.bias is not None
         counts = ends.diff(prepend=ends.new_zeros(1))
-        return self.bias.repeat_interleave(counts, dim=0, output_size=rows)
+        return self.bias.view(-1, self.rows_per_expert).repeat_interleave(counts, dim=0, output_size=rows)
 
 
 class Experts(MegatronModule):
