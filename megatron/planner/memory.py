@@ -44,6 +44,8 @@ class LayerCounts:
     """Matrices of all experts but shared ones."""
     active_expert_matrices: int
     """Matrices of the experts that work on one token."""
+    expert_projections: int
+    """Projections to the latent vectors that experts work on, and back (--moe-latent-size): a part of `replicated`."""
     replicated: int
     """Norms, routers and projections to latent vectors, which tensor parallelism does not divide."""
 
@@ -146,17 +148,24 @@ def count_layers(model: TransformerConfig, numbers: range, *, has_final_norm: bo
     assert model.ffn_hidden_size is not None
     hidden, layers = model.hidden_size, len(numbers)
     attention, to_latents = count_attention(model)
-    width_of_one = (3 if model.gated_linear_unit else 2) * hidden  # matrices of an MLP with one inner channel
+    matrices = 3 if model.gated_linear_unit else 2
+    width_of_one = matrices * hidden  # matrices of an MLP with one inner channel
+    width_of_experts = matrices * model.expert_channels
     moe_layers = sum(has_experts(model, number) for number in numbers)
     experts = model.num_moe_experts or 0
+    projections = 2 * moe_layers * hidden * (model.moe_latent_size or 0)
     shared = moe_layers * (model.moe_shared_expert_intermediate_size or 0)
     # LayerNorm has a bias beside the weight, RMSNorm has none.
     norm = (2 if model.normalization == "LayerNorm" else 1) * hidden
     return LayerCounts(
         layer_matrices=layers * attention + width_of_one * ((layers - moe_layers) * model.ffn_hidden_size + shared),
-        expert_matrices=moe_layers * experts * width_of_one * model.moe_ffn_hidden_size,
-        active_expert_matrices=moe_layers * model.moe_router_topk * width_of_one * model.moe_ffn_hidden_size,
-        replicated=(2 * layers + has_final_norm) * norm + moe_layers * hidden * experts + layers * to_latents,
+        expert_matrices=moe_layers * experts * width_of_experts * model.moe_ffn_hidden_size,
+        active_expert_matrices=moe_layers * model.moe_router_topk * width_of_experts * model.moe_ffn_hidden_size,
+        expert_projections=projections,
+        replicated=(2 * layers + has_final_norm) * norm
+        + moe_layers * hidden * experts
+        + layers * to_latents
+        + projections,
     )
 
 

@@ -61,6 +61,7 @@ def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple
     layers = model.num_layers + depths
     counts = count_layers(model, range(1, layers + 1))
     per_token = counts.layer_matrices + counts.active_expert_matrices + layers * count_attention(model)[1]
+    per_token += counts.expert_projections
     per_token += (1 + depths) * padded_vocab_size * hidden  # the output layer
     per_token += depths * (2 * hidden * hidden + 3 * hidden)
     # A query with a key, and its share of the value.

@@ -26,8 +26,8 @@ STYLES = {
         --untie-embeddings-and-output-weights""",
 }
 
-# Experts in every second layer beside a gated shared one, with three losses; and experts that drop tokens, whose router
-# has biases that learn.
+# Experts in every second layer beside a gated shared one, with three losses; experts that drop tokens, whose router has
+# biases that learn; and experts with biases that work on narrow vectors.
 EXPERTS = {
     "moe": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
         --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24
@@ -38,6 +38,9 @@ EXPERTS = {
         --moe-router-bias-update-rate 0.01 --moe-router-add-bias
         --moe-expert-capacity-factor 0.9 --moe-aux-loss-coeff 0.1
         --moe-z-loss-coeff 0.01 --moe-permute-fusion --moe-grouped-gemm""",
+    "narrow": """--squared-relu --ffn-hidden-size 48 --num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24
+        --moe-latent-size 12 --use-fused-weighted-squared-relu --moe-expert-capacity-factor 0.9
+        --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 24""",
 }
 
 # Multi-token prediction: two further tokens, tied and with biases; one, untied and without; and with experts whose

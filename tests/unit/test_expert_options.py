@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.core.placement import Split
+from megatron.core.placement import Split, get_placement
 from megatron.core.transformer.mlp import list_gate_and_up
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.planner.memory import count_parameters
+from megatron.planner.parameters import count_whole
+from megatron.planner.throughput import count_products
 from tests.unit.experts_by_definition import MOE, B, E, S, assert_is_the_definition, layer_of, tokens
-from tests.unit.gpt_models import read_config
+from tests.unit.gpt_models import build_model, read_config
 
 PLAIN = MOE.replace("--swiglu", "--squared-relu")
 BIASED = PLAIN.replace("--disable-bias-linear", "")
@@ -29,7 +32,7 @@ def send_all_to_one(layer: MoELayer) -> MoELayer:
 
 @pytest.mark.flags(
     "--moe-apply-probs-on-input", "--use-fused-weighted-squared-relu", "--moe-mlp-glu-interleave-size",
-    "--moe-shared-expert-glu-interleave-size", "--moe-router-add-bias",
+    "--moe-shared-expert-glu-interleave-size", "--moe-router-add-bias", "--moe-latent-size",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("base", "flags"),
@@ -44,6 +47,8 @@ def send_all_to_one(layer: MoELayer) -> MoELayer:
             "--moe-shared-expert-glu-interleave-size 3",
         ),
         (MOE, "--moe-mlp-glu-interleave-size 2 --no-bias-swiglu-fusion"),
+        (MOE, "--moe-latent-size 12 --moe-shared-expert-intermediate-size 24 --moe-aux-loss-coeff 0.1"),
+        (BIASED, "--moe-latent-size 20 --moe-expert-capacity-factor 0.5"),
     ],
 )
 @pytest.mark.parametrize("is_uneven", [False, True])
@@ -57,6 +62,20 @@ def test_parts_of_gates_and_up_projections_take_turns() -> None:
     of_second_rank = Split(0, "etp", 2, 1, list_gate_and_up(16, 4, 2))
     assert of_second_rank.boxes(32) == [(16, 16)]
     assert [name for name, _, _ in of_second_rank.local_parts(32)] == ["gate", "up", "gate", "up"]
+
+
+def test_latent_vectors_in_counts() -> None:
+    """Elements as placements have them, and multiplications of a token."""
+    configs = {size: read_config(f"{MOE} {size and f'--moe-latent-size {size}'}").model for size in ("", "12")}
+    counts = {size: count_parameters(c, padded_vocab_size=64, untied=False).decoder for size, c in configs.items()}
+    placements = [get_placement(p) for p in build_model(f"{MOE} --moe-latent-size 12").parameters()]
+    found = count_whole(placements)
+    assert found.of_experts["matrix"] == counts["12"].expert_matrices == 2 * E * 3 * 12 * 16
+    projections = 2 * 2 * 12 * 32
+    assert found["matrix"] - counts["12"].layer_matrices == counts["12"].expert_projections == projections
+    assert counts["12"].replicated - counts[""].replicated == projections
+    products = {size: count_products(config, padded_vocab_size=64)[0] for size, config in configs.items()}
+    assert products[""] - products["12"] == 2 * 2 * 3 * (32 - 12) * 16 - projections
 
 
 @pytest.mark.flags("--use-fused-weighted-squared-relu")

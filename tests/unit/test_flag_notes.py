@@ -29,6 +29,7 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
     "--use-grouped-gemm-for-shared-expert", "--use-grouped-gemm-for-dense-mlp", "--moe-use-grouped-tensor",
     "--moe-single-grouped-weight", "--moe-single-grouped-bias", "--moe-paged-stash", "--moe-paged-stash-page-size",
     "--moe-paged-stash-buffer-size-factor-cuda", "--moe-paged-stash-buffer-size-factor-cpu",
+    "--export-moe-apply-probs-on-input",
     "--moe-deepep-num-sms", "--moe-hybridep-num-sms", "--moe-hybridep-num-blocks-permute",
     "--moe-hybridep-num-blocks-unpermute", "--moe-hybridep-num-sms-preprocessing", "--moe-ncclep-zero-copy",
     "--inference-cuda-graph-scope", "--config-logger-dir", "--flash-decode", "--use-te-activation-func",

@@ -42,7 +42,8 @@ _MODULES = (
     "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
     "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.linear_qkv",
     "self_attention.q_layernorm", "self_attention.k_layernorm", "self_attention.kv_layernorm",
-    "pre_mlp_layernorm", "mlp.router", "mlp.experts", "mlp.linear_fc1", "mlp.linear_fc2",
+    "pre_mlp_layernorm", "mlp.router", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj",
+    "mlp.experts", "mlp.linear_fc1", "mlp.linear_fc2",
     "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.shared_experts.gate_weight",
 )  # fmt: skip
 """The modules of a layer in the order in which upstream's own implementation registers them."""

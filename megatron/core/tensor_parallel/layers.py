@@ -111,7 +111,8 @@ class ReplicatedLinear(nn.Module):
     """y = x W^T with W [output_size, input_size] whole on every rank: no collective in forward or backward.
 
     For narrow outputs that all ranks need. Every rank computes all outputs of the same tokens, and with SP those of its
-    own tokens, of which its gradient of the weight then is a partial sum.
+    own tokens, of which its gradient of the weight then is a partial sum. splits_tokens: whether each rank has tokens
+    of its own; with SP when None.
     """
 
     def __init__(
@@ -122,21 +123,25 @@ class ReplicatedLinear(nn.Module):
         config: ModelParallelConfig,
         init_method: Initialiser,
         tp_group: Group | None = None,
+        bias: bool = False,
+        splits_tokens: bool | None = None,
     ) -> None:
         super().__init__()
         group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
         self.product = choose_product(config)
-        splits_tokens = config.sequence_parallel and group.size() > 1
+        splits_tokens = config.sequence_parallel if splits_tokens is None else splits_tokens
+        partial_grad_axes = ("tp",) if splits_tokens and group.size() > 1 else ()
+        dtype = parameter_dtype(config)
         self.weight = declare_parameter(
-            (output_size, input_size),
-            init=init_method,
-            dtype=parameter_dtype(config),
-            partial_grad_axes=("tp",) if splits_tokens else (),
+            (output_size, input_size), init=init_method, dtype=dtype, partial_grad_axes=partial_grad_axes
         )
+        self.bias = None
+        if bias:
+            self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial_grad_axes)
 
     def forward(self, input_: Tensor) -> LayerOutput:
-        """[s, b, input_size] -> [s, b, output_size], with SP of this rank's tokens; no bias."""
-        return multiply(self.product, input_, self.weight), None
+        """[s, b, input_size] -> [s, b, output_size], with SP of this rank's tokens; a bias has been added."""
+        return multiply(self.product, input_, self.weight, self.bias), None
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""

@@ -55,7 +55,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
 
 def describe_expert_operations(config: TransformerConfig, device: torch.device) -> dict[str, str]:
     """Return operation -> implementation for what only layers with experts have."""
-    width, inner, dtype = config.hidden_size, config.moe_ffn_hidden_size, parameter_dtype(config)
+    width, inner, dtype = config.expert_channels, config.moe_ffn_hidden_size, parameter_dtype(config)
     assert inner is not None
     # The shapes that one process multiplies: whether a kernel takes them depends on the split.
     inner //= config.expert_tensor_parallel_size or 1

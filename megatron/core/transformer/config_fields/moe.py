@@ -104,6 +104,9 @@ class MoEFields(ArchitectureFields):
     moe_shared_expert_overlap: bool = flag(False, kind="kernel", needs=(_EXPERTS, _SHARED))
     """Compute the shared expert while tokens travel to their experts (alltoall), in backward while their gradients
     travel back."""
+    moe_latent_size: int | None = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
+    """Width of the vectors that experts read and write: one projection makes a token so narrow before it travels to its
+    experts, another one widens the sum of their outputs. --hidden-size, without projections, when not given."""
     moe_apply_probs_on_input: bool = flag(False, kind="function", needs=_EXPERTS)
     """Multiply what goes into an expert by the router's weight instead of what comes out (Llama 4)."""
     moe_mlp_glu_interleave_size: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _GATED))
@@ -131,6 +134,12 @@ class MoEFields(ArchitectureFields):
     moe_per_layer_logging: bool = flag(False, kind="report", needs=_EXPERTS)
     """Log the auxiliary losses of each layer beside their mean, and how evenly its experts are chosen: the load of the
     busiest one, entropy, share dropped, spread of the biases."""
+
+    @property
+    def expert_channels(self) -> int:
+        """Width of what an expert reads and writes."""
+        assert self.hidden_size is not None
+        return self.moe_latent_size or self.hidden_size
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -87,8 +87,8 @@ class Experts(MegatronModule):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
-        number, width, inner = config.num_moe_experts, config.hidden_size, config.moe_ffn_hidden_size
-        assert number is not None and width is not None and inner is not None
+        number, width, inner = config.num_moe_experts, config.expert_channels, config.moe_ffn_hidden_size
+        assert number is not None and inner is not None
         self.activation = build_activation(config, config.moe_mlp_glu_interleave_size)
         self.activate = choose_activate(config)
         self.weighs_input, self.fuses_weights = config.moe_apply_probs_on_input, config.use_fused_weighted_squared_relu

@@ -3,6 +3,12 @@
 
     y = sum of w_e expert_e(x) over the k experts that the router gives a token, plus the shared expert's output
 
+With --moe-latent-size experts work on narrow vectors, for which less is sent and multiplied:
+
+    y = U sum of w_e expert_e(D x)            D and U: projections that all experts of the layer have in common
+
+Router and shared expert read x itself.
+
 Tokens are divided over all processes of a stage that see the same samples: with sequence parallelism they are so
 already, otherwise the layer divides them over the tensor-parallel group and gathers the outputs. So no token is worked
 on twice, and experts may be laid out over the stage's processes in any way.
@@ -10,25 +16,28 @@ on twice, and experts may be laid out over the stage's processes in any way.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.tensor_parallel.layers import LayerOutput, ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -39,6 +48,7 @@ class MoESubmodules:
     shared_experts: MLPSubmodules
     router: Any = TopKRouter
     experts: Any = Experts
+    latent_projection: Any = ReplicatedLinear
 
 
 class MoELayer(MegatronModule):
@@ -56,6 +66,21 @@ class MoELayer(MegatronModule):
         self.tp_group = groups.tp
         self.divides_tokens = groups.tp.size() > 1 and not config.sequence_parallel
         self.router = submodules.router(config, layer_number, groups)
+        # Names as in upstream's models.
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if config.moe_latent_size is not None:
+            assert config.hidden_size is not None
+            project = functools.partial(
+                build_module,
+                submodules.latent_projection,
+                config=config,
+                tp_group=groups.tp,
+                bias=config.add_bias_linear,
+                splits_tokens=True,
+            )
+            narrow, wide = config.moe_latent_size, config.hidden_size
+            self.fc1_latent_proj = project(wide, narrow, init_method=input_initialiser(config))
+            self.fc2_latent_proj = project(narrow, wide, init_method=output_initialiser(config))
         self.experts = submodules.experts(config, groups)
         self.dispatcher = build_token_dispatcher(config, groups)
         self.shared_experts: SharedExpertMLP | None = None
@@ -78,8 +103,13 @@ class MoELayer(MegatronModule):
             shared = self._compute_shared_output(hidden_states)
 
         meanwhile = compute_shared_output if self.overlaps_shared_experts else None
-        rows, weights, ends, combine = self.dispatcher.dispatch(own.flatten(0, 1), self.router(own), meanwhile)
+        routing = self.router(own)
+        if self.fc1_latent_proj is not None:
+            own, _ = self.fc1_latent_proj(own)
+        rows, weights, ends, combine = self.dispatcher.dispatch(own.flatten(0, 1), routing, meanwhile)
         output = combine(self.experts(rows, weights, ends)).view_as(own)
+        if self.fc2_latent_proj is not None:
+            output, _ = self.fc2_latent_proj(output)
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
