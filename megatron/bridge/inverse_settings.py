@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.layer_patterns import choose_rotary_kind, find_window_of_layer, has_experts
+from megatron.core.transformer.layer_patterns import (
+    choose_rotary_kind,
+    find_chunk_of_layer,
+    find_window_of_layer,
+    has_experts,
+)
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import declared_flags
 from megatron.training.recipes.family import ROPE_TYPES, Family, Setting
@@ -50,23 +55,30 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
     layers = range(1, (model.num_layers or 0) + 1)
     match setting.form:
         case "switch" | "inverted switch":
-            value = _is_given(setting.flag, config) == (setting.form == "switch")
+            value = _is_given(setting, config) == (setting.form == "switch")
         case "query groups":
             value = model.num_query_groups
         case "window":
             value = None if value is None or value[0] < 0 else value[0] + 1
         case "window layers":
-            kinds = ("sliding_attention", "full_attention")
-            value = [kinds[find_window_of_layer(model, layer) is None] for layer in layers]
+            kinds = {find_window_of_layer: "sliding_attention", find_chunk_of_layer: "chunked_attention"}
+            value = [
+                next((kind for find, kind in kinds.items() if find(model, layer) is not None), "full_attention")
+                for layer in layers
+            ]
         case "layers without positions":
             value = [int(choose_rotary_kind(model, layer) != "none") for layer in layers]
         case "dense layers first":
             value = next((layer - 1 for layer in layers if has_experts(model, layer)), len(layers))
+        case "layers with experts":
+            value = [layer - 1 for layer in layers if has_experts(model, layer)]
         case "inverse root":
             value = _invert_root(value)
     if setting.only_if is not None:
-        fields[setting.only_if] = model.window_size is not None
+        fields[setting.only_if] = value is not None if setting.form == "number" else model.window_size is not None
         if not fields[setting.only_if]:
+            if setting.form == "number":
+                return True
             value = None
     if value is None and setting.form == "number":
         value = setting.default
@@ -93,9 +105,12 @@ def _read(flag: str, config: RunConfig) -> Any:
     return getattr(getattr(config, declared.config), declared.dest)
 
 
-def _is_given(flag: str, config: RunConfig) -> bool:
+def _is_given(setting: Setting, config: RunConfig) -> bool:
     """Whether a switch, in this spelling, would have to stand on the command line."""
-    return bool(_read(flag, config)) == (flag in _find_flag(flag).names)
+    value = _read(setting.flag, config)
+    if setting.word is not None:
+        return bool(value == setting.word)
+    return bool(value) == (setting.flag in _find_flag(setting.flag).names)
 
 
 def _invert_root(scale: float | None) -> float | int | None:

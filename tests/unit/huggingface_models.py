@@ -90,12 +90,16 @@ def convert(model: GPTModel, family: Family, theirs: Mapping[str, Tensor]) -> di
         assert row is not None, f"no row of the family {family.name} gives {ours}"
         names = list_names(row, ours, config.num_moe_experts or 1)
         used |= {name for of_one in names for name in of_one}
-        parts = [join(row, config, [theirs[name] for name in of_one]) for of_one in names]
-        state[ours] = torch.stack(parts) if "{expert}" in row.theirs[0] else parts[0]
+        is_stack = ".experts." in ours and "{expert}" not in row.theirs[0]  # in one tensor for all experts
+        sources = [[theirs[name] for name in of_one] for of_one in names]
+        if is_stack:
+            sources = [list(of_one) for of_one in zip(*sources[0], strict=True)]
+        parts = [join(row, config, tensors) for tensors in sources]
+        state[ours] = torch.stack(parts) if ".experts." in ours else parts[0]
         assert state[ours].shape == value.shape, f"{ours}: {tuple(state[ours].shape)} instead of {tuple(value.shape)}"
-        for of_one, part in zip(names, parts, strict=True):
-            for name, tensor in zip(of_one, split(row, config, part), strict=True):
-                assert torch.equal(tensor, theirs[name]), f"{name} would be written back otherwise"
+        for tensors, part in zip(sources, parts, strict=True):
+            for source, tensor in zip(tensors, split(row, config, part), strict=True):
+                assert torch.equal(tensor, source), f"{names} would be written back otherwise"
     tied = {"lm_head.weight"} if model.share_embeddings_and_output_weights else set()
     unused = sorted(set(theirs) - used - tied)
     assert not unused, f"tensors that no row of the family {family.name} reads: {unused}"

@@ -107,6 +107,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss, 32": (
         "GptOss", {"num_local_experts": 4, "head_dim": 8, "intermediate_size": 32, "num_experts_per_tok": 2} | EAGER,
     ),
+    "Llama 4": (
+        "Llama4Text",
+        {"intermediate_size_mlp": 80, "num_local_experts": 4, "head_dim": 12, "interleave_moe_layer_step": 2,
+         "attention_chunk_size": 6, "floor_scale": 3, "attn_scale": 0.5, "num_experts_per_tok": 1,
+         "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}} | EAGER,
+    ),
+    "Llama 4, without norms of queries": (
+        "Llama4Text",
+        {"num_local_experts": 4, "head_dim": 8, "attention_chunk_size": 5, "use_qk_norm": False, "layer_types":
+         ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 0, 1], "attn_temperature_tuning": False,
+         "num_experts_per_tok": 1} | EAGER,
+    ),
     "GLM 4.5": (
         "Glm4Moe",
         {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2,

@@ -34,6 +34,20 @@ def test_qwen3_moe(sums_to_one: bool) -> None:
     assert_same_logits(hf, list_flags(hf))
 
 
+def test_llama4() -> None:
+    """Chunks and norms of queries and keys in layers with positions, sharper queries in the others, experts in every
+    second layer, whose inputs are weighted, beside a shared one."""
+    hf = make("Llama4Text", intermediate_size_mlp=80, num_local_experts=4, head_dim=12, interleave_moe_layer_step=2,
+              attention_chunk_size=6, floor_scale=3, attn_scale=0.5, num_experts_per_tok=1,
+              attn_implementation="eager")  # fmt: skip
+    flags = list_flags(hf)
+    assert_each_flag_counts(
+        hf, flags, "--attention-chunk-size", "--window-attn-skip-freq", "--no-rope-freq", "--attn-temperature-scale",
+        "--attn-temperature-floor", "--qk-l2-norm", "--qk-l2-norm-layers", "--rotary-interleaved",
+        "--moe-apply-probs-on-input",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("dense_layers", [0, 1])
 def test_glm4_moe(dense_layers: int) -> None:
     """DeepSeek-V3's routing: sigmoid scores with a bias for the choice, the best groups, scaled weights."""

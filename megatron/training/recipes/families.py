@@ -8,7 +8,7 @@ the entries mean. Sources: the configuration classes of transformers, and the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
@@ -20,6 +20,7 @@ from megatron.training.recipes.family_rows import (
     GPT_NEOX_ROWS,
     GPT_OSS_EXPERTS,
     LATENT_ROWS,
+    LLAMA4_ROWS,
     LLAMA_ROWS,
     MIXTRAL_EXPERTS,
     NEMOTRON_ROWS,
@@ -111,6 +112,42 @@ EXPERT_GROUPS = (
     Setting("n_group", "--moe-router-num-groups", default=1),
     Setting("topk_group", "--moe-router-group-topk", default=1),
 )
+LLAMA4_SIZES = (
+    *_build_sizes(intermediate_size="intermediate_size_mlp"),
+    Setting("num_key_value_heads", "--num-query-groups", "query groups"),
+)
+LLAMA4_ATTENTION = (
+    Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),
+    Setting("attention_chunk_size", "--attention-chunk-size"),
+    Setting("layer_types", "--window-attn-skip-freq", "window layers"),
+    Setting("attn_scale", "--attn-temperature-scale", only_if="attn_temperature_tuning"),
+    Setting("floor_scale", "--attn-temperature-floor", default=8192),
+    Setting("use_qk_norm", "--qk-l2-norm", "switch", default=False),
+    Setting("use_qk_norm", "--qk-l2-norm-layers", "switch", default=False, word="rotary"),
+)
+# One width for routed experts and the shared one.
+LLAMA4_EXPERTS = (
+    Setting("num_local_experts", "--num-experts"),
+    TOP_K,
+    Setting("intermediate_size", "--moe-ffn-hidden-size"),
+    Setting("intermediate_size", "--moe-shared-expert-intermediate-size"),
+    Setting("moe_layers", "--moe-layer-freq", "layers with experts"),
+)
+
+
+def _complete_llama4(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Which layers have positions, chunks and experts, where a config.json gives only how often they come."""
+    layers = range(1, config["num_hidden_layers"] + 1)
+    every = config.get("no_rope_layer_interval") or 4
+    rotated = config.get("no_rope_layers") or [int(layer % every != 0) for layer in layers]
+    with_experts = [layer - 1 for layer in layers if layer % (config.get("interleave_moe_layer_step") or 1) == 0]
+    usual = {
+        "attention_chunk_size": 8192, "attn_temperature_tuning": True, "attn_scale": 0.1, "use_qk_norm": True,
+        "rope_theta": 500000.0,
+    }  # fmt: skip
+    given = {name: value for name, value in config.items() if value is not None or name == "attention_chunk_size"}
+    kinds = ["chunked_attention" if each else "full_attention" for each in rotated]
+    return usual | {"layer_types": kinds, "moe_layers": with_experts} | given | {"no_rope_layers": rotated}
 
 
 # ---- the families
@@ -360,6 +397,18 @@ FAMILIES: tuple[Family, ...] = (
             **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS,
         },
         expects={"norm_topk_prob": True},
+    ),
+    Family(
+        name="Llama 4",
+        model_type="llama4_text",
+        model_class="Llama4ForCausalLM",
+        flags=f"--rotary-interleaved {LLAMA_FLAGS} --moe-router-score-function sigmoid --moe-apply-probs-on-input",
+        sizes=LLAMA4_SIZES,
+        settings=(*USUAL, HEAD_WIDTH, *LLAMA4_ATTENTION, *LLAMA4_EXPERTS),
+        rows=tuple(LLAMA4_ROWS.values()),
+        expects={**SILU, **ALL_ROTATED, "attention_bias": False},
+        absent={"tie_word_embeddings": False},
+        complete=_complete_llama4,
     ),
 )  # fmt: skip
 

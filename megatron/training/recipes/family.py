@@ -17,7 +17,7 @@ row's form says. Names are those of the files on disk; transformers may use othe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ class Row:
 
 SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
-    "dense layers first", "root", "inverse root",
+    "dense layers first", "layers with experts", "root", "inverse root",
 ]  # fmt: skip
 
 
@@ -59,12 +59,14 @@ class Setting:
     """A field of a config.json and the flag that it is.
 
     number                    the value itself
-    switch                    the flag stands where the value is true; "inverted switch": where it is false
+    switch                    the flag stands, with `word` behind it, where the value is true; "inverted switch":
+                              where it is false
     query groups              heads of keys and values
     window                    w tokens are seen, the token itself among them: w - 1 before it
-    window layers             `full_attention` or `sliding_attention` of each layer
+    window layers             `full_attention`, or `sliding_attention` or `chunked_attention`, of each layer
     layers without positions  of each layer, 0 where it has none
     dense layers first        so many layers come before those with experts
+    layers with experts       their indices, from 0
     root, inverse root        of the value
     """
 
@@ -76,6 +78,8 @@ class Setting:
     """What the flag's absence means: it is left out for this value."""
     only_if: str | None = None
     """A field that must be true for this one to count."""
+    word: str | None = None
+    """Of a switch whose flag is no switch: the flag's value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +103,8 @@ class Family:
     expects: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What a field means that a config.json leaves out."""
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """The fields of a config.json with those that it leaves out and that follow from others."""
 
 
 ROPE_TYPES: Mapping[str, tuple[str, tuple[Setting, ...], Mapping[str, Any]]] = {
@@ -106,8 +112,11 @@ ROPE_TYPES: Mapping[str, tuple[str, tuple[Setting, ...], Mapping[str, Any]]] = {
     "linear": ("--position-embedding-type rope", (Setting("factor", "--rotary-seq-len-interpolation-factor"),), {}),
     "llama3": (
         "--position-embedding-type rope --use-rope-scaling",
-        (Setting("factor", "--rope-scaling-factor"),),
-        {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        (
+            Setting("factor", "--rope-scaling-factor"),
+            Setting("high_freq_factor", "--rope-scaling-high-freq-factor", default=4.0),
+        ),
+        {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192},
     ),
     "yarn": (
         "--position-embedding-type yarn",
@@ -143,6 +152,7 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
     with_sizes: also those of the shape. The tokenizer's are not among them. Raises ConfigError where the model does
     something that no flag of its family says.
     """
+    config = config if family.complete is None else family.complete(config)
     # A field that nothing here can follow is an error, never ignored: the converted model would compute something else.
     _check(family, config, family.expects)
     # A flag, with its value if one follows.
@@ -199,7 +209,7 @@ def _find(family: Family, config: Mapping[str, Any], names: str) -> Any:
 
 def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> list[str]:
     """The flag of one setting; nothing where its absence means the same."""
-    if setting.only_if is not None and not config.get(setting.only_if):
+    if setting.only_if is not None and not _find(family, config, setting.only_if):
         return []
     factors = [_find(family, config, name) for name in setting.theirs.split("*")]
     if any(factor is None for factor in factors):
@@ -210,7 +220,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         return []
     match setting.form:
         case "switch":
-            return [setting.flag] if value else []
+            return [" ".join(filter(None, [setting.flag, setting.word]))] if value else []
         case "inverted switch":
             return [] if value else [setting.flag]
         case "query groups":
@@ -227,6 +237,9 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return [] if pattern is None else [f"{setting.flag} {pattern}"]
         case "dense layers first":
             return [f"{setting.flag} [0]*{value}+[1]*{config['num_hidden_layers'] - value}"]
+        case "layers with experts":
+            has_experts = [index in value for index in range(config["num_hidden_layers"])]
+            return [] if all(has_experts) else [f"{setting.flag} {_describe_period(has_experts)}"]
         # The last two forms only change the value; it is written below, like a number.
         case "root":
             value = value**0.5
@@ -246,3 +259,10 @@ def _describe_pattern(is_other: Sequence[bool], other: str, usual: str, *, divid
     if may_repeat and list(is_other) == [(index + 1) % period == 0 for index in range(len(is_other))]:
         return str(period)
     return f"[{','.join(other if entry else usual for entry in is_other)}]"
+
+
+def _describe_period(holds: Sequence[bool]) -> str:
+    """An entry for each layer, 1 where it holds, written as a period and how often it comes."""
+    size = len(holds)
+    period = next(n for n in range(1, size + 1) if size % n == 0 and list(holds) == list(holds[:n]) * (size // n))
+    return f"[{','.join(str(int(entry)) for entry in holds[:period])}]*{size // period}"

@@ -140,6 +140,17 @@ GPT_NEOX_ROWS = {
     **rename_rows("", "", {"decoder.final_layernorm": "gpt_neox.final_layer_norm"}, "weight", "bias"),
     **rename_rows(OURS, "gpt_neox.layers.{layer}.", GPT_NEOX_MODULES, "weight", "bias"),
 }
+# Stacks of matrices [inputs, outputs]; a dense layer and the shared expert are as everywhere.
+LLAMA4_ROWS = {
+    **without_rows(LLAMA_ROWS, ".mlp."),
+    **build_gated_rows("mlp", "feed_forward"),
+    **build_gated_rows("mlp.shared_experts", "feed_forward.shared_expert"),
+    **rename_rows(OURS, THEIRS, {"mlp.router": "feed_forward.router"}),
+    **build_rows(
+        Row(f"{OURS}mlp.experts.linear_fc1.weight", (f"{THEIRS}feed_forward.experts.gate_up_proj",), transposed=True),
+        Row(f"{OURS}mlp.experts.linear_fc2.weight", (f"{THEIRS}feed_forward.experts.down_proj",), transposed=True),
+    ),
+}
 # The gate's rows and those of the other half by turns, and matrices [inputs, outputs].
 GPT_OSS_EXPERTS = build_rows(
     Row(f"{OURS}mlp.experts.linear_fc1.weight", (f"{THEIRS}mlp.experts.gate_up_proj",), "interleaved", True),

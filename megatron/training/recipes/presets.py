@@ -301,6 +301,21 @@ def _build_gpt_oss() -> Iterator[Preset]:
         yield Preset(name, "gpt_oss", _size(layers, 2880, 2880, "64/8", 201088, 128 * K) | fields, parameters, active)
 
 
+def _build_llama4() -> Iterator[Preset]:
+    # Meta AI, the release of Llama 4, which counts the vision encoder of 0.9 billion with them: 109B and 400B in all.
+    # What is here reads and writes text.
+    for name, parameters, experts, step, positions, context in (
+        ("llama4-scout", "107.8B", 16, 1, LLAMA_31_POSITIONS | {"factor": 16.0, "high_freq_factor": 1.0}, 10240 * K),
+        ("llama4-maverick", "400.7B", 128, 2, None, 1024 * K),
+    ):
+        fields = {
+            "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": experts,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": step, "use_qk_norm": positions is not None,
+            "rope_theta": 500000.0, "rope_scaling": positions, "rms_norm_eps": 1e-5,
+        }  # fmt: skip
+        yield Preset(name, "llama4_text", _size(48, 5120, 8192, "40/8", 202048, context) | fields, parameters, "17B")
+
+
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for build in (
@@ -312,6 +327,7 @@ PRESETS: Mapping[str, Preset] = {
         _build_others,
         _build_latent,
         _build_gpt_oss,
+        _build_llama4,
     )
     for preset in build()
 }
