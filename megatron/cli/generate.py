@@ -2,6 +2,7 @@
 """Continue texts with a trained model.
 
     python tools/generate.py --load CHECKPOINTS --prompt "def main" --max-new-tokens 100
+    python tools/generate.py --load CHECKPOINTS --chat                                     a conversation
 
 The model's shape and its tokenizer come from the checkpoint. Prints each prompt with its continuation.
 """
@@ -9,15 +10,24 @@ The model's shape and its tokenizer come from the checkpoint. Prints each prompt
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from megatron.cli.chat import History, Messages, Text, read_lines, talk
 from megatron.core.errors import ConfigError, command_line
 from megatron.training.flags.parser import path
 
+if TYPE_CHECKING:
+    from megatron.core.inference.sampling import Sampling
+    from megatron.training.checkpoint.trained_model import TrainedModel
+
 _SEPARATOR = "-" * 60
+_UNKNOWN_LENGTH = 2048
+"""Tokens of a context, where neither the model nor its training says how many."""
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -28,8 +38,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
     add("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; may be repeated")
     add("--prompts-file", metavar="FILE", type=path, help="file with one prompt on each line")
+    add("--chat", action="store_true", help="talk with the model; one that is not tuned for it continues the text")
+    add("--system", metavar="TEXT", help="with --chat: what the model is told before the conversation")
     add("--batch-size", metavar="N", type=int, default=8, help="prompts continued together (8)")
-    add("--max-new-tokens", metavar="N", type=int, default=64, help="tokens to add to each prompt (64)")
+    add("--max-new-tokens", metavar="N", type=int, help="tokens to add to each prompt (64; with --chat 512)")
     add = parser.add_argument_group("how to choose tokens").add_argument
     add("--greedy", action="store_true", help="always the likeliest token")
     add("--temperature", metavar="T", type=float, default=1.0, help="below 1: prefer likely tokens more (1)")
@@ -57,10 +69,9 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
-    """Yield each prompt with what the model adds to it."""
+def load_model(arguments: argparse.Namespace) -> tuple[TrainedModel, Sampling]:
+    """The model of the command line, and how its tokens are chosen."""
     # torch takes seconds to import: mistakes in the command line are found before that.
-    from megatron.core.inference.generate import generate
     from megatron.core.inference.sampling import Sampling
     from megatron.training.checkpoint.trained_model import load_trained_model
 
@@ -73,6 +84,14 @@ def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]
     )
     trained = load_trained_model(arguments.load, arguments.ckpt_step, bf16=arguments.bf16)
     print(f"model: {trained.path}", file=sys.stderr, flush=True)
+    return trained, sampling
+
+
+def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
+    """Yield each prompt with what the model adds to it."""
+    from megatron.core.inference.generate import generate
+
+    trained, sampling = load_model(arguments)
     tokenizer = trained.tokenizer
     for start in range(0, len(prompts), arguments.batch_size):
         ids = tokenizer.tokenize_batch(prompts[start : start + arguments.batch_size])
@@ -91,6 +110,42 @@ def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]
             yield tokenizer.detokenize([*prompt_ids, *completion.tokens])
 
 
+def hold_conversation(arguments: argparse.Namespace) -> None:
+    """Read messages from standard input and answer them, until there are no more."""
+    from megatron.core.inference.generate import generate
+
+    trained, sampling = load_model(arguments)
+    # Rotary positions end nowhere; beyond the length of training they say little.
+    length = trained.max_sequence_length or trained.config.data.seq_length or _UNKNOWN_LENGTH
+    # A small context is shared between what was said and the answer.
+    new_tokens = min(arguments.max_new_tokens, length // 2)
+    history: History
+    if trained.tokenizer.chat_template is None:
+        if arguments.system is not None:
+            raise ConfigError("--system needs a chat template, and the model's tokenizer has none; leave it out")
+        history = Text(trained.tokenizer, length - new_tokens)
+    else:
+        history = Messages(trained.tokenizer, length - new_tokens, arguments.system)
+    seeds = itertools.count(arguments.seed)
+
+    def answer(prompt: list[int], ends: list[int], on_tokens: Callable[[int, list[int]], None]) -> bool:
+        (completion,) = generate(
+            trained.model,
+            [prompt],
+            max_new_tokens=new_tokens,
+            # Otherwise the same question would get the same answer, however often it is asked.
+            sampling=dataclasses.replace(sampling, seed=next(seeds)),
+            eod=ends,
+            vocab_size=trained.vocab_size,
+            max_sequence_length=trained.max_sequence_length,
+            use_cache=not arguments.no_kv_cache,
+            on_tokens=on_tokens,
+        )
+        return completion.ended_by == "length"
+
+    talk(history, answer, read_lines())
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see generate.py --help")
@@ -100,6 +155,17 @@ class _Parser(argparse.ArgumentParser):
 def main() -> int:
     """Read the command line, generate, print."""
     arguments = parse_arguments(sys.argv[1:])
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = 512 if arguments.chat else 64
+    if arguments.chat:
+        if arguments.prompt or arguments.prompts_file is not None:
+            raise ConfigError("--chat reads what is typed, or piped; leave out --prompt and --prompts-file")
+        if arguments.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens} must be at least 1")
+        hold_conversation(arguments)
+        return 0
+    if arguments.system is not None:
+        raise ConfigError("--system begins a conversation; give --chat, or write it into the prompt")
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size} must be at least 1")
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.functional.pretrain_runs import run
+from tests.functional.pretrain_runs import ROOT, environment, run
 from tests.unit.tiny_training import train_tiny
 
 
@@ -60,3 +61,22 @@ def test_bad_input_is_one_sentence(checkpoints: Path, tmp_path: Path) -> None:
         errors = [line for line in result.stderr.splitlines() if not line.startswith("model: ")]
         assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0], (arguments, errors)
         assert result.stdout == ""
+
+
+def test_a_conversation_through_a_pipe(checkpoints: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "generate.py"), "--load", str(checkpoints), "--chat", "--greedy"]
+    finished = subprocess.run(
+        [*command, "--max-new-tokens", "4"], input="3 4 5\nwords\n6\n/new\n3 4 5\n", capture_output=True, text=True,
+        cwd="/", env=environment({}), timeout=240,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    first, second, again = finished.stdout.splitlines()
+    assert len(first.split()) == len(second.split()) == 4 and again == first
+    assert "this is a base model, which continues the text that you type" in finished.stderr
+    assert "note: " in finished.stderr and "'words'" in finished.stderr
+    for flags, words in (
+        ("--prompt 1", "--chat reads what is typed"),
+        ("--system x", "--system needs a chat template"),
+    ):
+        refused = generate("--load", checkpoints, "--chat", *flags.split())
+        assert refused.returncode == 2 and f"error: {words}" in refused.stderr

@@ -11,7 +11,7 @@ position at a time, where a longer prompt still gives its own tokens and a short
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,16 +41,19 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling,
-    eod: int | None = None,
+    eod: int | Sequence[int] | None = None,
     vocab_size: int | None = None,
     max_sequence_length: int | None = None,
     use_cache: bool = True,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> list[Completion]:
     """Continue each prompt by at most `max_new_tokens` tokens.
 
-    model: called as GPTModel, in evaluation mode. eod: token that ends a text. vocab_size: tokens from this id on are
-    padding and never chosen. max_sequence_length: positions that the model has; longer texts end there. use_cache=False
-    computes every position anew for every token. Raises ConfigError for an empty or too long prompt.
+    model: called as GPTModel, in evaluation mode. eod: token that ends a text, or several that do. vocab_size: tokens
+    from this id on are padding and never chosen. max_sequence_length: positions that the model has; longer texts end
+    there. use_cache=False computes every position anew for every token. on_tokens: called with (number of the prompt,
+    new tokens) as soon as they are chosen, for text that appears while it is written. Raises ConfigError for an empty
+    or too long prompt.
     """
     _check(prompts, max_new_tokens, max_sequence_length)
     device = next(model.parameters()).device
@@ -60,6 +63,7 @@ def generate(
     ends = torch.tensor(limits, device=device)
     ended_at = ends.clone()  # where each text ends; the token there, if any, is the eod
 
+    enders = torch.tensor([] if eod is None else [eod] if isinstance(eod, int) else list(eod), device=device)
     cache = KVCache(max(limits)) if use_cache else None
     generators = sampling.build_generators(len(prompts))
     # All prompts have tokens up to the shortest one's end; from there on each may read or say a token.
@@ -74,8 +78,9 @@ def generate(
         is_open = (position >= lengths) & (position < ended_at)
         # Also rows that have ended are computed on: a batch of changing size would need a cache that shrinks.
         tokens[:, position] = torch.where(is_open, chosen, tokens[:, position])
-        if eod is not None:
-            ended_at = torch.where(is_open & (chosen == eod), position, ended_at)
+        ended_at = torch.where(is_open & torch.isin(chosen, enders), position, ended_at)
+        if on_tokens is not None:
+            _hand_over(on_tokens, chosen, is_open & (position < ended_at))
         # Without a cache the next call reads everything from the first token again.
         seen = position if cache is not None else 0
         position += 1
@@ -83,6 +88,12 @@ def generate(
         Completion(tokens[row, len(prompt) : end].tolist(), "eod" if end < limits[row] else "length")
         for row, (prompt, end) in enumerate(zip(prompts, ended_at.tolist(), strict=True))
     ]
+
+
+def _hand_over(on_tokens: Callable[[int, list[int]], None], chosen: Tensor, is_new: Tensor) -> None:
+    for row, (token, counts) in enumerate(zip(chosen.tolist(), is_new.tolist(), strict=True)):
+        if counts:
+            on_tokens(row, [token])
 
 
 def _last_logits(model: nn.Module, tokens: Tensor, offset: int, cache: KVCache | None) -> Tensor:
