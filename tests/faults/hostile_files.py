@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
-from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
+from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_optimizer import read_flat_buffers
 from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
 from megatron.core.errors import CheckpointError

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.manifest import checksum
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.shard_files import SavedBox, read_box, write_boxes
 from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
-from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
+from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import ALONE
 

@@ -108,8 +108,12 @@ def compute_checksums(
 def join_checksums(segments: Sequence[Segment], checksums: Sequence[int]) -> dict[str, int]:
     """crc32 of each file from those of its parts."""
     files: dict[str, int] = {}
-    for segment, crc32 in zip(segments, checksums, strict=True):
-        files[segment.name] = combine_crc32(files.get(segment.name, 0), crc32, segment.num_bytes)
+    # Many parts are of one length, and the power takes longer than the rest.
+    powers: dict[int, int] = {}
+    for name, _, num_bytes, crc32 in ((*segment, crc32) for segment, crc32 in zip(segments, checksums, strict=True)):
+        if num_bytes not in powers:
+            powers[num_bytes] = _power_of_x(8 * num_bytes)
+        files[name] = _multiply(files.get(name, 0), powers[num_bytes]) ^ crc32
     return files
 
 

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import read_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
+    FileRecord,
     Manifest,
     check_lengths,
     read_manifest,
@@ -48,12 +49,14 @@ _TRACKER_LEFTOVER = re.compile(re.escape(TRACKER_NAME) + r"\.tmp-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A complete checkpoint whose files are all as its manifest says."""
+    """A complete checkpoint whose files are all as its manifest says, or as long, those that are `unverified`."""
 
     path: Path
     manifest: Manifest
     skipped: list[str] = field(default_factory=list)
     """Why this one and no other is taken, where that may surprise; for one warning to the user."""
+    unverified: Mapping[str, FileRecord] = field(default_factory=dict)
+    """Files of tensors that nobody has read yet; serialization.load() compares them with these records."""
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:

@@ -33,6 +33,13 @@ _LARGEST_MANIFEST_BYTES = 256 * 2**20
 _BLOCK_BYTES = 1 << 20
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A file is not as it was written; another checkpoint may be."""
+
+    lacking: frozenset[str] = frozenset()
+    """Tensors of the model that the damaged checkpoint did not fill; all others may hold anything."""
+
+
 class FileRecord(NamedTuple):
     """What a file must be."""
 
@@ -120,8 +127,13 @@ def verify_files(
         raise CheckpointError(f"{error.filename} is missing; the manifest names it") from None
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
-    found = join_checksums(segments, checksums)
-    for name, record in manifest.files.items():
+    compare_checksums(directory, manifest.files, join_checksums(segments, checksums))
+
+
+def compare_checksums(directory: Path, records: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
+    """Raise DamagedCheckpointError unless each file's checksum is that of its record; `found` has those of files with
+    content."""
+    for name, record in records.items():
         _compare(directory / name, found.get(name, 0), record)
 
 
@@ -156,7 +168,9 @@ def verify_file(path: Path, record: FileRecord, *, read: Callable[[Path], int] |
 
 def _compare(path: Path, found: int, record: FileRecord) -> None:
     if found != record.crc32:
-        raise CheckpointError(f"{path} is damaged: its checksum is {found:08x}, the manifest says {record.crc32:08x}")
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its checksum is {found:08x}, the manifest says {record.crc32:08x}"
+        )
 
 
 def checksum(path: Path, on_block: Callable[[int], None] = lambda size: None) -> int:

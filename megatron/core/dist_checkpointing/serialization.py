@@ -13,17 +13,21 @@ iter_0000010/
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
     FoundCheckpoint,
+    Verify,
     abandon_save,
     begin_save,
     begin_save_alone,
@@ -34,9 +38,10 @@ from megatron.core.dist_checkpointing.directory import (
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
-from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, read_manifest, record_file
+from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, check_lengths, read_manifest, record_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.torch_dist import read_tensors, write_tensors
+from megatron.core.dist_checkpointing.tensor_reading import read_tensors
+from megatron.core.dist_checkpointing.torch_dist import write_tensors
 from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.dist_checkpointing.verification import Look, find_together
 from megatron.core.errors import CheckpointError
@@ -194,19 +199,45 @@ def gather_documents(
     return write
 
 
-def find(root: Path, iteration: int | None, group: Group) -> FoundCheckpoint | None:
+def find(root: Path, iteration: int | None, group: Group, *, leave_tensors: bool = False) -> FoundCheckpoint | None:
     """The checkpoint to load, as the first member of `group` finds it (see find_checkpoint); all members must see
-    it."""
-    return agree(functools.partial(find_checkpoint, root, iteration), group)
+    it. leave_tensors: see agree()."""
+    return agree(functools.partial(find_checkpoint, root, iteration), group, leave_tensors=leave_tensors)
 
 
-def agree(look: Look, group: Group) -> FoundCheckpoint | None:
+def agree(
+    look: Look, group: Group, *, leave_tensors: bool = False, damaged: Mapping[Path, str] | None = None
+) -> FoundCheckpoint | None:
     """What `look` finds on the first member of `group`, on every one; all of them verify its files. Raises
-    CheckpointError where one does not see it."""
-    found = find_together(look, group)
-    if found is not None:
-        on_every_rank(group, lambda: _check_same(found, group.rank()))
-    return found
+    CheckpointError where one does not see it.
+
+    leave_tensors: files of tensors in our format are left to load(), which verifies what it reads. damaged: checkpoints
+    that are known not to be good, and why.
+    """
+
+    def look_past(verify: Verify) -> FoundCheckpoint | None:
+        def verify_known(path: Path, manifest: Manifest) -> None:
+            if damaged and path in damaged:
+                raise CheckpointError(damaged[path])
+            check_lengths(path, manifest)
+            later = _list_tensor_files(manifest) if leave_tensors else {}
+            now = {name: record for name, record in manifest.files.items() if name not in later}
+            verify(path, dataclasses.replace(manifest, files=now))
+
+        return look(verify_known)
+
+    found = find_together(look_past, group)
+    if found is None:
+        return None
+    on_every_rank(group, lambda: _check_same(found, group.rank()))
+    return dataclasses.replace(found, unverified=_list_tensor_files(found.manifest) if leave_tensors else {})
+
+
+def _list_tensor_files(manifest: Manifest) -> dict[str, FileRecord]:
+    """The records of the files of tensors in our format."""
+    if f"{TENSORS_DOCUMENT}.json" not in manifest.files:
+        return {}
+    return {name: record for name, record in manifest.files.items() if name.endswith(DEFAULT_SUFFIX)}
 
 
 def load(
@@ -216,16 +247,20 @@ def load(
     *,
     may_lack: bool = False,
     may_have_more: bool = False,
+    replicas: Sequence[Group] = (),
 ) -> KeyReport:
     """Fill the tensors of all members of `group`; returns, on every member, what was tolerated.
 
     may_lack: tensors that the checkpoint lacks keep their values, may_have_more: parameters that no member has are left
-    out; see validation.judge_wanted. Raises CheckpointError on every member; the tensors may then be half filled.
+    out; see validation.judge_wanted. replicas: groups whose members share the reading, see load_exchange.py. Files that
+    are not verified yet are so on the way. Raises CheckpointError on every member, DamagedCheckpointError where a file
+    is damaged; the tensors may then hold anything.
     """
     valid_rows = read_document(checkpoint.path, TENSORS_DOCUMENT)["valid_rows"]
     return read_tensors(
-        checkpoint.path, tensors, group, valid_rows=valid_rows, may_lack=may_lack, may_have_more=may_have_more
-    )
+        checkpoint.path, tensors, group, valid_rows=valid_rows, may_lack=may_lack, may_have_more=may_have_more,
+        unverified=checkpoint.unverified, replicas=replicas,
+    )  # fmt: skip
 
 
 def read_document(checkpoint: Path, name: str) -> Any:

@@ -9,6 +9,7 @@ memory, nothing lies in between; otherwise, as on a GPU, a few buffers of 8 MiB.
 from __future__ import annotations
 
 import io
+import math
 import os
 import zlib
 from collections import deque
@@ -27,7 +28,7 @@ from megatron.core import device
 from megatron.core.dist_checkpointing.checksums import combine_crc32
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import begin_flush
-from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
 from megatron.core.errors import CheckpointError
@@ -39,6 +40,8 @@ _SHORT_BYTES = 256 << 10
 """Pieces shorter than this are gathered."""
 _LARGE_BYTES = 64 << 20
 _FLUSH_BYTES = 16 << 20
+_VERIFIED_PIECE_BYTES = 1 << 20
+"""Short enough to be in the processor's cache still when its checksum is computed."""
 _SHORTEST_READ_BYTES = 256 << 10
 """Of rows of which less is wanted, all is read: a disk takes as long for a few bytes."""
 
@@ -116,7 +119,7 @@ class _Shard:
         if _is_memory(values):
             yield from (_bytes_of(part) for part in _flatten(values).split(_PIECE_BYTES))
             return
-        for part in _split(values, _PIECE_BYTES):
+        for part in split_rows(values, _PIECE_BYTES):
             # One more than may be under way: the piece that was in this one before has been written.
             if len(self._buffers) <= _PIECES:
                 self._buffers.append(torch.empty(_PIECE_BYTES, dtype=torch.uint8))
@@ -179,7 +182,7 @@ def _flatten(values: Tensor) -> Tensor:
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
-def _split(values: Tensor, most_bytes: int, itemsize: int | None = None) -> Iterator[Tensor]:
+def split_rows(values: Tensor, most_bytes: int, itemsize: int | None = None) -> Iterator[Tensor]:
     """Views of consecutive values, row by row, each of so many bytes at most.
 
     itemsize: bytes of each value, if not those of its own number format.
@@ -188,11 +191,11 @@ def _split(values: Tensor, most_bytes: int, itemsize: int | None = None) -> Iter
     if values.numel() * itemsize <= most_bytes:
         yield values
     elif len(values) == 1:
-        yield from _split(values[0], most_bytes, itemsize)
+        yield from split_rows(values[0], most_bytes, itemsize)
     else:
         rows = max(1, most_bytes * len(values) // (values.numel() * itemsize))
         for part in values.split(rows):
-            yield from _split(part, most_bytes, itemsize)
+            yield from split_rows(part, most_bytes, itemsize)
 
 
 def _bytes_of(values: Tensor) -> memoryview:
@@ -212,12 +215,116 @@ class SavedBox(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Fill(NamedTuple):
+    """A part of a box, and where it belongs."""
+
+    offsets: Sequence[int]
+    """Of the part in the box."""
+    target: Tensor
+    """On any device, of any strides and number format, in the shape of the part."""
+
+
+def read_boxes(file: io.FileIO, box: SavedBox, fills: Sequence[Fill], *, verify: bool) -> int | None:
+    """Fill several targets with parts of one box; verify: read all of it once, and return the crc32 of its archive.
+
+    Raises OSError, CheckpointError where the file does not hold such a box.
+    """
+    if not verify:
+        for fill in fills:
+            read_box(file, box, fill.offsets, fill.target)
+        return None
+    for fill in fills:
+        _check_part(file, box, fill.offsets, fill.target)
+    values = find_values(file, box.start, box.length, box.dtype, box.shape)
+    if values is None:
+        raise DamagedCheckpointError(
+            f"{file.name!s} is damaged: no tensor of shape {box.shape} lies at byte {box.start}"
+        )
+    crc32 = compute_range_checksum(file, box.start, values - box.start)
+    memory = torch.empty(0, dtype=torch.uint8)
+    num_bytes = 0
+    for piece in _list_pieces(box.shape, box.dtype.itemsize):
+        shape = [length for _, length in piece]
+        places = [_meet(piece, fill) for fill in fills]
+        found = [place for place in places if place is not None]
+        # Values that belong to one place, as they are, need no other memory.
+        into = found[0][1] if len(found) == 1 and list(found[0][1].shape) == shape else None
+        if into is None or not _is_memory(into) or into.dtype != box.dtype:
+            size = math.prod(shape) * box.dtype.itemsize
+            memory = memory if len(memory) >= size else torch.empty(_VERIFIED_PIECE_BYTES, dtype=torch.uint8)
+            into = memory[:size].view(box.dtype).view(shape)
+        flat = _flatten(into)
+        _read_exactly(file, values + num_bytes, flat)
+        crc32 = zlib.crc32(_bytes_of(flat), crc32)
+        num_bytes += len(flat)
+        for part, target in found:
+            if target is not into:
+                target.copy_(into[part])
+    end = values + num_bytes
+    return compute_range_checksum(file, end, box.start + box.length - end, crc32)
+
+
+def compute_range_checksum(file: io.FileIO, start: int, num_bytes: int, crc32: int = 0) -> int:
+    """crc32 of a stretch of a file, behind data whose checksum is `crc32`. Raises OSError, CheckpointError where the
+    file is too short."""
+    memory = torch.empty(min(num_bytes, _VERIFIED_PIECE_BYTES), dtype=torch.uint8)
+    for first in range(start, start + num_bytes, _VERIFIED_PIECE_BYTES):
+        piece = memory[: start + num_bytes - first]
+        _read_exactly(file, first, piece)
+        crc32 = zlib.crc32(_bytes_of(piece), crc32)
+    return crc32
+
+
+def _list_pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Boxes (start, length for each dimension) of values that follow each other, of an array of this shape, in the
+    order of the values; each fits into what is read at once."""
+    if math.prod(shape) * itemsize <= _VERIFIED_PIECE_BYTES:
+        yield tuple((0, size) for size in shape)
+        return
+    row_bytes = math.prod(shape[1:]) * itemsize
+    rows = _VERIFIED_PIECE_BYTES // row_bytes
+    for first in range(0, shape[0], max(1, rows)):
+        if rows:
+            yield ((first, min(rows, shape[0] - first)), *((0, size) for size in shape[1:]))
+        else:
+            yield from (((first, 1), *inner) for inner in _list_pieces(shape[1:], itemsize))
+
+
+def _meet(piece: Sequence[tuple[int, int]], fill: Fill) -> tuple[tuple[slice, ...], Tensor] | None:
+    """What a piece of a box and a part of it have in common: where in the piece, and the view of the target."""
+    inner, outer = [], []
+    for (start, length), offset, size in zip(piece, fill.offsets, fill.target.shape, strict=True):
+        first, last = max(start, offset), min(start + length, offset + size)
+        if first >= last:
+            return None
+        inner.append(slice(first - start, last - start))
+        outer.append(slice(first - offset, last - offset))
+    return tuple(inner), fill.target[tuple(outer)]
+
+
 def read_box(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
     """Fill `target`, on any device, of any strides and number format, with the part of a box that begins at `offsets`.
 
     Raises OSError, CheckpointError where the file does not hold such a box, and what torch raises where a damaged
     archive is none of torch's.
     """
+    _check_part(file, box, offsets, target)
+    if not target.numel():
+        return
+    values = find_values(file, box.start, box.length, box.dtype, box.shape)
+    if values is None:
+        _read_other(file, box, offsets, target)
+        return
+
+    def read(position: int, memory: Tensor) -> None:
+        """Fill memory [bytes], uint8."""
+        _read_exactly(file, values + position, memory)
+
+    _BoxReader(read, box.dtype).fill(0, box.shape, offsets, target)
+
+
+def _check_part(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
+    """Raise CheckpointError unless there is such a part in the box, and such a stretch in the file."""
     if len(target.shape) != len(box.shape) or any(
         not 0 <= first <= first + count <= size
         for first, count, size in zip(offsets, target.shape, box.shape, strict=True)
@@ -231,18 +338,6 @@ def read_box(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Ten
         raise CheckpointError(
             f"{file.name!s} has {size} bytes; its table of contents says {box.length} from {box.start} on"
         )
-    if not target.numel():
-        return
-    values = find_values(file, box.start, box.length, box.dtype, box.shape)
-    if values is None:
-        _read_other(file, box, offsets, target)
-        return
-
-    def read(position: int, memory: Tensor) -> None:
-        """Fill memory [bytes], uint8."""
-        _read_exactly(file, values + position, memory)
-
-    _BoxReader(read, box.dtype).fill(0, box.shape, offsets, target)
 
 
 def _read_exactly(file: io.FileIO, position: int, memory: Tensor) -> None:
@@ -294,7 +389,7 @@ class _BoxReader:
         if _is_memory(target) and target.dtype == self._dtype:
             self._read(position, _flatten(target))
             return
-        for part in _split(target, _PIECE_BYTES, self._dtype.itemsize):
+        for part in split_rows(target, _PIECE_BYTES, self._dtype.itemsize):
             part.copy_(self._take(position, part.shape))
             position += part.numel() * self._dtype.itemsize
 

@@ -7,6 +7,8 @@ Files and plans are torch's; what is different from its own reader and writer:
 - each file's checksum is computed while it is written, for the manifest;
 - a full or failing disk is reported with its path;
 - `.metadata` is a pickle: it is read by an unpickler that knows only what belongs there.
+
+tensor_reading.py reads them.
 """
 
 from __future__ import annotations
@@ -16,32 +18,26 @@ import dataclasses
 import io
 import os
 import sys
-import warnings
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.futures import Future
 
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import create_file
-from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_outside
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
-from megatron.core.dist_checkpointing.shard_files import BoxSource, SavedBox, read_box, write_boxes
-from megatron.core.dist_checkpointing.validation import KeyReport
+from megatron.core.dist_checkpointing.shard_files import BoxSource, write_boxes
 from megatron.core.errors import CheckpointError, MegatronError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
 
@@ -86,8 +82,8 @@ def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> d
     def finish(results: list[list[WriteResult]]) -> None:
         records.update(write_contents(directory, plan, results))
 
-    with _dcp_errors("writing", directory):
-        _ranks(group).all_reduce("write", write, finish)
+    with dcp_errors("writing", directory):
+        join_ranks(group).all_reduce("write", write, finish)
     return records
 
 
@@ -106,8 +102,8 @@ def plan_write(directory: Path, planner: ShardSavePlanner, tensors: ShardedState
         contents.append(metadata)
         return writer.prepare_global_plan(plans)
 
-    with _dcp_errors("writing", directory):
-        share = planner.finish_plan(_ranks(group).reduce_scatter("plan", plan_own, plan_all))
+    with dcp_errors("writing", directory):
+        share = planner.finish_plan(join_ranks(group).reduce_scatter("plan", plan_own, plan_all))
     return WritePlan(share, contents[0] if contents else None)
 
 
@@ -135,42 +131,6 @@ def _renew(result: WriteResult, names: dict[str, str]) -> WriteResult:
     offset = None if index.offset is None else torch.Size(list(index.offset))
     storage = dataclasses.replace(place, relative_path=sys.intern(place.relative_path))
     return WriteResult(MetadataIndex(names[index.fqn], offset, index.index), result.size_in_bytes, storage)
-
-
-def read_tensors(
-    directory: Path,
-    tensors: ShardedStateDict,
-    group: Group,
-    *,
-    valid_rows: dict[str, int],
-    may_lack: bool = False,
-    may_have_more: bool = False,
-) -> KeyReport:
-    """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
-
-    valid_rows, may_lack, may_have_more: see ShardLoadPlanner. Raises CheckpointError on every member; the tensors may
-    then be half filled.
-    """
-    return _read(
-        directory, tensors, group, ShardLoadPlanner(valid_rows, may_lack=may_lack, may_have_more=may_have_more)
-    )
-
-
-def read_upstream_tensors(
-    directory: Path, tensors: ShardedStateDict, group: Group, *, may_lack: bool = False, may_have_more: bool = False
-) -> KeyReport:
-    """The same from a checkpoint that upstream wrote."""
-    planner = UpstreamLoadPlanner(may_lack=may_lack, may_have_more=may_have_more)
-    return _read(directory, tensors, group, planner)
-
-
-def _read(directory: Path, tensors: ShardedStateDict, group: Group, planner: ShardLoadPlanner) -> KeyReport:
-    reader = _BoxReader(directory)
-    with _dcp_errors("reading", directory), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=_torch_group(group),
-                 no_dist=isinstance(group, SingleRankGroup))  # fmt: skip
-    return planner.report
 
 
 class _RecordingFileSystem(FileSystem):
@@ -208,52 +168,7 @@ class _ContentsWriter(FileSystemWriter):
         return StorageMeta()
 
 
-class _BoxReader(FileSystemReader):
-    """Reads `.metadata` safely, and from files in the checkpoint's own directory only what is asked for."""
-
-    def read_metadata(self) -> Metadata:
-        metadata = read_metadata(Path(self.path) / METADATA_NAME)
-        metadata.storage_meta = StorageMeta()
-        return metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, *arguments: Any, **options: Any) -> None:
-        super().set_up_storage_reader(metadata, *arguments, **options)
-        self.metadata = metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        boxes = _list_boxes(self.metadata, {item.storage_index.fqn for item in plan.items})
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            name = boxes[item.storage_index][0]
-            refuse_outside(Path(self.path), name)
-            by_file.setdefault(name, []).append(item)
-        for name, items in by_file.items():
-            with io.FileIO(Path(self.path) / name) as file:
-                # From start to end, as a disk reads fastest.
-                for item in sorted(items, key=lambda item: boxes[item.storage_index][1].start):
-                    target = planner.resolve_tensor(item).detach()
-                    read_box(file, boxes[item.storage_index][1], item.storage_offsets, target)
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-
-def _list_boxes(metadata: Metadata, keys: Collection[str]) -> dict[MetadataIndex, tuple[str, SavedBox]]:
-    """File and place of each saved box of these tensors."""
-    boxes = {}
-    for key in keys:
-        tensor = metadata.state_dict_metadata[key]
-        assert isinstance(tensor, TensorStorageMetadata), f"{key} is no tensor"
-        for chunk in tensor.chunks:
-            index = MetadataIndex(key, chunk.offsets)
-            place = metadata.storage_data[index]
-            box = SavedBox(place.offset, place.length, tensor.properties.dtype, tuple(chunk.sizes))
-            boxes[index] = place.relative_path, box
-    return boxes
-
-
-def _ranks(group: Group) -> _DistWrapper:
+def join_ranks(group: Group) -> _DistWrapper:
     """torch's collectives of objects in which an error of one process is raised on all, as dcp.save() uses them."""
     return _DistWrapper(_torch_group(group), not isinstance(group, SingleRankGroup), coordinator_rank=0)
 
@@ -263,7 +178,7 @@ def _torch_group(group: Group) -> dist.ProcessGroup | None:
 
 
 @contextlib.contextmanager
-def _dcp_errors(doing: Literal["reading", "writing"], directory: Path) -> Iterator[None]:
+def dcp_errors(doing: Literal["reading", "writing"], directory: Path) -> Iterator[None]:
     """DCP raises one exception, no subclass of Exception, with those of all processes in it; find the one that
     matters."""
     try:

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
-from megatron.core.dist_checkpointing.torch_dist import read_upstream_tensors
+from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
 from megatron.core.errors import CheckpointError, ConfigError, say

@@ -1,0 +1,313 @@
+"""Tensors filled from the files of torch.distributed.checkpoint, in one pass over what is read.
+
+on every process                                         together
+read the table of contents, plan what to read       ->   do checkpoint and model fit?
+with replicas: which of it this process reads for all of them (load_exchange.py)
+say which boxes it reads                            ->   who verifies which: each box once, by a process that reads it
+read boxes, fill tensors, compute checksums         ->   are all files as the manifest says?
+with replicas: send what was read, receive the rest
+
+What is read is verified in the same pass, so that the tensors have been filled where damage is found: the checkpoint is
+then refused, and whoever loads another one fills them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from megatron.core.dist_checkpointing.checksums import Segment, join_checksums, list_segments
+from megatron.core.dist_checkpointing.load_exchange import Read, choose_readers, exchange
+from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
+from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord, compare_checksums
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_outside
+from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, compute_range_checksum, read_boxes
+from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME, dcp_errors, join_ranks
+from megatron.core.dist_checkpointing.validation import KeyReport
+from megatron.core.process_groups_config import Group
+
+_THREADS = 4
+"""One waits for the disk while another computes a checksum."""
+
+
+def read_tensors(
+    directory: Path,
+    tensors: ShardedStateDict,
+    group: Group,
+    *,
+    valid_rows: dict[str, int],
+    may_lack: bool = False,
+    may_have_more: bool = False,
+    unverified: Mapping[str, FileRecord] | None = None,
+    replicas: Sequence[Group] = (),
+) -> KeyReport:
+    """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
+
+    valid_rows, may_lack, may_have_more: see ShardLoadPlanner. unverified: files that are to be compared with these
+    records on the way; they are then read whole, each byte of them by one process at least. replicas: groups whose
+    members read a share each of what all of them want, and exchange it. Raises CheckpointError on every member,
+    DamagedCheckpointError where a file is not as its record says; the tensors may then be filled with anything.
+    """
+    planner = ShardLoadPlanner(valid_rows, may_lack=may_lack, may_have_more=may_have_more)
+    return _read(directory, tensors, group, planner, unverified or {}, replicas)
+
+
+def read_upstream_tensors(
+    directory: Path,
+    tensors: ShardedStateDict,
+    group: Group,
+    *,
+    may_lack: bool = False,
+    may_have_more: bool = False,
+    replicas: Sequence[Group] = (),
+) -> KeyReport:
+    """The same from a checkpoint that upstream wrote."""
+    planner = UpstreamLoadPlanner(may_lack=may_lack, may_have_more=may_have_more)
+    return _read(directory, tensors, group, planner, {}, replicas)
+
+
+def _read(
+    directory: Path,
+    tensors: ShardedStateDict,
+    group: Group,
+    planner: ShardLoadPlanner,
+    unverified: Mapping[str, FileRecord],
+    replicas: Sequence[Group],
+) -> KeyReport:
+    ranks = join_ranks(group)
+    plans: list[LoadPlan] = []
+    tables: list[Metadata] = []
+
+    def plan_own() -> LoadPlan:
+        tables.append(_read_table(directory))
+        planner.set_up_planner(tensors, tables[0])
+        plans.append(planner.create_local_plan())
+        # What to read is nobody else's concern.
+        return dataclasses.replace(plans[0], items=[])
+
+    with dcp_errors("reading", directory):
+        planner.finish_plan(ranks.reduce_scatter("plan", plan_own, planner.create_global_plan))
+        boxes: dict[MetadataIndex, _Place] = {}
+
+        def list_reads() -> list[Read]:
+            # All boxes of files that are verified, otherwise those that are asked for.
+            keys = tables[0].state_dict_metadata if unverified else {item.storage_index.fqn for item in plans[0].items}
+            boxes.update(_list_boxes(directory, tables[0], keys))
+            return [
+                Read(item.storage_index, tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
+                for item in plans[0].items
+            ]
+
+        reads: list[Read] = []
+        ranks.all_gather("list", lambda: reads.extend(list_reads()))
+        shared = choose_readers(reads, replicas)
+        reads = shared.own_reads
+        parts = _list_parts(unverified, boxes)
+        numbers = {part.index: number for number, part in enumerate(parts) if part.index is not None}
+
+        def list_own() -> dict[int, int]:
+            wanted: dict[int, int] = {}
+            for read in reads:
+                if (number := numbers.get(read.index)) is not None:
+                    wanted[number] = wanted.get(number, 0) + read.target.numel()
+            return wanted
+
+        mine: list[int] = []
+        if unverified:
+            mine = ranks.reduce_scatter("share", list_own, lambda wanted: _choose_verifiers(parts, wanted))
+        jobs = _list_jobs(directory, parts, mine, reads, boxes)
+        computed = ranks.all_gather("read", lambda: _run(jobs))
+    if unverified:
+        checksums = {number: crc32 for share in computed for number, crc32 in share.items()}
+        segments = [Segment(part.name, part.start, part.num_bytes) for part in parts]
+        found = join_checksums(segments, [checksums[number] for number in range(len(parts))])
+        compare_checksums(directory, unverified, found)
+    exchange(shared)
+    return planner.report
+
+
+# ---- what lies where
+
+
+class _Place(NamedTuple):
+    """Where a saved box lies."""
+
+    name: str
+    """Of the file."""
+    box: SavedBox
+
+
+class _Part(NamedTuple):
+    """A stretch of a file that one process verifies: the archive of a box, or what is none."""
+
+    name: str
+    start: int
+    num_bytes: int
+    index: MetadataIndex | None
+
+
+def _read_table(directory: Path) -> Metadata:
+    metadata = read_metadata(directory / METADATA_NAME)
+    metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def _list_boxes(directory: Path, metadata: Metadata, keys: Collection[str]) -> dict[MetadataIndex, _Place]:
+    """File and place of each saved box of these tensors. Raises CheckpointError where one is outside of `directory`."""
+    boxes: dict[MetadataIndex, _Place] = {}
+    names: set[str] = set()
+    for key in keys:
+        tensor = metadata.state_dict_metadata[key]
+        if not isinstance(tensor, TensorStorageMetadata):
+            continue
+        for chunk in tensor.chunks:
+            index = MetadataIndex(key, chunk.offsets)
+            place = metadata.storage_data[index]
+            if place.relative_path not in names:
+                refuse_outside(directory, place.relative_path)
+                names.add(place.relative_path)
+            box = SavedBox(place.offset, place.length, tensor.properties.dtype, tuple(chunk.sizes))
+            boxes[index] = _Place(place.relative_path, box)
+    return boxes
+
+
+def _list_parts(files: Mapping[str, FileRecord], boxes: Mapping[MetadataIndex, _Place]) -> list[_Part]:
+    """The files as boxes and what lies between them, each file's in order. The same on all processes."""
+    by_file: dict[str, list[tuple[SavedBox, MetadataIndex]]] = {name: [] for name in files}
+    for index, (name, box) in boxes.items():
+        if name in by_file:
+            by_file[name].append((box, index))
+    parts: list[_Part] = []
+    for name in sorted(files):
+        own, end = [], 0
+        for box, index in sorted(by_file[name], key=lambda entry: entry[0].start):
+            # A box that reaches into another one, or beyond the end: whoever reads it will be told; bytes count once.
+            if box.start < end or box.length < 0 or box.start + box.length > files[name].bytes:
+                continue
+            own += _list_gap(name, end, box.start)
+            own.append(_Part(name, box.start, box.length, index))
+            end = box.start + box.length
+        parts += own + _list_gap(name, end, files[name].bytes)
+    return parts
+
+
+def _list_gap(name: str, start: int, end: int) -> list[_Part]:
+    return [_Part(name, start + part.start, part.num_bytes, None) for part in list_segments({name: end - start})]
+
+
+def _choose_verifiers(parts: Sequence[_Part], wanted: Sequence[Mapping[int, int]]) -> list[list[int]]:
+    """Numbers of the parts that each process verifies: of those that want the most of a part, and so read it anyway,
+    the one with the fewest bytes so far; of all, where nobody wants it.
+
+    wanted: for each process how many elements of which part it reads.
+    """
+    readers: dict[int, list[int]] = {}
+    most: dict[int, int] = {}
+    for rank, share in enumerate(wanted):
+        for number, count in share.items():
+            if count > most.get(number, 0):
+                readers[number], most[number] = [], count
+            if count == most[number]:
+                readers[number].append(rank)
+    load = [0] * len(wanted)
+    shares: list[list[int]] = [[] for _ in wanted]
+    # What only one can take comes first, so that the rest evens it out.
+    for number in sorted(range(len(parts)), key=lambda number: len(readers.get(number, load))):
+        rank = min(readers.get(number) or range(len(load)), key=load.__getitem__)
+        load[rank] += parts[number].num_bytes
+        shares[rank].append(number)
+    return shares
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one thread does without a pause."""
+
+    path: Path
+    start: int
+    box: SavedBox | None
+    num_bytes: int
+    number: int | None
+    """Of the part whose checksum is wanted."""
+    fills: Sequence[Fill]
+
+    def run(self) -> int | None:
+        """Fill the tensors; returns the checksum. Raises OSError, CheckpointError."""
+        try:
+            # Opened for each: the system reads ahead of one place in an open file.
+            with io.FileIO(self.path) as file:
+                if self.box is not None:
+                    return read_boxes(file, self.box, self.fills, verify=self.number is not None)
+                return compute_range_checksum(file, self.start, self.num_bytes)
+        except OSError as error:
+            error.filename = error.filename or str(self.path)
+            if self.number is None:
+                raise
+            raise DamagedCheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+
+
+def _list_jobs(
+    directory: Path,
+    parts: Sequence[_Part],
+    mine: Sequence[int],
+    reads: Sequence[Read],
+    boxes: Mapping[MetadataIndex, _Place],
+) -> list[_Job]:
+    """What this process reads and verifies, from start to end of each file, as a disk reads fastest."""
+    fills: dict[MetadataIndex, list[Fill]] = {}
+    for read in reads:
+        fills.setdefault(read.index, []).append(Fill(read.offsets, read.target))
+    jobs = []
+    for number in mine:
+        part = parts[number]
+        box = None if part.index is None else boxes[part.index].box
+        own = [] if part.index is None else fills.pop(part.index, [])
+        jobs.append(_Job(directory / part.name, part.start, box, part.num_bytes, number, own))
+    for index, own in fills.items():
+        name, box = boxes[index]
+        jobs.append(_Job(directory / name, box.start, box, box.length, None, own))
+    return sorted(jobs, key=lambda job: (job.path, job.start))
+
+
+def _run(jobs: Sequence[_Job]) -> dict[int, int]:
+    """Do all of it by several threads; checksums by the number of the part."""
+    checksums: dict[int, int] = {}
+    waiting = deque(jobs)
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                job = waiting.popleft()
+            crc32 = job.run()
+            if job.number is not None and crc32 is not None:
+                checksums[job.number] = crc32
+
+    with ThreadPoolExecutor(max(1, min(_THREADS, len(jobs)))) as threads:
+        try:
+            _wait_for_all([threads.submit(work).result for _ in range(min(_THREADS, len(jobs)))])
+        finally:
+            # After an error, or Ctrl-C, the others end with what they are reading.
+            waiting.clear()
+    return checksums
+
+
+def _wait_for_all(results: Sequence[Callable[[], None]]) -> None:
+    for result in results:
+        result()
