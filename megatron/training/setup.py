@@ -36,7 +36,8 @@ from megatron.core.transformer.compilation import compile_layers
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save
-from megatron.training.checkpoint.save_and_load import load_checkpoint, prepare_save
+from megatron.training.checkpoint.save_and_load import load_checkpoint
+from megatron.training.checkpoint.save_directories import prepare_save
 from megatron.training.config.container import RunConfig
 from megatron.training.config.relations import compute_schedule_lengths
 from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings, check_loader_processes

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import checksums, serialization, verification
+from megatron.core.dist_checkpointing import checksums, serialization, shard_files, verification
 from megatron.core.dist_checkpointing.directory import Verify
-from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, read_manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, model_state
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError, StorageError
@@ -159,6 +160,44 @@ def verifying_worker(root: str) -> tuple[str, int]:
     except CheckpointError as error:
         return str(error), count
     return str(found and found.skipped), count
+
+
+def sharing_worker(root: str, together: bool, broken_rank: int | None) -> tuple[str, int]:
+    """Load in one pass: what this rank is told, and how many bytes it has read."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count, read = 0, shard_files._read_exactly
+
+    def counting(file: io.FileIO, position: int, memory: torch.Tensor) -> None:
+        nonlocal count
+        count += len(memory)
+        read(file, position, memory)
+        # Only this process's disk gives back something else.
+        if rank == broken_rank:
+            memory[-1] ^= 1
+
+    shard_files._read_exactly = counting  # type: ignore[assignment]
+    found = serialization.find(Path(root), None, world(), leave_tensors=True)
+    assert found is not None and len(found.unverified) == size
+    wanted, loaded = state(size, rank), state(size, rank, fill=-1.0)
+    try:
+        serialization.load(loaded, found, world(), replicas=[world()] if together else ())
+    except DamagedCheckpointError as error:
+        return str(error), count
+    same = all(torch.equal(loaded[key].data, wanted[key].data) for key in wanted if key != "vocabulary")
+    return "loaded" if same else "other values", count
+
+
+def test_each_byte_is_read_once_where_ranks_share_the_reading(tmp_path: Path) -> None:
+    run_distributed(save_worker, 2, str(tmp_path))
+    total = sum(path.stat().st_size for path in tmp_path.glob("iter_*/*.distcp"))
+    replicated = 4 * 9 * 7 * 4
+    for together, expected in ((True, total), (False, total + replicated)):
+        answers = run_distributed(sharing_worker, 2, str(tmp_path), together, None)
+        assert [answer for answer, _ in answers] == ["loaded"] * 2
+        assert sum(count for _, count in answers) == expected
+    for together in (True, False):
+        answers = run_distributed(sharing_worker, 2, str(tmp_path), together, 1)
+        assert len({answer for answer, _ in answers}) == 1 and "distcp is damaged: its checksum is" in answers[0][0]
 
 
 def out_of_threads_worker(root: str, rank: int) -> str:

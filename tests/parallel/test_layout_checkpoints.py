@@ -4,6 +4,7 @@ own layout it is the uninterrupted run, dropout included."""
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import shard_files
 from megatron.core.placement import get_placement
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
@@ -19,7 +21,8 @@ from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
+from tests.parallel.small_training import EXPERTS, OPTIONS, STYLES, own_rank, training
+from tests.unit.tiny_training import values
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TWO_COPIES = "--num-distributed-optimizer-instances=2,--micro-batch-size=1"
@@ -77,6 +80,40 @@ def test_L8_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list
         norms = run_on(layout, f"{flags} --load {tmp_path}/first --save {tmp_path}/{number}")
         assert norms == [], "nothing was left to train"
         assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / str(number), 2))
+
+
+def load_on(flags: str, layout: str) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """All that this rank has after loading, and how many bytes of tensors it read: by itself, and by shares."""
+    results = []
+    counts: list[int] = []
+    read = shard_files._read_exactly
+
+    def counting(file: io.FileIO, position: int, memory: torch.Tensor) -> None:
+        counts.append(len(memory))
+        read(file, position, memory)
+
+    shard_files._read_exactly = counting
+    for more in ("", "--ckpt-fully-parallel-load"):
+        counts.clear()
+        config, recipe = training(f"{flags} {more}", layout)
+        with open_local_run(config, recipe, own_rank(config)) as run:
+            assert run.optimizer.step_count == 2
+            results.append((dict(values(run)), sum(counts)))
+    return results
+
+
+@pytest.mark.flags("--ckpt-fully-parallel-load")
+@pytest.mark.parametrize(
+    ("style", "layout", "most"), [("moe", "tp2,ep2,dp2", 0.8), ("gpt2", "pp2,cp2,dist-opt", 0.95)], ids=str
+)
+def test_L8_replicas_that_share_the_reading_have_the_same(style: str, layout: str, most: float, tmp_path: Path) -> None:
+    flags = f"{(STYLES | EXPERTS)[style]} --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+    run_on("1", f"{flags} --save {tmp_path}")
+    ranks = run_distributed(load_on, 4, f"{flags} --load {tmp_path}", layout)
+    for (alone, _), (shared, _) in ranks:
+        assert alone.keys() == shared.keys() and all(torch.equal(alone[name], shared[name]) for name in alone)
+    alone_bytes, shared_bytes = (sum(rank[way][1] for rank in ranks) for way in (0, 1))
+    assert shared_bytes < most * alone_bytes
 
 
 TRAINED_ON = (

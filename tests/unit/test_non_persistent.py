@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.directory_lock import DirectoryLock, Holde
 from megatron.core.dist_checkpointing.non_persistent import find_newest
 from megatron.core.errors import CheckpointError, ConfigError, TemporaryError
 from megatron.core.process_groups_config import SingleRankGroup
-from megatron.training.checkpoint.save_and_load import prepare_save
+from megatron.training.checkpoint.save_directories import prepare_save
 from megatron.training.flags.read import read_run_config
 from tests.functional.pretrain_runs import TINY, run
 from tests.unit.tiny_training import differing, prepare, train_tiny

@@ -27,8 +27,7 @@ _ALIGNMENT = 16
 class Read(NamedTuple):
     """A part of a saved box, and where it belongs on this process."""
 
-    index: MetadataIndex
-    """Of the box."""
+    box_index: MetadataIndex
     offsets: tuple[int, ...]
     """Of the part in the box."""
     target: Tensor

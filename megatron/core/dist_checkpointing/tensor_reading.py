@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from megatron.core.dist_checkpointing.checksums import Segment, join_checksums, list_segments
-from megatron.core.dist_checkpointing.load_exchange import Read, choose_readers, exchange
+from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
 from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
 from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord, compare_checksums
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -85,56 +85,77 @@ def _read(
     unverified: Mapping[str, FileRecord],
     replicas: Sequence[Group],
 ) -> KeyReport:
-    ranks = join_ranks(group)
-    plans: list[LoadPlan] = []
-    tables: list[Metadata] = []
+    try:
+        with dcp_errors("reading", directory):
+            table, plan = _plan(directory, tensors, group, planner)
+            shared = _read_share(directory, group, planner, table, plan, unverified, replicas)
+    except DamagedCheckpointError as error:
+        error.lacking = frozenset(planner.report.lacking)
+        raise
+    exchange(shared)
+    return planner.report
+
+
+def _plan(
+    directory: Path, tensors: ShardedStateDict, group: Group, planner: ShardLoadPlanner
+) -> tuple[Metadata, LoadPlan]:
+    """The table of contents, and what this process asks for, once it is clear that checkpoint and model fit."""
+    own: list[tuple[Metadata, LoadPlan]] = []
 
     def plan_own() -> LoadPlan:
-        tables.append(_read_table(directory))
-        planner.set_up_planner(tensors, tables[0])
-        plans.append(planner.create_local_plan())
+        metadata = read_metadata(directory / METADATA_NAME)
+        metadata.storage_meta = StorageMeta()
+        planner.set_up_planner(tensors, metadata)
+        plan = planner.create_local_plan()
+        own.append((metadata, plan))
         # What to read is nobody else's concern.
-        return dataclasses.replace(plans[0], items=[])
+        return dataclasses.replace(plan, items=[])
 
-    with dcp_errors("reading", directory):
-        planner.finish_plan(ranks.reduce_scatter("plan", plan_own, planner.create_global_plan))
-        boxes: dict[MetadataIndex, _Place] = {}
+    planner.finish_plan(join_ranks(group).reduce_scatter("plan", plan_own, planner.create_global_plan))
+    return own[0]
 
-        def list_reads() -> list[Read]:
-            # All boxes of files that are verified, otherwise those that are asked for.
-            keys = tables[0].state_dict_metadata if unverified else {item.storage_index.fqn for item in plans[0].items}
-            boxes.update(_list_boxes(directory, tables[0], keys))
-            return [
-                Read(item.storage_index, tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
-                for item in plans[0].items
-            ]
 
-        reads: list[Read] = []
-        ranks.all_gather("list", lambda: reads.extend(list_reads()))
-        shared = choose_readers(reads, replicas)
-        reads = shared.own_reads
-        parts = _list_parts(unverified, boxes)
-        numbers = {part.index: number for number, part in enumerate(parts) if part.index is not None}
+def _read_share(
+    directory: Path,
+    group: Group,
+    planner: ShardLoadPlanner,
+    table: Metadata,
+    plan: LoadPlan,
+    unverified: Mapping[str, FileRecord],
+    replicas: Sequence[Group],
+) -> SharedReads:
+    """Read this process's share and verify the files; returns what is left to exchange."""
+    ranks = join_ranks(group)
+    boxes: dict[MetadataIndex, _Place] = {}
+    reads: list[Read] = []
 
-        def list_own() -> dict[int, int]:
-            wanted: dict[int, int] = {}
-            for read in reads:
-                if (number := numbers.get(read.index)) is not None:
-                    wanted[number] = wanted.get(number, 0) + read.target.numel()
-            return wanted
+    def look_up() -> None:
+        # All boxes of files that are verified, otherwise those that are asked for.
+        keys = table.state_dict_metadata if unverified else {item.storage_index.fqn for item in plan.items}
+        boxes.update(_list_boxes(directory, table, keys))
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            reads.append(Read(item.storage_index, tuple(item.storage_offsets), target))
 
-        mine: list[int] = []
-        if unverified:
-            mine = ranks.reduce_scatter("share", list_own, lambda wanted: _choose_verifiers(parts, wanted))
-        jobs = _list_jobs(directory, parts, mine, reads, boxes)
-        computed = ranks.all_gather("read", lambda: _run(jobs))
+    ranks.all_gather("look up", look_up)
+    shared = choose_readers(reads, replicas)
+    parts = _list_parts(unverified, boxes)
+    mine: list[int] = []
+    if unverified:
+        numbers = {part.box_index: number for number, part in enumerate(parts) if part.box_index is not None}
+        wanted: Counter[int] = Counter()
+        for read in shared.own_reads:
+            if read.box_index in numbers:
+                wanted[numbers[read.box_index]] += read.target.numel()
+        mine = ranks.reduce_scatter("share", lambda: wanted, lambda all_wanted: _choose_verifiers(parts, all_wanted))
+    jobs = _list_jobs(directory, parts, mine, shared.own_reads, boxes)
+    computed = ranks.all_gather("read", lambda: _run(jobs))
     if unverified:
         checksums = {number: crc32 for share in computed for number, crc32 in share.items()}
         segments = [Segment(part.name, part.start, part.num_bytes) for part in parts]
         found = join_checksums(segments, [checksums[number] for number in range(len(parts))])
         compare_checksums(directory, unverified, found)
-    exchange(shared)
-    return planner.report
+    return shared
 
 
 # ---- what lies where
@@ -154,13 +175,7 @@ class _Part(NamedTuple):
     name: str
     start: int
     num_bytes: int
-    index: MetadataIndex | None
-
-
-def _read_table(directory: Path) -> Metadata:
-    metadata = read_metadata(directory / METADATA_NAME)
-    metadata.storage_meta = StorageMeta()
-    return metadata
+    box_index: MetadataIndex | None
 
 
 def _list_boxes(directory: Path, metadata: Metadata, keys: Collection[str]) -> dict[MetadataIndex, _Place]:
@@ -270,12 +285,12 @@ def _list_jobs(
     """What this process reads and verifies, from start to end of each file, as a disk reads fastest."""
     fills: dict[MetadataIndex, list[Fill]] = {}
     for read in reads:
-        fills.setdefault(read.index, []).append(Fill(read.offsets, read.target))
+        fills.setdefault(read.box_index, []).append(Fill(read.offsets, read.target))
     jobs = []
     for number in mine:
         part = parts[number]
-        box = None if part.index is None else boxes[part.index].box
-        own = [] if part.index is None else fills.pop(part.index, [])
+        box = None if part.box_index is None else boxes[part.box_index].box
+        own = [] if part.box_index is None else fills.pop(part.box_index, [])
         jobs.append(_Job(directory / part.name, part.start, box, part.num_bytes, number, own))
     for index, own in fills.items():
         name, box = boxes[index]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,14 @@ from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.directory import (
-    FoundCheckpoint,
-    find_checkpoint,
-    make_save_directory,
-    refuse_unwritable,
-    settle_leftovers,
-)
-from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
+from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
 from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
+from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
 from megatron.core.paths import explain_no_directory
@@ -59,6 +53,7 @@ from megatron.training.checkpoint.run_tensors import (
     list_full_precision_weights,
     select_tensors,
 )
+from megatron.training.checkpoint.save_directories import find_non_persistent_directory, say_once, warn_once
 from megatron.training.checkpoint.save_for_upstream import save_for_upstream
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import FOR_UPSTREAM, HF_PREFIX, STRICTNESS, CheckpointConfig, find_hf_directory
@@ -122,54 +117,7 @@ def save_checkpoint(
 def convert_checkpoint(run: Run) -> None:
     """--ckpt-convert-format: save what was loaded; every rank calls this. Raises StorageError on every rank."""
     path = save_checkpoint(run)
-    _say(run.groups.world, f"converted {run.config.checkpoint.load} to {path}; nothing is trained")
-
-
-def find_non_persistent_directory(settings: CheckpointConfig, root: str) -> Path:
-    """Where the checkpoints lie of which only the newest stays, for --save or --load `root`."""
-    given = settings.non_persistent_global_ckpt_dir
-    return Path(root) / non_persistent.DIRECTORY_NAME if given is None else Path(given)
-
-
-def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock]:
-    """Before training: can checkpoints be saved? Also finishes or removes what a crash left in their directories.
-
-    Returns the locks of these directories on the first rank, none on the others and without --save. Raises on every
-    rank ConfigError when one is a file, cannot be made or cannot be written to, TemporaryError when another run has it.
-    """
-    if settings.save is None:
-        return []
-    root = Path(settings.save)
-    locks: list[DirectoryLock] = []
-
-    def take(directory: Path, flag: str) -> list[str]:
-        make_save_directory(directory, flag)
-        with refuse_unwritable(directory, flag):
-            locks.append(DirectoryLock(directory, lambda sentence: _say(world, sentence)))
-            # Only now: before, what looks like a leftover may be the save of a run that goes on.
-            return [f"{directory}: {done}" for done in settle_leftovers(directory)]
-
-    def prepare() -> list[str]:
-        if settings.ckpt_convert_save is not None:
-            make_save_directory(Path(settings.ckpt_convert_save))
-        done = take(root, "--save")
-        own = find_non_persistent_directory(settings, str(root))
-        if settings.non_persistent_global_ckpt_dir is None:
-            # It belongs to whoever has --save. An earlier run may have left something in it.
-            with refuse_unwritable(own):
-                if settings.saves_non_persistent:
-                    own.mkdir(exist_ok=True)
-                return done + ([f"{own}: {what}" for what in settle_leftovers(own)] if own.is_dir() else [])
-        return done + (take(own, "--non-persistent-global-ckpt-dir") if settings.saves_non_persistent else [])
-
-    try:
-        for done in on_first_rank(world, prepare):
-            _say(world, done)
-    except BaseException:
-        for lock in locks:
-            lock.release()
-        raise
-    return locks
+    say_once(run.groups.world, f"converted {run.config.checkpoint.load} to {path}; nothing is trained")
 
 
 # ---- loading
@@ -191,9 +139,8 @@ def load_checkpoint(run: Run) -> None:
         if _restore_upstream(run, root, step, weights_only=settings.finetune, non_persistent_root=other):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
-        found = serialization.agree(functools.partial(non_persistent.find_newest, root, other, step), world)
-        if found is not None:
-            _restore_verified(run, found, weights_only=settings.finetune)
+        look = functools.partial(non_persistent.find_newest, root, other, step)
+        if _restore_newest_good(run, look, weights_only=settings.finetune):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)
@@ -210,7 +157,7 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
     if obstacle is not None and obstacle != "does not exist":
         raise CheckpointError(f"--load {root} {what}; give a directory")
     if settings.pretrained_checkpoint is not None:
-        _say(world, f"--load {root} {what} yet: starting from --pretrained-checkpoint")
+        say_once(world, f"--load {root} {what} yet: starting from --pretrained-checkpoint")
         return
     if not draws_weights:
         raise CheckpointError(f"--load {root} {what}, and --no-initialization leaves the weights undefined without one")
@@ -222,16 +169,47 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
         raise CheckpointError(
             f"--load {root} {what}; give a directory that holds one, or give the same directory as --save to start anew"
         )
-    _say(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
+    say_once(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
 
 
-def _restore_verified(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
-    """Continue from a checkpoint with a manifest, in whichever format it was saved."""
-    # Damaged checkpoints were passed over for an earlier one.
+def _restore_newest_good(run: Run, look: Look, *, weights_only: bool) -> bool:
+    """Continue from the checkpoint that `look` finds, and where files of tensors turn out to be damaged, from the next
+    one; whether there is one."""
+    damaged: dict[Path, str] = {}
+    lacking: frozenset[str] | None = None
+    while True:
+        found = serialization.agree(look, run.groups.world, leave_tensors=True, damaged=damaged)
+        if found is None:
+            return False
+        try:
+            _restore_verified(run, found, weights_only=weights_only, filled_but=lacking)
+        except DamagedCheckpointError as error:
+            # What it has left in the tensors is overwritten by the next one.
+            damaged[found.path] = str(error)
+            lacking = error.lacking if lacking is None else lacking & error.lacking
+            continue
+        except CheckpointError:
+            _say_what_was_passed_over(run, found)
+            raise
+        _say_what_was_passed_over(run, found)
+        return True
+
+
+def _say_what_was_passed_over(run: Run, found: FoundCheckpoint) -> None:
+    """Why this checkpoint and no other one is loaded, where that may surprise."""
     if found.skipped:
-        _warn(run.groups.world, f"loading {found.path}, because {'; '.join(found.skipped)}")
+        warn_once(run.groups.world, f"loading {found.path}, because {'; '.join(found.skipped)}")
+
+
+def _restore_verified(
+    run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but: frozenset[str] | None
+) -> None:
+    """Continue from a checkpoint with a manifest, in whichever format it was saved.
+
+    filled_but: a damaged checkpoint has filled all tensors but these before; None: there was none.
+    """
     if f"{serialization.TENSORS_DOCUMENT}.json" in found.manifest.files:
-        _restore(run, found, weights_only=weights_only)
+        _restore(run, found, weights_only=weights_only, filled_but=filled_but)
         return
     with_optimizer = not (weights_only or run.config.checkpoint.no_load_optim)
     file = next((name for name in sorted(found.manifest.files) if name.endswith(f"/{FILE_NAME}")), None)
@@ -241,7 +219,7 @@ def _restore_verified(run: Run, found: FoundCheckpoint, *, weights_only: bool) -
         _restore_legacy(run, found.path / file, with_optimizer=with_optimizer, weights_only=weights_only)
 
 
-def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
+def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but: frozenset[str] | None) -> None:
     settings, world = run.config.checkpoint, run.groups.world
     # Settings of a run are those of its own flags, never the checkpoint's, which are only compared.
     changes = _compare_settings(run, found)
@@ -260,7 +238,14 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
     tensors = select_tensors(run, with_optimizer=with_optimizer)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
-    _fill(run, found.path, changes, functools.partial(serialization.load, tensors, found, world))
+    load = functools.partial(serialization.load, tensors, found, world, replicas=_list_replicas(run))
+    report = _fill(run, found.path, changes, load)
+    spoiled = sorted(set(report.lacking) - (filled_but if filled_but is not None else set(report.lacking)))
+    if spoiled:
+        raise CheckpointError(
+            f"{found.path} lacks {'; '.join(shorten_list(spoiled))}, which a damaged newer checkpoint has filled; "
+            f"start again with --ckpt-step {found.manifest.iteration}, so that they begin with their initial values"
+        )
 
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
@@ -276,18 +261,18 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool) -> None:
         rng_state.restore(random_numbers, tensors, world.rank())
     # Progress stays at 0, and the hooks have no state: this is a new run with given weights.
     if weights_only:
-        _say(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
+        say_once(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
         return
     run.loaded_from = found.path
     run.progress.load_state_dict(state["progress"])
     run.hooks.load_state_dict(state.get("hooks", {}))  # older checkpoints have none
-    _say(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples")
+    say_once(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples")
     if lines := list_changes(changes):
-        _say(world, "\n    ".join(["settings that changed:", *lines]))
+        say_once(world, "\n    ".join(["settings that changed:", *lines]))
 
 
-def _fill(run: Run, path: Path, changes: list[Change], load: Callable[..., KeyReport]) -> None:
-    """Call `load` with what --dist-ckpt-strictness tolerates, and say what it has tolerated."""
+def _fill(run: Run, path: Path, changes: list[Change], load: Callable[..., KeyReport]) -> KeyReport:
+    """Call `load` with what --dist-ckpt-strictness tolerates; say what it has tolerated, and return it."""
     strictness = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness]
     # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
     may_lack = strictness.may_lack and run.config.model.perform_initialization
@@ -296,6 +281,14 @@ def _fill(run: Run, path: Path, changes: list[Change], load: Callable[..., KeyRe
     except ModelMismatchError as error:
         raise CheckpointError(f"{path}: {error}{describe_shape_differences(changes)}") from None
     _list_tolerated(report, path, run.groups.world, lists_more=strictness.lists_more)
+    return report
+
+
+def _list_replicas(run: Run) -> Sequence[Group]:
+    """With --ckpt-fully-parallel-load, the groups whose members share the reading: of dense weights, of experts."""
+    if not run.config.checkpoint.ckpt_fully_parallel_load:
+        return ()
+    return run.groups.get_replicas(of_experts=False), run.groups.get_replicas(of_experts=True)
 
 
 def _override_iteration(run: Run, iteration: int | None) -> None:
@@ -310,7 +303,7 @@ def _override_iteration(run: Run, iteration: int | None) -> None:
             "to train longer raise --train-iters, to start afresh give --finetune"
         )
     run.progress.iteration = iteration
-    _say(run.groups.world, f"iterations are counted on from {iteration} instead of {saved}")
+    say_once(run.groups.world, f"iterations are counted on from {iteration} instead of {saved}")
 
 
 def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: bool) -> None:
@@ -320,7 +313,7 @@ def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: 
         (report.surplus if lists_more else (), "in it have no place in this model and were left out"),
     ):
         if keys:
-            _warn(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
+            warn_once(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
 
 
 def _restore_upstream(
@@ -373,7 +366,8 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
     flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
     others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
-    _fill(run, path, changes, functools.partial(read_upstream_tensors, path, others, world))
+    load = functools.partial(read_upstream_tensors, path, others, world, replicas=_list_replicas(run))
+    _fill(run, path, changes, load)
     on_every_rank(world, lambda: fill_from_full(flat.values(), reshaped))
     if with_state:
         run.optimizer.after_load()
@@ -412,7 +406,7 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
     run.optimizer.after_load()
     from_upstream.restore(run, file, common, with_optimizer=with_optimizer, weights_only=weights_only)
     if ignored:
-        _say(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
+        say_once(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
 
 
 def _restore_foreign(run: Run, directory: Path) -> None:
@@ -435,8 +429,8 @@ def _restore_foreign(run: Run, directory: Path) -> None:
     else:
         run.optimizer.reload_model_params()
     for note in model.notes:
-        _say(world, f"note: {note}")
-    _say(world, f"loaded the weights of {directory}; iteration, optimizer and random numbers start afresh")
+        say_once(world, f"note: {note}")
+    say_once(world, f"loaded the weights of {directory}; iteration, optimizer and random numbers start afresh")
 
 
 def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
@@ -444,7 +438,7 @@ def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
     try:
         return find_changes(serialization.read_document(found.path, CONFIG), run.config)
     except (ConfigError, TypeError, AttributeError) as error:
-        _warn(run.groups.world, f"{found.path / CONFIG}.json cannot be compared with this run's settings: {error}")
+        warn_once(run.groups.world, f"{found.path / CONFIG}.json cannot be compared with this run's settings: {error}")
         return []
 
 
@@ -461,31 +455,18 @@ def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | Non
     document: dict[str, Any] = serialization.read_document(found.path, RNG)
     reason = rng_state.explain_unrestorable_state(document, world, describe_layout(run.groups.grid))
     if reason is not None:
-        _warn(world, f"random numbers start from --seed instead of continuing: {reason}")
+        warn_once(world, f"random numbers start from --seed instead of continuing: {reason}")
         return None
     return document
 
 
 def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     """Weights only, from a checkpoint of ours or of upstream's."""
-    world = run.groups.world
     if (directory := find_hf_directory(str(root))) is not None:
         _restore_foreign(run, directory)
         return
     if _restore_upstream(run, root, iteration, weights_only=True):
         return
-    found = serialization.find(root, iteration, world)
-    if found is None:
+    if not _restore_newest_good(run, functools.partial(find_checkpoint, root, iteration), weights_only=True):
         what = explain_no_directory(root) or "holds no checkpoint"
         raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
-    _restore_verified(run, found, weights_only=True)
-
-
-def _say(world: Group, sentence: str) -> None:
-    if world.rank() == 0:
-        say(f"checkpoint: {sentence}")
-
-
-def _warn(world: Group, sentence: str) -> None:
-    if world.rank() == 0:
-        say(f"warning: {sentence}", sys.stderr)

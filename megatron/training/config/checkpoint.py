@@ -192,6 +192,9 @@ class CheckpointConfig(CheckedConfig):
     raise_unexpected: leave out what only the checkpoint has. log_all, return_all: in addition keep the initial values
     of what only the model has, and list both; log_unexpected, return_unexpected, ignore_all: list only the latter.
     Another shape is always refused."""
+    ckpt_fully_parallel_load: bool = flag(False, needs=_LOADING)
+    """Of what all data-parallel ranks need, each reads a share of the files and broadcasts it. Faster where the storage
+    is slower than the network between the ranks; without, each reads all that it needs."""
     override_model_settings: bool = flag(False, needs=_LOADING)
     """Go on with this run's value of a setting that changes what the loaded weights compute, such as --rotary-base."""
 

@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.directory import (
 )
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
-from megatron.training.checkpoint.save_and_load import find_non_persistent_directory, save_checkpoint
+from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save_directories import find_non_persistent_directory
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
