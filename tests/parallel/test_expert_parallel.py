@@ -32,21 +32,23 @@ ITERATIONS = 4
 FIRST = "decoder.layers.0"
 ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 MUON = "--optimizer=muon"
+SOAP = "--optimizer=soap --soap-precondition-frequency=1"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 INSTANCES = "--num-distributed-optimizer-instances=2"
 FINE = "--megatron-fsdp-enable-fine-grained-param-gather"
 SIX = "--num-experts=6"
-OF_THE_RUN = (ONE, "--calculate-per-token-loss", MUON, SIX)
+OF_THE_RUN = (ONE, "--calculate-per-token-loss", MUON, SOAP, SIX)
 SMALL = [
     "dp2,ep2", f"tp2,sp,{MUON}", f"tp2,sp,ep2,etp1,{ALLTOALL}", f"dp4,ep2,dist-opt,overlap-all,{ONE}",
     f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping,--recompute-granularity=full,"
     "--recompute-method=uniform,--recompute-num-layers=1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
     f"tp2,sp,dp2,etp1,dist-opt,overlap-all,{INSTANCES}", "tp2,sp,etp1,dist-opt",
     f"dp2,ep2,fsdp2,{ALLTOALL}", f"dp4,ep2,fsdp2,{FINE},{ONE}",
-    f"dp4,ep2,fsdp2,{INSTANCES},{ONE}",
+    f"dp4,ep2,fsdp2,{INSTANCES},{ONE}", f"dp3,dist-opt,{SOAP}",
 ]  # fmt: skip
 LARGE = [
-    f"dp2,ep2,{MUON}", f"dp4,ep2,dist-opt,{MUON},{ONE}", f"tp2,sp,{MUON},--muon-tp-mode=distributed",
+    f"tp2,sp,{SOAP}", f"tp2,sp,dp2,ep2,dist-opt,{SOAP}", f"dp4,ep2,dist-opt,{SOAP},{INSTANCES},{ONE}",
+    f"dp2,ep2,{SOAP}", f"dp2,ep2,{MUON}", f"dp4,ep2,dist-opt,{MUON},{ONE}", f"tp2,sp,{MUON},--muon-tp-mode=distributed",
     f"dp4,ep2,dist-opt,{INSTANCES},{ONE}", f"dp4,ep4,dist-opt,overlap-all,{INSTANCES},{ONE}",
     "dp3,dist-opt,--num-distributed-optimizer-instances=3", f"dp4,dist-opt,{INSTANCES},{MUON},{ONE}",
     "dp3,fsdp2", f"dp3,ep3,fsdp2,{SIX},{ALLTOALL}", "tp2,sp,dp2,ep2,fsdp2", "tp2,dp2,ep4,etp1,fsdp2",

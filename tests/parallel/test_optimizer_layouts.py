@@ -13,7 +13,7 @@ from megatron.training.verify.parity import RankTrace, Trace, join, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 from tests.parallel.test_layout_checkpoints import run_on
 
 SMALL_STATE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
@@ -89,12 +89,18 @@ def test_blockwise_muon_takes_each_shard_for_a_matrix() -> None:
 
 @pytest.mark.usefixtures("no_yardstick")
 @pytest.mark.parametrize(
-    ("optimizer", "kind"),
-    [("muon", "momentum_buffer"), ("soap --soap-precondition-frequency 1", "soap_left_basis")],
+    ("style", "optimizer", "kind", "layout"),
+    [
+        ("llama", "muon", "momentum_buffer", "tp2"),
+        ("llama", "soap --soap-precondition-frequency 1", "soap_left_basis", "tp2"),
+        # Three processes divide the state of four experts: what two of them share is saved and loaded by both.
+        ("deepseek", "soap --soap-precondition-frequency 1", "soap_left_basis", "dp2,ep2"),
+    ],
 )
-def test_state_moves_between_layouts(optimizer: str, kind: str, tmp_path: Path) -> None:
-    flags = f"{STYLES['llama']} --optimizer {optimizer} --bf16 --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
-    run_on("tp2", f"{flags} --save {tmp_path}/first")
+def test_state_moves_between_layouts(style: str, optimizer: str, kind: str, layout: str, tmp_path: Path) -> None:
+    model = (STYLES | OPTIONS)[style]
+    flags = f"{model} --optimizer {optimizer} --bf16 --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+    run_on(layout, f"{flags} --save {tmp_path}/first")
     assert run_on("dp3,dist-opt", f"{flags} --load {tmp_path}/first --save {tmp_path}/second") == []
     first = saved(tmp_path / "first", 2)
     assert any(kind in name for name in first)

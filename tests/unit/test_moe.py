@@ -319,7 +319,6 @@ def test_text_can_be_generated_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--optimizer soap", "cannot be combined with --optimizer soap yet; use --optimizer adam, or muon"),
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"),
         ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-group-topk 3 is more than"),
         ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8; use 8 or fewer"),

@@ -221,7 +221,7 @@ def test_each_matrix_of_a_stack_is_orthogonalised_alone(mode: str) -> None:
     splits = (Split(0, "ep", 2, 1), Split(1, "etp", 1, 0, (Part(4, name="gate"), Part(4, name="up"))))
     placement = Placement("decoder.layers.0.mlp.experts.linear_fc1.weight", (6, 8, 6), splits)
     assert choose_rule(placement, config) == "muon"
-    assert choose_rule(placement, run_config("--optimizer soap").optimizer) == "adam"
+    assert choose_rule(placement, run_config("--optimizer soap").optimizer) == "soap"
     found = muon.orthogonal(stack, placement)
     alone = [muon.orthogonal(matrix, Placement("one", (8, 6))) for matrix in stack]
     assert torch.equal(found, torch.stack(alone))

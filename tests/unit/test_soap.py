@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import soap
+from megatron.core.optimizer.megatron_optimizer import get_megatron_optimizer
+from megatron.core.placement import Placement, Split, place
 from megatron.training.verify.parity import trace_rank
 from tests.parallel.small_training import training
 from tests.unit.run_flags import run_config
@@ -81,6 +84,31 @@ def test_soap_equals_its_algorithm(interval: int, longest: int, monkeypatch: pyt
         optimizer.step()
     for name, param in model.module.named_parameters():
         torch.testing.assert_close(param.detach().double(), reference[name].w, rtol=1e-4, atol=2e-6)
+
+
+def test_each_matrix_of_experts_has_bases_of_its_own() -> None:
+    """A stack [experts, out, in]; the second expert never gets a token."""
+    network, experts = nn.Module(), torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(2))
+    network.weight = nn.Parameter(experts.clone())
+    name = "decoder.layers.0.mlp.experts.linear_fc1.weight"
+    place(network.weight, Placement(name, (3, 8, 6), (Split(0, "ep", 1, 0),)))
+    config = run_config(f"{FLAGS} --soap-precondition-frequency 6")
+    model = DistributedDataParallel(config.model, config.ddp, network)
+    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    reference = [OneMatrix(matrix, 6, (True, True), DECAY) for matrix in experts]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        grad = torch.randn(3, 8, 6, generator=generator)
+        grad[1] = 0.0
+        network.weight.main_grad.copy_(grad)  # type: ignore[operator]
+        for one, of_one in zip(reference, grad, strict=True):
+            one.step(of_one.double())
+        optimizer.step()
+    expected = torch.stack([one.w for one in reference])
+    torch.testing.assert_close(network.weight.detach().double(), expected, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(network.weight.detach()[1], experts[1] * (1 - LR * DECAY) ** 20)
+    shapes = {kind: tuple(tensor.shape) for kind, tensor in optimizer.whole_state()[name].items()}
+    assert set(shapes.values()) == {(3, 8, 8), (3, 6, 6)}
 
 
 def test_bases_become_eigenvectors_of_the_preconditioners() -> None:

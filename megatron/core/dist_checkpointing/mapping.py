@@ -70,6 +70,13 @@ class ShardedTensor:
         """A tensor that is not cut."""
         return cls.from_placement(data, Placement(key, tuple(data.shape)))
 
+    @classmethod
+    def from_stack(cls, key: str, data: Tensor, start: int, count: int) -> ShardedTensor:
+        """Elements [start, start + len(data)) of a stack of `count`, each one block: several processes may have it."""
+        rest = tuple((0, size) for size in data.shape[1:])
+        blocks = (Piece(((start + i, 1), *rest), ((i, 1), *rest), True) for i in range(len(data)))
+        return cls(key=key, data=data.detach(), global_shape=(count, *data.shape[1:]), blocks=tuple(blocks))
+
     @property
     def dtype(self) -> torch.dtype:
         """Number format of the values."""
@@ -217,9 +224,19 @@ def optimizer_state(
     return state
 
 
-def whole_optimizer_state(named_state: Mapping[str, Mapping[str, Tensor]]) -> ShardedStateDict:
-    """State that is not shaped like its parameter, and the same on all processes that have it."""
-    keys = {
-        f"{OPTIMIZER_PREFIX}{kind}.{name}": data for name, kinds in named_state.items() for kind, data in kinds.items()
-    }
-    return {key: ShardedTensor.whole(key, data) for key, data in keys.items()}
+def whole_optimizer_state(
+    named_state: Mapping[str, Mapping[str, Tensor]], stacks: Mapping[str, tuple[int, int]] | None = None
+) -> ShardedStateDict:
+    """State that is not shaped like its parameter, and the same on all processes that have it.
+
+    stacks: of parameters that are stacks of matrices, of which a process has the state of some: number of the first of
+    them, and of all.
+    """
+    stacks, state = stacks or {}, {}
+    for name, kinds in named_state.items():
+        for kind, data in kinds.items():
+            key = f"{OPTIMIZER_PREFIX}{kind}.{name}"
+            state[key] = (
+                ShardedTensor.from_stack(key, data, *stacks[name]) if name in stacks else ShardedTensor.whole(key, data)
+            )
+    return state

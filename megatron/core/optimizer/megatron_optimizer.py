@@ -266,8 +266,12 @@ class MegatronOptimizer:
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
         """State that is not shaped like a parameter: parameter's name in the whole model -> kind -> tensor, whole on
-        each process that has it."""
+        each process that has it; of the weights of experts that of the matrices from `stack_starts` on."""
         return {name: kinds for group in self._groups for name, kinds in group.rule.whole_state().items()}
+
+    def stack_starts(self) -> dict[str, int]:
+        """Name of each stack of matrices in `whole_state` -> number of the first matrix of which state is here."""
+        return {name: start for group in self._groups for name, start in group.rule.stack_starts().items()}
 
     def after_load(self) -> None:
         """Refresh the model's parameters after a loader has written main parameters; every process calls this."""

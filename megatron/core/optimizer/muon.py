@@ -17,7 +17,6 @@ An orthogonal factor needs the whole matrix, which processes may have cut:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.optimizer.group_state import FlatShard
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
 from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
-from megatron.core.optimizer.whole_matrices import assemble_matrices, locate_member
+from megatron.core.optimizer.whole_matrices import assemble_matrices, find_cutting_group, locate_member, take_single
 from megatron.core.placement import Placement, Split, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
@@ -86,15 +85,14 @@ class Muon(UpdateRule):
         """The scaled orthogonal factor of the whole matrix of which `matrix` is this process's shard: its shard. Of a
         stack [experts, out, in] each matrix by itself."""
         if matrix.dim() == 3:
-            single = _take_single(placement)
+            single = take_single(placement)
             return torch.stack([self.orthogonal(part, single) for part in matrix])
         cut = [split for split in placement.splits if split.num_shards > 1]
         assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
         # Also where the matrix is whole: then the shard is the matrix.
         if not cut or self.config.muon_tp_mode == "blockwise":
             return self._orthogonalize_rows(matrix, self._list_shard_rows(placement))
-        axis = cut[0].axis
-        group: Group = self.groups.expt_tp if axis == "etp" else getattr(self.groups, axis)
+        group = find_cutting_group(cut[0], self.groups)
         if self.config.muon_tp_mode == "distributed":
             return self._orthogonalize_distributed(matrix, placement, cut[0], group)
         gathered = matrix.new_empty(group.size() * matrix.shape[0], matrix.shape[1])
@@ -174,12 +172,6 @@ class Muon(UpdateRule):
             case _:
                 factor = math.sqrt(max(1.0, rows / columns))
         return factor * self.config.muon_extra_scale_factor
-
-
-def _take_single(placement: Placement) -> Placement:
-    """What one matrix of a stack is: whoever has it has a part of it as the other dimensions are split."""
-    splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in placement.splits if split.dim > 0)
-    return dataclasses.replace(placement, full_shape=placement.full_shape[1:], splits=splits)
 
 
 def _take_rows(matrix: Tensor, rows: Rows) -> Tensor:

@@ -80,12 +80,11 @@ def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
 def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
     """Name of a parameter's update rule.
 
-    Muon and SOAP are for the matrices inside the network, Muon also for those of experts, which are stacked; tables,
-    the output layer and vectors take another one.
+    Muon and SOAP are for the matrices inside the network, those of experts, which are stacked, among them; tables, the
+    output layer and vectors take another one.
     """
     entry = RULES.get(config.optimizer)
-    dims = (2, 3) if entry is not None and entry.takes_stacks else (2,)
-    if entry is None or entry.rest is None or (placement.is_hidden_matrix and len(placement.full_shape) in dims):
+    if entry is None or entry.rest is None or (placement.is_hidden_matrix and len(placement.full_shape) in (2, 3)):
         return config.optimizer
     return entry.rest(config)
 

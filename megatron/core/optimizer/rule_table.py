@@ -26,17 +26,16 @@ class RuleEntry:
     constants: tuple[str, ...]
     """Whose constants it reads: of `adam` those fields of OptimizerConfig whose names begin with `adam_`."""
     rest: Callable[[Any], str] | None = None
-    """None: the rule takes every parameter. Otherwise it takes the two-dimensional matrices inside the network, which
-    it needs whole, and this is the name of the rule for everything else: (OptimizerConfig) -> name."""
-    takes_stacks: bool = False
-    """Such a rule takes stacks of matrices, the weights of experts, as well: each matrix by itself."""
+    """None: the rule takes every parameter. Otherwise it takes the matrices inside the network, which it needs whole,
+    each matrix of a stack (the weights of experts) by itself, and this is the name of the rule for everything else:
+    (OptimizerConfig) -> name."""
 
 
 RULES: Mapping[str, RuleEntry] = {
     "adam": RuleEntry("update_rules.AdamW", ("adam",)),
     "sgd": RuleEntry("update_rules.SGD", ("sgd",)),
     "lion": RuleEntry("update_rules.Lion", ("lion",)),
-    "muon": RuleEntry("muon.Muon", ("muon",), lambda config: config.muon_scalar_optimizer, takes_stacks=True),
+    "muon": RuleEntry("muon.Muon", ("muon",), lambda config: config.muon_scalar_optimizer),
     # SOAP is Adam in another basis, so that it reads Adam's constants, too.
     "soap": RuleEntry("soap.Soap", ("soap", "adam"), rest=lambda config: "adam"),
 }
@@ -53,11 +52,6 @@ def load_rule(name: str) -> type[UpdateRule]:
 def needs_whole_matrices(name: str) -> bool:
     """Whether the rule of this name cannot update a part of a matrix alone."""
     return name in RULES and RULES[name].rest is not None
-
-
-def takes_experts(name: str) -> bool:
-    """Whether the rule of this name can update the weights of experts."""
-    return not needs_whole_matrices(name) or RULES[name].takes_stacks
 
 
 def reads_constants(config: Any, of: str) -> bool:

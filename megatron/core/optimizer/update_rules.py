@@ -55,7 +55,13 @@ class UpdateRule(ABC):
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
         """State that is not shaped like a parameter, whole on each process that has it: parameter's name -> kind ->
-        tensor. Views, so that a loader writes into them."""
+        tensor. Views, so that a loader writes into them. Of a parameter in `stack_starts`, [matrices, ...] with the
+        state of some matrices of the stack."""
+        return {}
+
+    def stack_starts(self) -> dict[str, int]:
+        """Name of each stack of matrices with state of that kind -> number, in the whole stack, of the first matrix of
+        which this process has state."""
         return {}
 
     @abstractmethod

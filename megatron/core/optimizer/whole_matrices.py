@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from megatron.core.collectives import all_reduce
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range
 from megatron.core.optimizer.group_state import FlatShard, GroupState, Member
+from megatron.core.placement import Placement, Split
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 
 def locate_member(member: Member) -> Range:
@@ -29,6 +32,23 @@ def is_cut(buffer: FlatBuffer, member: Member) -> bool:
             share = (stop - start) // shards
             return (first - start) // share != (last - 1 - start) // share
     raise AssertionError(f"{member.name} is in no bucket")
+
+
+def find_cutting_group(split: Split, groups: ProcessGroupCollection) -> Group:
+    """The processes over which a matrix is cut: those of tensor parallelism, or of that inside experts."""
+    return groups.expt_tp if split.axis == "etp" else getattr(groups, split.axis)
+
+
+def take_single(placement: Placement) -> Placement:
+    """What one matrix of a stack is: whoever has it has a part of it as the other dimensions are split."""
+    splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in placement.splits if split.dim > 0)
+    return dataclasses.replace(placement, full_shape=placement.full_shape[1:], splits=splits)
+
+
+def take_stack(placement: Placement, count: int) -> Placement:
+    """What `count` matrices of a stack are that this process has, as a stack of their own."""
+    splits = tuple(split for split in placement.splits if split.dim > 0)
+    return dataclasses.replace(placement, full_shape=(count, *placement.full_shape[1:]), splits=splits)
 
 
 def is_ours(state: GroupState, member: Member) -> bool:

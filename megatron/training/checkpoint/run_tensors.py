@@ -49,7 +49,8 @@ def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
     # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
     starts = {name: found.start for name, found in slices.items() if not found.is_whole}
     state = optimizer_state(run.optimizer.named_state(), placements, starts)
-    return state | whole_optimizer_state(run.optimizer.whole_state())
+    stacks = {name: (start, placements[name].full_shape[0]) for name, start in run.optimizer.stack_starts().items()}
+    return state | whole_optimizer_state(run.optimizer.whole_state(), stacks)
 
 
 def select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from megatron.core.config_base import name_multiples
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
-from megatron.core.optimizer.rule_table import takes_experts
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
 from megatron.training.config.checkpoint import FOR_UPSTREAM, UPSTREAM_TORCH_DIST
 from megatron.training.config.layout_relations import find_interleaving_problem
@@ -316,7 +315,6 @@ def combinations_to_come(run: RunConfig) -> Iterator[str]:
     # Given, named as the user wrote it, and what to use instead.
     with_experts = (
         (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
-        (not takes_experts(optimizer.optimizer), run.say("optimizer"), "--optimizer adam, or muon"),
         (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),
         (
             model.context_parallel_size > 1 and drops_by_position,
