@@ -11,6 +11,7 @@ Tensors are made one by one, when they are written, and none is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -36,7 +37,7 @@ from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family, find_row
-from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
+from megatron.training.recipes.hf_config import CONFIG_JSON, PREDICTION, keep_stored_prediction, read_json
 
 CARRIED = "huggingface"
 """Directory of a checkpoint for the files of the source that only Hugging Face's programs read."""
@@ -88,12 +89,13 @@ def open_source(
     stages: int = 1,
     asked_by: str = "--input-path",
     families: Sequence[Family] = FAMILIES,
+    with_prediction: bool = True,
 ) -> Source:
     """Look at a Hugging Face directory, without reading weights, and check all that can be checked.
 
     tensor_ranks, stages: a layout that the model must be able to have. asked_by: what named the path, for errors.
-    families: those that are known. Raises CheckpointError or ConfigError for missing files and tensors, other shapes,
-    unknown models.
+    families: those that are known. with_prediction: with its layers of multi-token prediction. Raises CheckpointError
+    or ConfigError for missing files and tensors, other shapes, unknown models.
     """
     if problem := explain_no_directory(path):
         raise CheckpointError(f"{asked_by} {path} {problem}")
@@ -103,6 +105,15 @@ def open_source(
     if "quantization_config" in fields:
         quantised = DequantisedTensors(tensors, fields["quantization_config"] or {}, where)
         tensors, notes = quantised, [quantised.note]
+    further, fields = (
+        fields.get(PREDICTION),
+        keep_stored_prediction(fields, tensors.contents if with_prediction else ()),
+    )
+    if with_prediction and further != fields.get(PREDICTION):
+        notes = [
+            *notes,
+            f"config.json says {PREDICTION} {further}, and the files hold {fields[PREDICTION]} such layers",
+        ]
     sizes: dict[torch.dtype, int] = {}
     for stored in tensors.contents.values():
         sizes[stored.dtype] = sizes.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
@@ -110,7 +121,11 @@ def open_source(
     dtype = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
     config = read_settings(fields, where, dtype, tensor_ranks=tensor_ranks, stages=stages, families=families)
     family = find_family(str(fields["model_type"]), families)
-    entries = list_entries(family, config, fields["vocab_size"])
+    entries = [
+        # Not every file with further layers has these copies.
+        dataclasses.replace(entry, copies=tuple(name for name in entry.copies if name in tensors.contents))
+        for entry in list_entries(family, config, fields["vocab_size"])
+    ]
     aliases = _find_aliases(list_their_shapes(entries), tensors)
     notes += _check_tensors(path, family, entries, tensors, aliases)
     source = Source(path, config, entries, tensors, aliases, notes)
@@ -138,7 +153,7 @@ def _check_tensors(
         elif stored.shape != shape:
             problems.append(f"{name} is {stored.shape} in {stored.file.name}, and config.json makes it {shape}")
     layers = entries[0].config.num_layers or 0
-    notes, unused = [], []
+    notes, unused, left_out = [], [], []
     for name in sorted(set(tensors.contents) - set(expected)):
         beyond = [int(part) for part in name.split(".") if part.isdigit()][:1]
         if is_buffer(name):
@@ -146,9 +161,13 @@ def _check_tensors(
         if _is_tied_head(family, name, expected):
             notes.append(f"{name} is left out: config.json ties it to the embedding")
         elif beyond and beyond[0] >= layers:
-            notes.append(f"{name} is left out: config.json says {layers} layers")
+            left_out.append(name)
         else:
             unused.append(f"{name} in {tensors.contents[name].file.name} belongs to no {family.name} model")
+    if left_out:
+        notes.append(
+            f"{len(left_out)} tensors of layers behind the {layers} of the model are left out: {left_out[0]}, ..."
+        )
     problems += unused
     if problems:
         shown = "; ".join(problems[:5])

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.bridge.rows import find_their_rows, is_per_expert, join, list_names, split
+from megatron.bridge.rows import find_their_rows, is_per_expert, join, list_copies, list_names, split
 from megatron.bridge.settings import build_empty_model
-from megatron.core.errors import ConfigError
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.placement import Box, Placement, get_placement
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +29,8 @@ class Entry:
     names: list[list[str]]
     """A list for each expert, or a single one."""
     config: TransformerConfig
+    copies: tuple[str, ...] = ()
+    """Further tensors of theirs with the values of the only one in `names`."""
 
     @property
     def key(self) -> str:
@@ -43,7 +45,9 @@ class Entry:
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
         """Our tensor from theirs."""
         if not self.is_by_expert:
-            return join(self.row, self.config, [read(name) for name in self.names[0]]).contiguous()
+            theirs = [read(name) for name in self.names[0]]
+            self._check_copies(theirs[0], read)
+            return join(self.row, self.config, theirs).contiguous()
         if is_per_expert(self.row):
             parts = ([read(name) for name in names] for names in self.names)
         else:
@@ -67,7 +71,9 @@ class Entry:
     def read_box(self, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
         """A part of our tensor, (start, length) for each dimension, from the parts of theirs that it is made of."""
         if not self.is_by_expert:
-            return self._read_rows(self.names[0], self.placement.logical_shape[0], box, read_box)
+            ours = self._read_rows(self.names[0], self.placement.logical_shape[0], box, read_box)
+            self._check_copies(ours, lambda name: read_box(name, box))
+            return ours
         (first, count), inner = box[0], box[1:]
         rows, experts = self.placement.logical_shape[1], range(first, first + count)
         if is_per_expert(self.row):
@@ -77,6 +83,15 @@ class Entry:
             return lambda name, part: read_box(name, ((expert, 1), *part))[0]
 
         return torch.stack([self._read_rows(self.names[0], rows, inner, read_of(expert)) for expert in experts])
+
+    def _check_copies(self, values: Tensor, read: Callable[[str], Tensor]) -> None:
+        """Raise CheckpointError where a copy has other values: here it is one parameter."""
+        for name in self.copies:
+            if not torch.equal(read(name).contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
+                raise CheckpointError(
+                    f"{name} is not equal to {self.names[0][0]}; multi-token prediction has the model's own embedding "
+                    "and output layer here: set num_nextn_predict_layers to 0 in config.json to leave it out"
+                )
 
     def _read_rows(self, names: list[str], num_rows: int, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
         transposed = self.row.transposed and len(box) == 2
@@ -120,6 +135,8 @@ class Entry:
             by_expert = [split(self.row, self.config, part) for part in ours]
             tensors = [torch.stack(parts) for parts in zip(*by_expert, strict=True)]
         yield from zip(names, tensors, strict=True)
+        for name in self.copies:
+            yield name, tensors[0]
 
 
 def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Entry]:
@@ -127,13 +144,14 @@ def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Ent
     model = build_empty_model(config, vocab_size)
     # All rows are tokens here; how many rows a run adds to them as padding is its own business.
     declare_vocabulary(model, vocab_size)
-    entries, experts = [], config.model.num_moe_experts or 1
+    entries = []
     for name, parameter in model.named_parameters():
         placement = get_placement(parameter, name)
         row = find_row(family, placement.name)
         if row is None:
             raise ConfigError(f"{family.name}: no row of the table of families says where {placement.name} is stored")
-        entries.append(Entry(placement, row, list_names(row, placement.name, experts), config.model))
+        names, copies = list_names(row, placement.name, config.model), list_copies(row, config.model)
+        entries.append(Entry(placement, row, names, config.model, copies))
     return entries
 
 

@@ -19,15 +19,23 @@ _NEAR_ROWS = 8
 """Rows that lie no farther apart are read together with those between them."""
 
 
-def list_names(row: Row, parameter: str, num_experts: int) -> list[list[str]]:
+def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list[str]]:
     """The names in their files that a parameter of ours is made of: a list for each expert, or a single one.
 
     parameter: our name in the whole model, with the number of its layer.
     """
-    layer = parameter.split(".")[2] if parameter.startswith("decoder.layers.") else ""
-    names = [name.replace("{layer}", layer) for name in row.theirs]
-    count = num_experts if is_per_expert(row) else 1
+    kind, _, rest = parameter.partition(".layers.")
+    layer = int(rest.partition(".")[0]) if rest else 0
+    layer += config.num_layers if kind == "mtp" else 0
+    names = [name.replace("{layer}", str(layer)) for name in row.theirs]
+    count = config.num_moe_experts or 1 if is_per_expert(row) else 1
     return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
+
+
+def list_copies(row: Row, config: TransformerConfig) -> tuple[str, ...]:
+    """Names in their files, beside those of `list_names`, of tensors with the same values."""
+    layers = range(config.num_layers, config.num_layers + config.count_layers_with_weights())
+    return tuple(name.replace("{layer}", str(layer)) for layer in layers for name in row.copies)
 
 
 def is_per_expert(row: Row) -> bool:

@@ -52,9 +52,12 @@ class HuggingFaceFiles:
         """families: those that are known; one of your own comes first: (MINE, *FAMILIES)."""
         self._families = families
 
-    def open(self, directory: Path) -> HuggingFaceModel:
+    def open(self, directory: Path, config: RunConfig) -> HuggingFaceModel:
         """Look at a directory, without reading weights. Raises CheckpointError or ConfigError."""
-        return HuggingFaceModel(open_source(directory, asked_by="--load", families=self._families))
+        # A run may leave out the layers that predict further tokens; the rest of the model is the same.
+        predicts = config.model.mtp_num_layers is not None
+        source = open_source(directory, asked_by="--load", families=self._families, with_prediction=predicts)
+        return HuggingFaceModel(source)
 
     def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
         """Raise ConfigError for a model that no family computes, and for a directory that must not be replaced."""

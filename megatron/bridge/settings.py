@@ -24,7 +24,7 @@ from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
-from megatron.training.recipes.hf_config import find_family_of, find_length, list_model_flags
+from megatron.training.recipes.hf_config import PREDICTION, find_family_of, find_length, list_model_flags
 
 # What a run needs that no model says; a run that starts from the result has flags of its own.
 _RUN_FLAGS = "--micro-batch-size 1 --train-iters 1 --lr 1e-5"
@@ -114,6 +114,9 @@ def _find_losses(
     families: Sequence[Family],
 ) -> list[str]:
     """How the settings that a config.json gives differ from ours, in what concerns the model."""
+    if config.model.mtp_num_layers is None:
+        # What the field says is not always in the files (keep_stored_prediction), and not in this model.
+        document = {name: value for name, value in document.items() if name != PREDICTION}
     try:
         again = read_settings(document, Path("config.json"), dtype, families=families)
     except (ConfigError, CheckpointError) as error:

@@ -28,6 +28,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.family import Family, Row, build_flags, find_row
 from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.hf_config import keep_stored_prediction
 from tests.unit.gpt_models import read_config
 
 VOCABULARY, LENGTH = 96, 24
@@ -58,7 +59,8 @@ def randomised(model: nn.Module, seed: int = 1) -> nn.Module:
 
 def list_flags(hf_model: nn.Module) -> list[str]:
     """The flags of a model, by the table of families."""
-    config = hf_model.config.to_dict()
+    # transformers' models have no layers of multi-token prediction, whatever their config says.
+    config = keep_stored_prediction(hf_model.config.to_dict(), ())
     return build_flags(find_family(config["model_type"]), config)
 
 
@@ -88,7 +90,7 @@ def convert(model: GPTModel, family: Family, theirs: Mapping[str, Tensor]) -> di
     for ours, value in model.state_dict().items():
         row = find_row(family, ours)
         assert row is not None, f"no row of the family {family.name} gives {ours}"
-        names = list_names(row, ours, config.num_moe_experts or 1)
+        names = list_names(row, ours, config)
         used |= {name for of_one in names for name in of_one}
         is_stack = ".experts." in ours and "{expert}" not in row.theirs[0]  # in one tensor for all experts
         sources = [[theirs[name] for name in of_one] for of_one in names]

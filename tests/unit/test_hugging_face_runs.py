@@ -31,7 +31,16 @@ from megatron.training.run import Run
 from megatron.training.verify.parity import open_local_run
 from tests.functional.pretrain_runs import run as run_program
 from tests.functional.pretrain_runs import run_ranks
-from tests.unit.test_bridge import BAD, ODD, TOKENIZER, assert_same_tensors, make, make_model, read_all
+from tests.unit.test_bridge import (
+    BAD,
+    ODD,
+    TOKENIZER,
+    assert_same_tensors,
+    make,
+    make_model,
+    read_all,
+)
+from tests.unit.test_converted_prediction import save_with_prediction
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,6 +113,23 @@ def test_the_directory_it_started_from_describes_the_result(hf_directory: Path, 
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert json.loads((tmp_path / "hf" / name).read_text()) == json.loads((hf_directory / name).read_text())
     assert len(list((tmp_path / "ours").glob("**/iter_0000000"))) == 1
+
+
+def test_a_run_with_or_without_the_layers_that_predict_further_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = save_with_prediction("GLM 4.5", tmp_path / "hf")
+    flags = ("--load", f"hf:{tmp_path / 'hf'}", "--use-checkpoint-args", "--lr", "0", "--weight-decay", "0")
+    for further, kept in (
+        ((), expected),
+        (("--mtp-num-layers", "0"), {n: x for n, x in expected.items() if not n.startswith("model.layers.4.")}),
+    ):
+        with open_run(*flags, *further, "--moe-router-bias-update-rate", "0", "--save-hf", tmp_path / "result") as run:
+            train(run)
+            save_foreign(run)
+        assert_same_tensors(read_all(tmp_path / "result"), kept)
+    left_out = len(expected) - len(kept)
+    assert f"note: {left_out} tensors of layers behind the 4 of the model are left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["GPT-2, GPT-3", "Phi-3", "Qwen 2 MoE", "Llama, tied"])

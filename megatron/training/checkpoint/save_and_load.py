@@ -412,13 +412,14 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
 def _restore_foreign(run: Run, directory: Path) -> None:
     """Take the weights of a Hugging Face directory, as if it had been converted first."""
     settings, world = run.config.checkpoint, run.groups.world
-    if run.recipe.foreign_files is None:
+    files = run.recipe.foreign_files
+    if files is None:
         raise CheckpointError(
             f"{HF_PREFIX}{directory}: this program reads no Hugging Face directories; start pretrain_gpt.py, or "
             "convert it first: python -m megatron.bridge.convert --source hf --target megatron"
         )
     opened: list[ForeignModel] = []
-    on_every_rank(world, lambda: opened.append(run.recipe.foreign_files.open(directory)))  # type: ignore[union-attr]
+    on_every_rank(world, lambda: opened.append(files.open(directory, run.config)))
     model = opened[0]
     changes = find_changes(model.config.to_dict(), run.config)
     refuse_another_function(changes, str(directory), is_overridden=settings.override_model_settings)

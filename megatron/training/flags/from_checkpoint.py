@@ -33,7 +33,13 @@ from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.flags.declarations import Flag, declared_flags
 from megatron.training.flags.parser import Given, ParsedFlags, Problem, read_command_line
-from megatron.training.recipes.hf_config import CONFIG_JSON, list_model_flags, read_json
+from megatron.training.recipes.hf_config import (
+    CONFIG_JSON,
+    keep_stored_prediction,
+    list_model_flags,
+    list_stored_names,
+    read_json,
+)
 
 _DOCUMENT = "config.json"
 # Classes whose fields say what the model is.
@@ -104,7 +110,8 @@ def _enter_hugging_face(parsed: ParsedFlags, directory: Path, given: dict[str, A
         raise CheckpointError(f"--use-checkpoint-args: {directory} {problem}")
     where = directory / CONFIG_JSON
     theirs = ParsedFlags()
-    read_command_line(list_model_flags(read_json(where), where), theirs)
+    fields = keep_stored_prediction(read_json(where), list_stored_names(directory))
+    read_command_line(list_model_flags(fields, where), theirs)
     own_tokenizer = "tokenizer_type" in given or not given.get("use_tokenizer_model_from_checkpoint_args", True)
     for dest, entry in theirs.given.items():
         if own_tokenizer and dest in ("tokenizer_type", "tokenizer_model"):

@@ -27,6 +27,7 @@ from megatron.training.recipes.family_rows import (
     OURS,
     OUTPUT_NORMS,
     PHI3_ROWS,
+    PREDICTION_ROWS,
     QK_NORMS,
     QKV_BIAS,
     SANDWICH_NORMS,
@@ -112,6 +113,7 @@ EXPERT_GROUPS = (
     Setting("n_group", "--moe-router-num-groups", default=1),
     Setting("topk_group", "--moe-router-group-topk", default=1),
 )
+FURTHER_TOKENS = Setting("num_nextn_predict_layers", "--mtp-num-layers", default=0)
 LLAMA4_SIZES = (
     *_build_sizes(intermediate_size="intermediate_size_mlp"),
     Setting("num_key_value_heads", "--num-query-groups", "query groups"),
@@ -380,7 +382,7 @@ FAMILIES: tuple[Family, ...] = (
     _deepseek(
         "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        aliases=("kimi_k2",), settings=EXPERT_GROUPS, rows=EXPERT_BIAS,
+        aliases=("kimi_k2",), settings=(*EXPERT_GROUPS, FURTHER_TOKENS), rows=EXPERT_BIAS | PREDICTION_ROWS,
         expects={
             "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True,
         },
@@ -389,12 +391,12 @@ FAMILIES: tuple[Family, ...] = (
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
         flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
-            ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS,
+            ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS, FURTHER_TOKENS,
             Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
             Setting("use_qk_norm", "--qk-layernorm", "switch", default=False),
         ),
         rows={
-            **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS,
+            **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS, **PREDICTION_ROWS,
         },
         expects={"norm_topk_prob": True},
     ),

@@ -39,13 +39,16 @@ class Row:
     """
 
     ours: str
-    """Name in the whole model; {layer} stands for its number, from 0."""
+    """Name in the whole model; {layer} stands for its number, from 0. Layers of multi-token prediction (`mtp.layers`)
+    are numbered after those of the decoder in their files, and found by the decoder's rows as far as they are alike."""
     theirs: tuple[str, ...]
     """Names in their files; {expert}, from 0, where every expert has tensors of its own. Ours are [experts, ...], as
     are theirs without {expert}."""
     form: Literal["whole", "stacked", "interleaved", "qkv", "gated_qkv"] = "whole"
     transposed: bool = False
     """Their matrices are [inputs, outputs]; ours, as those of torch.nn.Linear, [outputs, inputs]."""
+    copies: tuple[str, ...] = ()
+    """Names of tensors with the same values that each layer of multi-token prediction has in their files."""
 
 
 SettingForm = Literal[
@@ -139,7 +142,9 @@ files of earlier releases, `rope_scaling`)."""
 def find_row(family: Family, parameter: str) -> Row | None:
     """The row of a parameter of ours, by its name in the whole model; None where the family has none."""
     # Rows are written once for all layers.
-    pattern = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.{layer}.", parameter)
+    pattern = re.sub(r"^(decoder|mtp)\.layers\.\d+\.", r"\1.layers.{layer}.", parameter)
+    if any(row.ours.startswith("mtp.") for row in family.rows):
+        pattern = pattern.replace("mtp.layers.{layer}.mtp_model_layer.", "decoder.layers.{layer}.")
     return next((row for row in family.rows if row.ours == pattern), None)
 
 

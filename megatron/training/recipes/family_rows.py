@@ -74,6 +74,19 @@ EXPERTS = build_gated_rows("mlp.experts", "mlp.experts.{expert}") | rename_rows(
 )
 SHARED_EXPERTS = EXPERTS | build_gated_rows("mlp.shared_experts", "mlp.shared_experts")
 EXPERT_BIAS = build_rows(Row(f"{OURS}mlp.router.expert_bias", (f"{THEIRS}mlp.gate.e_score_correction_bias",)))
+# A layer of multi-token prediction as DeepSeek-V3's files have it: with copies of the embedding and the output layer.
+PREDICTION_ROWS = {
+    **rename_rows(
+        "mtp.layers.{layer}.", THEIRS,
+        {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"},
+    ),
+    **build_rows(
+        Row(
+            "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), copies=(f"{THEIRS}embed_tokens.weight",)
+        ),
+        Row("output_layer.weight", ("lm_head.weight",), copies=(f"{THEIRS}shared_head.head.weight",)),
+    ),
+}  # fmt: skip
 LATENT_ROWS = without_rows(LLAMA_ROWS, "linear_qkv") | rename_rows(
     OURS, THEIRS,
     {

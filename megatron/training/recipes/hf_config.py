@@ -7,7 +7,7 @@ Loads neither torch nor any weight, so that a command line with --load hf:DIR is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family, build_flags
 
 CONFIG_JSON = "config.json"
+PREDICTION = "num_nextn_predict_layers"
 WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 """What no config.json means by saying nothing: published models are trained on without dropout."""
 
@@ -38,6 +39,34 @@ def find_family_of(fields: Mapping[str, Any], where: Path, families: Sequence[Fa
         return find_family(str(fields.get("model_type")), families)
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
+
+
+def keep_stored_prediction(fields: Mapping[str, Any], names: Container[str] | None) -> dict[str, Any]:
+    """The fields of a config.json with the layers of multi-token prediction of which the files hold weights.
+
+    names: of the tensors in the files; all layers are kept where it is None. transformers reads such models without
+    these layers, writes them so, and leaves the field as it was.
+    """
+    layers, further = fields.get("num_hidden_layers"), fields.get(PREDICTION)
+    if names is None or not isinstance(layers, int) or not isinstance(further, int):
+        return dict(fields)
+    stored = (f"model.layers.{number}.eh_proj.weight" in names for number in range(layers, layers + further))
+    return {**fields, PREDICTION: sum(stored)}
+
+
+def list_stored_names(directory: Path) -> set[str] | None:
+    """Names of the tensors in a directory's safetensors files; None where it has none. Raises CheckpointError."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.is_file():
+        return set(read_json(index).get("weight_map") or ())
+    if not single.is_file():
+        return None
+    try:
+        with single.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, MemoryError, OverflowError) as error:
+        raise CheckpointError(f"{single} cannot be read: {error}") from None
+    return set(header)
 
 
 def list_model_flags(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> list[str]:

@@ -68,8 +68,8 @@ class ForeignFiles(Protocol):
     """Reads and writes another program's model files: --load hf:DIR and --save-hf. `megatron.bridge` has the one for
     Hugging Face directories; training itself knows no other format than its own and upstream's."""
 
-    def open(self, directory: Path) -> ForeignModel:
-        """Look at a directory. Raises CheckpointError or ConfigError."""
+    def open(self, directory: Path, config: RunConfig) -> ForeignModel:
+        """Look at a directory whose weights a run with this config is to take. Raises CheckpointError, ConfigError."""
 
     def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
         """Before training: raise ConfigError where this model cannot be written, or not there."""
