@@ -37,6 +37,7 @@ SCRIPTS = {
     "mixtral/train_mixtral_8x7b.sh": 64,
     "mixtral/train_mixtral_8x22b.sh": 128,
     "qwen/train_qwen3_30b_a3b.sh": 32,
+    "gpt_oss/train_gpt_oss_20b.sh": 16,
     "deepseek/train_deepseek_v2_lite.sh": 8,
     "deepseek/train_deepseek_v3.sh": 1024,
     "../.github/skills/megatron-lm-expert/assets/pretrain_llama.sh": 8,
