@@ -11,31 +11,63 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron.core.errors import MegatronError
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import add_world_size, leave, run_job
 from megatron.training.recipes.gpt import build_gpt_recipe
 
 if TYPE_CHECKING:
-    from megatron.training.run import Run
+    from megatron.training.run import Hook, Run
+
+DISTRIBUTION = "megatron-lm-torch"
 
 
-def train(config: RunConfig) -> Run:
-    """Train the GPT model that the settings describe; returns the finished run."""
+def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Run:
+    """Train the GPT model that the settings describe; returns the finished run.
+
+    hooks: of your own, beside those of the settings; see docs/logging.md.
+    """
     from megatron.bridge.running import HuggingFaceFiles
     from megatron.training.training import run_recipe
 
     # Handed over here, as training stands below the bridge: for --load hf:DIR and --save-hf.
-    return run_recipe(config, dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles()))
+    return run_recipe(config, dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles()), hooks)
 
 
 def main() -> int:
     """Read the flags, then train; returns the exit code."""
-    train(read_run_config(sys.argv[1:], add_world_size(os.environ)))
+    config = read_run_config(sys.argv[1:], add_world_size(os.environ))
+    from megatron.cli.summary import Start, SummaryHook
+
+    start = Start(sys.argv[0], sys.argv[1:], os.environ, Path.cwd(), is_installed())
+    train(config, [SummaryHook(start, can_export)])
     return 0
+
+
+def is_installed() -> bool:
+    """Whether `python -m megatron` works in any directory."""
+    try:
+        metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def can_export(run: Run) -> bool:
+    """Whether a Hugging Face model can be made of this one."""
+    from megatron.bridge.running import describe_run
+
+    try:
+        describe_run(run.config, run.recipe.vocab_size)
+    except MegatronError:
+        return False
+    return True
 
 
 def run() -> NoReturn:
