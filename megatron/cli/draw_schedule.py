@@ -7,13 +7,15 @@
     python tools/draw_schedule.py --trace DIR          a step that ran with --pipeline-trace-dir DIR, and its plan
 
 In the terminal F3 is the forward of microbatch 3, B3 its backward, W3 its deferred weight gradients; with several
-chunks F3a belongs to the first, F3b to the second. A picture (.png, .svg, .pdf) needs matplotlib.
+chunks F3a belongs to the first, F3b to the second. F3+B1 run side by side (--overlap-moe-expert-parallel-comm). A
+picture (.png, .svg, .pdf) needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -51,7 +53,15 @@ def measured(directory: Path, iteration: int | None) -> list[Drawing]:
     """
     step = read_trace(directory, iteration)
     # Played with the measured mean times, so that plan and measurement differ only by waiting.
-    plan = simulate(build_tables(step.schedule, step.shape, step.microbatches, step.group_size), step.shape, step.costs)
+    tables = build_tables(
+        step.schedule,
+        step.shape,
+        step.microbatches,
+        step.group_size,
+        side_by_side=step.side_by_side,
+        delays_weights=step.delays_weights,
+    )
+    plan = simulate(tables, step.shape, step.costs)
     longest = max(plan.makespan, step.timeline.makespan)
     drawings = []
     for what, timeline in (("planned", plan), (f"measured in iteration {step.iteration}", step.timeline)):
@@ -73,7 +83,8 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
             f"--chunks {arguments.chunks} does not fit --schedule {name}, which has {chunks}; leave it out"
         )
     shape = VirtualStages(arguments.stages, chunks, folded=name == "zb-v")
-    deferred = name in DEFERS_WEIGHT_GRADIENTS
+    side_by_side, delayed = arguments.overlap_moe_expert_parallel_comm, arguments.delay_wgrad_compute
+    deferred = name in DEFERS_WEIGHT_GRADIENTS or delayed
     whole = arguments.backward_cost + arguments.weight_cost
     # Times are those of a whole stage; a chunk is a part of one.
     costs = Costs(
@@ -82,11 +93,20 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
         arguments.weight_cost / chunks,
         arguments.transfer_cost,
     )
-    timeline = simulate(build_tables(name, shape, arguments.microbatches, arguments.group_size), shape, costs)
+    tables = build_tables(
+        name,
+        shape,
+        arguments.microbatches,
+        arguments.group_size,
+        side_by_side=side_by_side,
+        delays_weights=delayed,
+    )
+    timeline = simulate(tables, shape, costs)
     numbers = f"{arguments.stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
     peak = max(timeline.peak_in_flight)
     title = (
-        f"{name}, {numbers}, {arguments.microbatches} microbatches: {timeline.makespan:g} time units, "
+        f"{name}{' side by side' if side_by_side else ''}, {numbers}, {arguments.microbatches} microbatches: "
+        f"{timeline.makespan:g} time units, "
         f"{100 * timeline.bubble:.1f} % idle, at most {peak:g} microbatches in flight"
     )
     return Drawing(title, chunks, timeline)
@@ -97,9 +117,9 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
 
 def format_drawing(drawing: Drawing, ranks: int) -> str:
     """Draw the schedule as text: one line for each rank; dots are idle."""
-    events = drawing.timeline.events
-    label = max(len(_label(event, drawing.chunks)) for event in events) + 1
-    column = min(event.end - event.start for event in events) / label  # the shortest action fits its label
+    events = _join_beside(drawing.timeline.events)
+    label = max(len(_label(beside, drawing.chunks)) for beside in events) + 1
+    column = min(beside[0].end - beside[0].start for beside in events) / label  # the shortest action fits its label
     width = drawing.columns or round(drawing.timeline.makespan / column)
     column = drawing.timeline.makespan / width
     if width > WIDEST:
@@ -109,10 +129,10 @@ def format_drawing(drawing: Drawing, ranks: int) -> str:
     lines = [drawing.title]
     for rank in range(ranks):
         cells = ["·"] * width
-        for event in events:
-            if event.rank == rank:
-                start, end = round(event.start / column), round(event.end / column)
-                text = _label(event, drawing.chunks).ljust(end - start - 1, "-") + " "
+        for beside in events:
+            if beside[0].rank == rank:
+                start, end = round(beside[0].start / column), round(beside[0].end / column)
+                text = _label(beside, drawing.chunks).ljust(end - start - 1, "-") + " "
                 # Rounding may leave an action fewer columns than its label has letters.
                 cells[start:end] = text[: end - start]
         peak = drawing.timeline.peak_in_flight[rank]
@@ -120,9 +140,22 @@ def format_drawing(drawing: Drawing, ranks: int) -> str:
     return "\n".join(lines)
 
 
-def _label(event: Event, chunks: int) -> str:
-    action = event.action
-    return f"{action.kind}{action.microbatch}{chr(ord('a') + action.chunk) if chunks > 1 else ''}"
+def _join_beside(events: Sequence[Event]) -> list[list[Event]]:
+    """The events, those side by side together."""
+    joined: list[list[Event]] = []
+    for event in events:
+        if event.action.is_beside:
+            joined[-1].append(event)
+        else:
+            joined.append([event])
+    return joined
+
+
+def _label(beside: Sequence[Event], chunks: int) -> str:
+    actions = [event.action for event in beside]
+    return "+".join(
+        f"{action.kind}{action.microbatch}{chr(ord('a') + action.chunk) if chunks > 1 else ''}" for action in actions
+    )
 
 
 # ---- picture
@@ -151,16 +184,24 @@ def save_picture(drawings: list[Drawing], ranks: int, path: Path) -> None:
 
 def _draw(axis: Any, drawing: Drawing, ranks: int, longest: float, points_per_unit: float) -> None:
     kinds: dict[str, Any] = {}
-    for rank, action, start, end in drawing.timeline.events:
+    lanes = [
+        (event, lane, len(beside))
+        for beside in _join_beside(drawing.timeline.events)
+        for lane, event in enumerate(beside)
+    ]
+    for (rank, action, start, end), lane, count in lanes:
         colour = COLOURS[action.kind][action.chunk % 2]
-        bar = axis.barh(rank, end - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+        # Side by side: one above the other in the height of a rank.
+        height = 0.86 / count
+        middle = rank + height * (lane - (count - 1) / 2)
+        bar = axis.barh(middle, end - start, left=start, height=height, color=colour, edgecolor="white", linewidth=0.6)
         if action.chunk == 0:
             kinds.setdefault(action.kind, bar)
         text = str(action.microbatch)
         # Numbers that do not fit into their bar are left out rather than drawn over its neighbours.
         if (end - start) * points_per_unit > 4.0 * len(text):
-            size = min(8.0, 1.4 * (end - start) * points_per_unit / len(text))
-            axis.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=size, color="black")
+            size = min(8.0 / count**0.5, 1.4 * (end - start) * points_per_unit / len(text))
+            axis.text((start + end) / 2, middle, text, ha="center", va="center", fontsize=size, color="black")
     axis.set_title(drawing.title, fontsize=9, loc="left")
     axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
     # Rank 0 at the top, as in the terminal.
@@ -192,6 +233,14 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--group-size", type=int, help="consecutive microbatches of a chunk; the number of stages if left out"
     )
+    parser.add_argument(
+        "--overlap-moe-expert-parallel-comm",
+        action="store_true",
+        help="backwards beside forwards, as this flag of a run has them",
+    )
+    parser.add_argument(
+        "--delay-wgrad-compute", action="store_true", help="with the former: weight gradients beside their backward"
+    )
     parser.add_argument("--forward-cost", type=float, default=1.0, help="time of a stage's forward")
     parser.add_argument("--backward-cost", type=float, default=1.0, help="time of its backward for inputs")
     parser.add_argument("--weight-cost", type=float, default=1.0, help="time of its backward for weights")
@@ -204,6 +253,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and not 1 <= value <= largest:
             raise ConfigError(f"--{name} {value} is out of range; give a number from 1 to {largest}")
+    if arguments.delay_wgrad_compute and not arguments.overlap_moe_expert_parallel_comm:
+        raise ConfigError("--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm")
     for name in ("forward_cost", "backward_cost", "weight_cost", "transfer_cost"):
         value = getattr(arguments, name)
         # An action of no length has no place in a drawing; a transfer may be free.

@@ -325,3 +325,13 @@ def _groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]:
     inside = offsets([axis for axis in sizes if axis in wanted])
     starts = offsets([axis for axis in sizes if axis not in wanted])
     return [[start + step for step in inside] for start in starts]
+
+
+def side_by_side_problem(schedule: str) -> str | None:
+    """What stands against running the backwards of a pipeline schedule beside its forwards."""
+    if schedule in ("1f1b", "interleaved"):
+        return None
+    return (
+        f"--overlap-moe-expert-parallel-comm does not work with --pipeline-schedule {schedule}; use 1f1b or "
+        "interleaved, in which forwards and backwards take turns"
+    )

@@ -245,11 +245,13 @@ def _estimate_layer_activations(model: TransformerConfig, tokens: int) -> float:
 def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
     """Microbatches of the first stage's layers that are kept at once, in units of all layers of the model."""
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
+    side_by_side = model.overlap_moe_expert_parallel_comm
     if chunks:
         # The longer warm-up of the interleaved schedule keeps more than one microbatch for each stage.
-        return 1 + (stages - 1) / (stages * chunks)
-    # 1F1B: the first stage is as many microbatches ahead as there are stages, or has all there are.
-    return min(1.0, num_microbatches / stages)
+        return 1 + (stages - 1 + side_by_side) / (stages * chunks)
+    # 1F1B: the first stage is as many microbatches ahead as there are stages, or has all there are; twice as many
+    # where backwards run beside forwards.
+    return min(2.0 if side_by_side else 1.0, num_microbatches / stages)
 
 
 def _estimate_activations(model: TransformerConfig, layer: float, tokens: int, workload: Workload) -> float:

@@ -29,6 +29,15 @@ def test_terminal_drawing() -> None:
     ]
 
 
+def test_backwards_beside_forwards() -> None:
+    drawn = draw("--stages", "2", "--microbatches", "2", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+    assert drawn.stdout.splitlines() == [
+        "1f1b side by side, 2 stages, 2 microbatches: 9 time units, 33.3 % idle, at most 2 microbatches in flight",
+        "rank 0  F0------ F1------ ···························B0+W0------------ B1+W1------------   peak 2",
+        "rank 1  ·········F0------ F1+B0+W0------------------ B1+W1------------ ··················  peak 2",
+    ]
+
+
 def test_all_schedules_with_their_closed_forms() -> None:
     """S = 4 stages, M = 8 microbatches, V = 2 chunks."""
     titles = [line for line in draw("--schedule", "all").stdout.splitlines() if "% idle" in line]
@@ -66,6 +75,8 @@ def test_picture(tmp_path: Path, suffix: str) -> None:
     [
         ("--stages 0", "--stages 0 is out of range; give a number from 1 to 256"),
         ("--weight-cost 0", "--weight-cost 0.0 is out of range"),
+        ("--schedule zb-v --overlap-moe-expert-parallel-comm", "zb-v; use 1f1b or interleaved"),
+        ("--delay-wgrad-compute", "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"),
         ("--schedule zb-v --chunks 3", "--chunks 3 does not fit --schedule zb-v, which has 2"),
         ("--schedule interleaved --microbatches 9", "makes 8 or 12 microbatches"),
         ("--microbatches 500", "use fewer microbatches, or --output FILE.svg"),

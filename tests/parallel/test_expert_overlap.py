@@ -4,11 +4,15 @@ exchange really begins before what it hides behind. Seen in the order of events,
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
+from megatron.core.tensor_parallel.products import _Multiply
 from megatron.core.transformer.moe import row_exchange
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.training.step import train_step
@@ -22,22 +26,22 @@ ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 class _Watched:
     """The handle of an exchange, which notes when it is waited for."""
 
-    def __init__(self, work: Any, events: list[str]) -> None:
-        self.work, self.events = work, events
+    def __init__(self, work: Any, note: Callable[[str], None]) -> None:
+        self.work, self.note = work, note
 
     def wait(self) -> None:
-        self.events.append("end")
+        self.note("end")
         self.work.wait()
 
 
-def watch_exchanges(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+def watch_exchanges(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]) -> None:
     begin = row_exchange.all_to_all_single
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         work = begin(*args, **kwargs)
         assert work is not None, "an exchange that is over when the call returns hides behind nothing"
-        events.append("begin")
-        return _Watched(work, events)
+        note("begin")
+        return _Watched(work, note)
 
     monkeypatch.setattr(row_exchange, "all_to_all_single", watched)
 
@@ -82,7 +86,7 @@ def shared_experts_beside_exchanges() -> list[str]:
         assert_same_bits(train(f"{layout},--moe-shared-expert-overlap"), train(layout))
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        watch_exchanges(patch, events)
+        watch_exchanges(patch, events.append)
         watch_shared_experts(patch, events)
         train(f"{SHARED[0]},--moe-shared-expert-overlap,--micro-batch-size=6", steps=1)
     return events
@@ -96,3 +100,87 @@ def test_the_shared_expert_is_computed_while_tokens_travel() -> None:
     backward = [*combine, "begin", "begin", "its backward", "end", "end"]
     for events in run_distributed(shared_experts_beside_exchanges, 2, timeout=240.0):
         assert events == 2 * forward + 2 * backward
+
+
+# ---- another micro-batch, and weight gradients
+
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+DELAY = "--delay-wgrad-compute"
+BESIDE = [
+    (f"dp2,ep2,{ALLTOALL}", OVERLAP),
+    (f"dp2,ep2,{ALLTOALL}", f"{OVERLAP},{DELAY}"),
+    (f"dp2,ep2,{ALLTOALL},dist-opt,--overlap-grad-reduce,--moe-permute-fusion,--recompute-granularity=selective,"
+     "--recompute-modules moe,--attention-dropout=0.1,--hidden-dropout=0.1", f"{OVERLAP},{DELAY}"),
+    (f"tp2,sp,ep2,etp1,{ALLTOALL},--no-gradient-accumulation-fusion", OVERLAP),
+]  # fmt: skip
+IN_PIPELINE = [
+    (f"pp2,dp2,ep2,{ALLTOALL}", f"{OVERLAP},{DELAY}"),
+    (f"pp2,vpp2,dp2,ep2,{ALLTOALL},--defer-embedding-wgrad-compute,--micro-batch-size=1", OVERLAP),
+    (f"pp2,vpp2,dp2,ep2,{ALLTOALL},--micro-batch-size=1,--hidden-dropout=0.1", f"{OVERLAP},{DELAY}"),
+]
+
+
+def trains_alike(cases: list[tuple[str, str]]) -> None:
+    for layout, flags in cases:
+        assert_same_bits(train(f"{layout},{flags}"), train(layout))
+
+
+@pytest.mark.flags(OVERLAP, DELAY)
+def test_hidden_exchanges_change_no_bit() -> None:
+    run_distributed(trains_alike, 2, BESIDE, timeout=400.0)
+
+
+def test_hidden_exchanges_change_no_bit_in_a_pipeline() -> None:
+    run_distributed(trains_alike, 4, IN_PIPELINE, timeout=400.0)
+
+
+def order_of_events(flags: str) -> list[str]:
+    """Of a step with two micro-batches and one layer of experts: exchanges and products of experts in their order. What
+    runs in the thread beside the main one, the backward of a pair, is marked as such."""
+    events: list[str] = []
+    forward, backward, late = _Multiply.forward, _Multiply.backward, WeightGradQueue.run_waiting
+
+    def note(event: str) -> None:
+        events.append(event if threading.current_thread() is threading.main_thread() else f"beside: {event}")
+
+    def watched_forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if weight.dim() == 3:
+            note("product")
+        return forward(ctx, x, weight, *rest)
+
+    def watched_backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.weight.dim() == 3:
+            note("product")
+        return backward(ctx, grad)
+
+    def watched_late(queue: WeightGradQueue, key: Any) -> None:
+        if queue._work[key]:
+            note("weights")
+        late(queue, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch_exchanges(patch, note)
+        patch.setattr(_Multiply, "forward", staticmethod(watched_forward))
+        patch.setattr(_Multiply, "backward", staticmethod(watched_backward))
+        patch.setattr(WeightGradQueue, "run_waiting", watched_late)
+        train(f"dp2,ep2,{ALLTOALL},{flags},--moe-layer-freq=4,--micro-batch-size=3", steps=1)
+    return events
+
+
+@pytest.mark.parametrize("flags", [OVERLAP, f"{OVERLAP},{DELAY}"])
+def test_an_exchange_begins_before_what_it_hides_behind(flags: str) -> None:
+    """Products of experts, two forward and two backward, stand between the beginning and the end of an exchange of the
+    other micro-batch; delayed weight gradients between those of their own."""
+    weights = ["weights"] if DELAY in flags else []
+    dispatch, products, ends = ["begin", "begin"], ["product", "product"], ["end", "end"]
+    alone = [*dispatch, *ends, *products, "begin", "end"]
+    forward = [dispatch, [*ends, *products, "begin"], ["end"]]
+    backward = [["begin", *weights], ["end", *products, *dispatch, *weights], ends]
+    pair = [
+        event
+        for turn, other in zip(forward, backward, strict=True)
+        for event in (*turn, *(f"beside: {event}" for event in other))
+    ]
+    last = ["begin", *weights, "end", *products, *dispatch, *weights, *ends]
+    for events in run_distributed(order_of_events, 2, flags, timeout=240.0):
+        assert events == alone + pair + last

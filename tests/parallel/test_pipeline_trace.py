@@ -15,12 +15,12 @@ from megatron.training.loop import train
 from megatron.training.verify.parity import open_local_run
 from tests.functional.test_draw_schedule import draw
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
 
 
-def traced(layout: str, directory: str) -> list[str]:
+def traced(layout: str, directory: str, style: str = "gpt2") -> list[str]:
     flags = f"--pipeline-trace-dir={directory},--profile-step-start=1,--profile-step-end=3,--train-iters=4"
-    config, recipe = training(STYLES["gpt2"], f"{layout},{flags},--timing-log-level=2,--log-interval=100")
+    config, recipe = training((STYLES | EXPERTS)[style], f"{layout},{flags},--timing-log-level=2,--log-interval=100")
     with open_local_run(config, recipe, own_rank(config)) as run:
         train(run)
         return run.timers.names()
@@ -62,6 +62,20 @@ def test_one_process_has_no_bubble_but_its_gaps(tmp_path: Path) -> None:
     traced("1", str(tmp_path))
     step = read_trace(tmp_path)
     assert [event.action for event in step.timeline.events[:2]] == [Action("F", 0), Action("B", 0)]
+
+
+def test_trace_of_backwards_beside_forwards(tmp_path: Path) -> None:
+    flags = "--moe-token-dispatcher-type=alltoall,--overlap-moe-expert-parallel-comm,--delay-wgrad-compute"
+    for names in run_distributed(traced, 2, f"dp2,ep2,{flags}", str(tmp_path), "moe"):
+        assert {"forward-compute", "forward-backward-compute", "backward-compute"} <= set(names)
+    step = read_trace(tmp_path)
+    (table,) = build_tables(step.schedule, step.shape, 3, side_by_side=True, delays_weights=True)
+    assert (step.side_by_side, step.delays_weights) == (True, True)
+    assert [event.action for event in step.timeline.events] == table
+    assert 0 <= step.timeline.bubble < 1 and step.costs.weight == 0.0
+    result = draw("--trace", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("F1+B0") == result.stdout.count("B2+W2") == 2
 
 
 def test_what_is_no_trace(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_every_microbatch_is_computed_once_by_every_chunk(name: ScheduleName, mi
     expected = set(itertools.product(kinds, range(microbatches), range(chunks)))
     for table in build_tables(name, VirtualStages(4, chunks, name == "zb-v"), microbatches):
         assert len(table) == len(expected)
-        assert set(map(tuple, table)) == expected
+        assert {tuple(action[:3]) for action in table} == expected
 
 
 def test_zero_bubble_table_of_the_second_of_two_stages() -> None:

@@ -17,9 +17,9 @@ SIZES = """--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-positio
     --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 31"""
 
 
-def read(flags: str, stages: int = 2, layers: int = 8, batch: int = 8) -> RunConfig:
+def read(flags: str, stages: int = 2, layers: int = 8, batch: int = 8, replicas: int = 1) -> RunConfig:
     given = f"--num-layers {layers} --global-batch-size {batch} --pipeline-model-parallel-size {stages} {flags}"
-    return read_run_config([*SIZES.split(), *given.split()], {"WORLD_SIZE": str(stages)})
+    return read_run_config([*SIZES.split(), *given.split()], {"WORLD_SIZE": str(stages * replicas)})
 
 
 def layer_counts(flags: str, **sizes: int) -> list[int]:
@@ -28,8 +28,8 @@ def layer_counts(flags: str, **sizes: int) -> list[int]:
     return [len(stage.layers) for stage in build_pipeline_layout(config, build_virtual_stages(config))]
 
 
-def pipeline(flags: str, stages: int = 2) -> Pipeline:
-    config = read(flags, stages).model
+def pipeline(flags: str, stages: int = 2, replicas: int = 1) -> Pipeline:
+    config = read(flags, stages, replicas=replicas).model
     return Pipeline.from_config(config, pretend(pp=stages), config.virtual_pipeline_model_parallel_size or 1)
 
 

@@ -37,22 +37,24 @@ class ActionClock:
             if time.time() - self._zero_seconds < _CLOSE_ENOUGH_SECONDS:
                 break
         self._marks: list[tuple[Action, Mark, Mark]] = []
-        self._action: Action | None = None
+        self._actions: tuple[Action, ...] = ()
         self._begun = self._zero
 
-    def begin(self, action: Action) -> None:
-        """Note that the executor begins an action; it may still have to wait for its input."""
-        self._action, self._begun = action, mark()
+    def begin(self, *actions: Action) -> None:
+        """Note that the executor begins an action, or several side by side; it may still have to wait for their
+        input."""
+        self._actions, self._begun = actions, mark()
 
     def inputs_arrived(self) -> None:
-        """Note that the input of the action under way has arrived: its measured time starts here."""
+        """Note that an input of what is under way has arrived: its measured time starts here."""
         self._begun = mark()
 
     def end(self) -> None:
-        """Note that the action under way is done."""
-        assert self._action is not None, "an action ended that had not begun"
-        self._marks.append((self._action, self._begun, mark()))
-        self._action = None
+        """Note that what is under way is done."""
+        assert self._actions, "an action ended that had not begun"
+        ended = mark()
+        self._marks += [(action, self._begun, ended) for action in self._actions]
+        self._actions = ()
 
     def read(self) -> list[TimedAction]:
         """Wait for the device, and return all actions so far in the order in which they ran."""

@@ -11,6 +11,7 @@ receives between them. The executor walks through it once for each step:
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.auxiliary_loss import find_auxiliary_loss_scales
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device
+from megatron.core.exchange_gap import find_exchange_gaps
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.action_clock import ActionClock, TimedAction
 from megatron.core.pipeline_parallel.p2p_communication import P2PTransfers, TensorKey, connect_neighbours
 from megatron.core.pipeline_parallel.programs import Pipeline, Transfer, find_end_of_transfers
-from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
-from megatron.core.placement import get_placement
+from megatron.core.pipeline_parallel.schedules import Action, find_end_beside
+from megatron.core.pipeline_parallel.side_by_side import SideBySide
+from megatron.core.pipeline_parallel.weight_grad_queue import (
+    WeightGradQueue,
+    attach_queue,
+    list_deferrable,
+    list_output_weights,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 LossFunction = Callable[..., Any]
@@ -84,12 +91,13 @@ class Executor:
         if self.pipeline.defers_weight_gradients:
             self._queue = WeightGradQueue()
             for chunk in self.chunks:
-                attach_queue(chunk.parameters(), self._queue)
+                attach_queue(list_deferrable(chunk, keeps_order=self.pipeline.delays_weights), self._queue)
         elif self.pipeline.defers_head(pg_collection.pp.rank()):
             self._queue = WeightGradQueue()
             # Only the output layer's weight: every other layer finds no queue and computes its gradient at once.
-            attach_queue(_output_weight(self.chunks[-1]), self._queue)
+            attach_queue(list_output_weights(self.chunks[-1]), self._queue)
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
+        self._turns = SideBySide(find_exchange_gaps(self.chunks)) if self.pipeline.side_by_side else None
         connect_neighbours(pg_collection.pp, self.stages, current_device())
 
     def start_clock(self) -> None:
@@ -145,7 +153,7 @@ class Executor:
         clock = None if forward_only else self._clock
         # Read from the program, not from the config: the programs of evaluation have no W actions.
         deferred = {(action.microbatch, action.chunk) for action in computed if action.kind == "W"}
-        if self._has_whole_model and not deferred:
+        if self._has_whole_model and not deferred and not any(action.is_beside for action in computed):
             _run_whole_model(computed, forward, signals, forward_only, clock)
         else:
             transfers = self._transfers(activation_shape or self.activation_shape)
@@ -336,11 +344,12 @@ class _StageStep:
         self.transfers, self.clock = transfers, clock
         self.queue = executor._queue if deferred else None
         self.deferred = deferred
+        self.turns = executor._turns
         self.waiting: dict[tuple[int, int], _KeptForBackward] = {}
         self.outgoing: dict[TensorKey, Tensor] = {}
         """Computed, and not yet posted to be sent."""
         self.local: dict[TensorKey, Tensor] = {}
-        """Between two chunks of this rank, by the key under which the second takes it."""
+        """What has come for actions, by the key under which they take it; also between two chunks of this rank."""
 
     def run(self, program: Sequence[Action | Transfer], signals: Signals) -> None:
         """Everything in order. signals: by position, what to call before an action.
@@ -358,16 +367,36 @@ class _StageStep:
                 self.transfers.post(program[position:end], self.outgoing)  # type: ignore[arg-type]
                 position = end
                 continue
-            for signal in signals.get(position, ()):
+            end = find_end_beside(program, position)
+            for signal in itertools.chain.from_iterable(signals.get(p, ()) for p in range(position, end)):
                 signal()
+            beside: list[Action] = program[position:end]  # type: ignore[assignment]
             if self.clock is not None:
-                self.clock.begin(step)
-            self._compute(step)
+                self.clock.begin(*beside)
+            self._compute_beside(beside)
             if self.clock is not None:
                 self.clock.end()
-            position += 1
+            position = end
         if self.transfers is not None:
             self.transfers.finish()
+
+    def _compute_beside(self, actions: Sequence[Action]) -> None:
+        """One action; or a forward and a backward in turns; either backward with its weight gradients."""
+        for action in actions:
+            self._await_input(action)
+        if len(actions) == 1:
+            self._compute(actions[0])
+            return
+        compute = {action.kind: functools.partial(self._compute, action) for action in actions}
+        if self.turns is None or "B" not in compute:
+            raise ValueError(f"{actions} cannot run side by side")
+        weights: Callable[[], None] | None = None
+        if self.queue is not None and "W" in compute:
+            backward = next(action for action in actions if action.kind == "B")
+            weights = functools.partial(self.queue.run_waiting, (backward.microbatch, backward.chunk))
+        self.turns.run(compute.get("F"), compute["B"], weights)
+        if "W" in compute:
+            compute["W"]()  # what has not found a gap
 
     def _compute(self, action: Action) -> None:
         key = (action.microbatch, action.chunk)
@@ -421,15 +450,20 @@ class _StageStep:
         """While open, linear layers leave their weight gradients for the action W of this microbatch and chunk."""
         return self.queue.collect(key) if self.queue is not None and key in self.deferred else nullcontext()
 
-    def _take(self, what: str, action: Action) -> Tensor:
-        key = (what, action.microbatch, action.chunk)
-        if key in self.local:
-            return self.local.pop(key)
+    def _await_input(self, action: Action) -> None:
+        """Wait for what other ranks send for an action, where it needs anything."""
+        key = (action.kind, action.microbatch, action.chunk)
+        stage = self.shape.index(self.rank, action.chunk)
+        first_of_its_way = 0 if action.kind == "F" else self.shape.count - 1
+        if action.kind == "W" or stage == first_of_its_way or key in self.local:
+            return
         assert self.transfers is not None
-        tensor = self.transfers.take(key)
+        self.local[key] = self.transfers.take(key)
         if self.clock is not None:
             self.clock.inputs_arrived()  # the time until now was waiting, not computing
-        return tensor
+
+    def _take(self, what: str, action: Action) -> Tensor:
+        return self.local.pop((what, action.microbatch, action.chunk))
 
     def _give(self, what: str, action: Action, tensor: Tensor, to_stage: int) -> None:
         rank, chunk = self.shape.holder(to_stage)
@@ -447,11 +481,6 @@ def _module_with_input(chunk: nn.Module) -> Any:
     while module is not None and not hasattr(module, "set_input_tensor"):
         module = getattr(module, "module", None)
     return module
-
-
-def _output_weight(chunk: nn.Module) -> list[nn.Parameter]:
-    """The weight of the output layer, where this chunk has one of its own."""
-    return [param for name, param in chunk.named_parameters() if get_placement(param, name).kind == "head"]
 
 
 def _detached(value: Any) -> Any:

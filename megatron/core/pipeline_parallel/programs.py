@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel.schedules import (
     ScheduleName,
     build_forward_tables,
     build_tables,
+    find_end_beside,
     interleaved_problem,
 )
 from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, UNDIVIDED, Deadlock, Timeline, simulate
@@ -65,6 +66,10 @@ class Pipeline:
     """Of the interleaved schedule: consecutive microbatches of a chunk; the number of stages when None."""
     overlap: bool = True
     """Receives are posted early, and sends are not waited for at once."""
+    side_by_side: bool = False
+    """Backwards run beside forwards, each while the other's tokens travel to experts on other ranks."""
+    delays_weights: bool = False
+    """With the former: weight gradients have actions of their own beside their backward."""
     head_deferral: int | None = None
     """Microbatches whose output layer gets its weight gradient after the last backward; 0: all; None: none."""
 
@@ -81,6 +86,8 @@ class Pipeline:
             schedule=name,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             overlap=getattr(config, "overlap_p2p_comm", True),
+            side_by_side=getattr(config, "overlap_moe_expert_parallel_comm", False),
+            delays_weights=getattr(config, "delay_wgrad_compute", False),
             head_deferral=config.wgrad_deferral_limit
             if getattr(config, "defer_embedding_wgrad_compute", False)
             else None,
@@ -89,7 +96,19 @@ class Pipeline:
     @property
     def defers_weight_gradients(self) -> bool:
         """Whether weight gradients are computed by actions of their own."""
-        return self.schedule in DEFERS_WEIGHT_GRADIENTS
+        return self.schedule in DEFERS_WEIGHT_GRADIENTS or self.delays_weights
+
+    def tables(self, microbatches: int) -> list[list[Action]]:
+        """The actions of every rank in a training step: rank -> its actions in order. Raises ConfigError where the
+        schedule does not exist for so many microbatches."""
+        return build_tables(
+            self.schedule,
+            self.shape,
+            microbatches,
+            self.group_size,
+            side_by_side=self.side_by_side,
+            delays_weights=self.delays_weights,
+        )
 
     def defers_head(self, rank: int) -> bool:
         """Whether this rank has the output layer and computes its weight gradient later than the others."""
@@ -110,11 +129,7 @@ class Pipeline:
 @functools.lru_cache(maxsize=8)
 def _plan(pipeline: Pipeline, microbatches: int, forward_only: bool) -> list[Program]:
     """All ranks' programs; planning takes up to a second, and most runs have two numbers of microbatches."""
-    actions = (
-        build_forward_tables(pipeline.shape, microbatches)
-        if forward_only
-        else build_tables(pipeline.schedule, pipeline.shape, microbatches, pipeline.group_size)
-    )
+    actions = build_forward_tables(pipeline.shape, microbatches) if forward_only else pipeline.tables(microbatches)
     plan = plan_programs(actions, pipeline.shape, overlap=pipeline.overlap)
     if pipeline.head_deferral is not None and not forward_only:
         rank, chunk = pipeline.shape.holder(pipeline.shape.count - 1)
@@ -210,7 +225,10 @@ def _earlier_place(program: Program, peer: int) -> int:
     for place in range(len(program), 0, -1):
         before = program[place - 1]
         if isinstance(before, Action):
-            return place - 1  # one action is enough to hide a transfer behind, and holds one more tensor only
+            # One action, with those at its side, is enough to hide a transfer behind, and holds one more tensor only.
+            if not before.is_beside:
+                return place - 1
+            continue
         if before.peer == peer:
             return place
     return 0
@@ -283,9 +301,10 @@ class _Player:
                     yield self.sends.popleft()
 
     def _inputs(self, position: int) -> list[Transfer]:
-        action = self.program[position]
+        beside = self.program[position : find_end_beside(self.program, position)]
+        keys = {step[:3] for step in beside if isinstance(step, Action)}
         received = [step for step in self.program[:position] if isinstance(step, Transfer) and step.kind == "receive"]
-        return [step for step in received if (step.what, step.microbatch, step.chunk) == tuple(action)]
+        return [step for step in received if (step.what, step.microbatch, step.chunk) in keys]
 
 
 def _exchange(players: list[_Player], rank: int, peer: int) -> bool:

@@ -13,16 +13,21 @@ and the tests. With one stage it is the plain loop: forward and backward of one 
 | zb-v        | (S-1) / (6M+S-1), from M = 2S-1 on   | S, on every rank                         | 2 chunks, deferred |
 
 M: microbatches, V: chunks. Times: backward twice forward; with deferred weight gradients three equal parts.
+
+1f1b and interleaved also exist side by side, for models whose experts are on several ranks: a backward runs beside the
+forward that follows it in turn, and each computes while the other's tokens travel (DualPipe's idea, DeepSeek-AI, 2024,
+section 3.2.1, in one direction). No backward may then wait for the forward at its side, so that warm-up is longer: 1f1b
+holds 2(S-r) microbatches, interleaved one chunk more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Literal, NamedTuple
 
 from megatron.core.errors import ConfigError
-from megatron.core.mesh import VirtualStages, schedule_problem
+from megatron.core.mesh import VirtualStages, schedule_problem, side_by_side_problem
 
 
 class Action(NamedTuple):
@@ -33,6 +38,9 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int = 0
     """Virtual stage on this rank."""
+    is_beside: bool = False
+    """Runs at the side of the action before it in the list: all that stand so together begin when the input of all is
+    there. A W beside its own B does what B has left so far, while B's gradients travel."""
 
 
 Schedule = Callable[[int, int, int], list[Action]]
@@ -41,18 +49,32 @@ ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"]
 
 
 def build_tables(
-    name: ScheduleName, shape: VirtualStages, microbatches: int, group_size: int | None = None
+    name: ScheduleName,
+    shape: VirtualStages,
+    microbatches: int,
+    group_size: int | None = None,
+    *,
+    side_by_side: bool = False,
+    delays_weights: bool = False,
 ) -> list[list[Action]]:
     """Build the actions of every rank: rank -> its actions in order. group_size: of the interleaved schedule; the
-    number of stages when None.
+    number of stages when None. side_by_side: backwards run beside forwards. delays_weights: and weight gradients beside
+    their backward.
 
     Raises ConfigError where the schedule does not exist for these numbers.
     """
     stages, chunks = shape.stages, shape.chunks
     ranks = range(stages)
     problem = schedule_problem(name, chunks)
+    if problem is None and side_by_side:
+        problem = side_by_side_problem(name)
     if problem is not None:
         raise ConfigError(problem)
+    if side_by_side:
+        chunk_group = (chunks, group_size) if name == "interleaved" else ()
+        plain = interleaved if name == "interleaved" else one_f_one_b
+        tables = [plain(rank, stages, microbatches, *chunk_group, side_by_side=True) for rank in ranks]
+        return [_with_weights_beside(table) for table in tables] if delays_weights else tables
     if name == "interleaved":
         return [interleaved(rank, stages, microbatches, chunks, group_size) for rank in ranks]
     assert shape.folded == (name == "zb-v"), f"{shape} is no shape of {name}"
@@ -69,17 +91,20 @@ def build_forward_tables(shape: VirtualStages, microbatches: int) -> list[list[A
     return [[Action("F", *what) for what in order] for _ in range(shape.stages)]
 
 
-def one_f_one_b(rank: int, stages: int, microbatches: int) -> list[Action]:
+def one_f_one_b(rank: int, stages: int, microbatches: int, *, side_by_side: bool = False) -> list[Action]:
     """Warm up with forwards, then alternate; at most `stages - rank` microbatches are in flight.
 
-    PipeDream-Flush (Narayanan et al., 2021a, section 2.2; 1F1B of Megatron-LM, 2021b).
+    PipeDream-Flush (Narayanan et al., 2021a, section 2.2; 1F1B of Megatron-LM, 2021b). side_by_side: forward and
+    backward in turn become one, with twice as many in flight.
     """
     _check(rank, stages, microbatches)
-    # One microbatch for each later stage to work on; more would only hold activations longer.
-    warmup = min(stages - rank - 1, microbatches)
+    # One microbatch for each later stage to work on; more would only hold activations longer. Side by side a stage has
+    # its results only at the end of both, so that the way there and back takes twice as many turns; and the first
+    # backward of the last stage must not be that of the forward beside it.
+    warmup = min(2 * (stages - rank - 1) + 1 if side_by_side else stages - rank - 1, microbatches)
     forwards = [Action("F", microbatch) for microbatch in range(microbatches)]
     backwards = [Action("B", microbatch) for microbatch in range(microbatches)]
-    return _alternate(forwards, backwards, warmup)
+    return _alternate(forwards, backwards, warmup, side_by_side)
 
 
 def gpipe(rank: int, stages: int, microbatches: int) -> list[Action]:
@@ -89,12 +114,20 @@ def gpipe(rank: int, stages: int, microbatches: int) -> list[Action]:
     return forwards + [Action("B", microbatch) for microbatch in reversed(range(microbatches))]
 
 
-def interleaved(rank: int, stages: int, microbatches: int, chunks: int, group_size: int | None = None) -> list[Action]:
+def interleaved(
+    rank: int,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    group_size: int | None = None,
+    *,
+    side_by_side: bool = False,
+) -> list[Action]:
     """1F1B over `chunks` virtual stages per rank: a smaller bubble for more communication.
 
     group_size: consecutive microbatches that a chunk runs before the next chunk's turn; the number of stages when None.
-    Narayanan et al., 2021b, section 2.2. Raises ConfigError for microbatches that leave a group too short to hide the
-    way through the pipeline.
+    side_by_side: forward and backward in turn become one. Narayanan et al., 2021b, section 2.2. Raises ConfigError for
+    microbatches that leave a group too short to hide the way through the pipeline.
     """
     _check(rank, stages, microbatches)
     size = group_size or stages
@@ -105,8 +138,8 @@ def interleaved(rank: int, stages: int, microbatches: int, chunks: int, group_si
     forwards = [Action("F", microbatch, chunk) for microbatch, chunk in order]
     backwards = [Action("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in order]
     # All chunks but the last run a whole group before any backward; the rest is the way to the last stage and back.
-    warmup = min(2 * (stages - rank - 1) + (chunks - 1) * size, len(forwards))
-    return _alternate(forwards, backwards, warmup)
+    warmup = min(2 * (stages - rank - 1) + (chunks - 1) * size + side_by_side, len(forwards))
+    return _alternate(forwards, backwards, warmup, side_by_side)
 
 
 def interleaved_problem(stages: int, microbatches: int, group_size: int) -> str | None:
@@ -182,10 +215,32 @@ def forward_only(rank: int, stages: int, microbatches: int) -> list[Action]:
     return [Action("F", microbatch) for microbatch in range(microbatches)]
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+def _alternate(
+    forwards: list[Action], backwards: list[Action], warmup: int, side_by_side: bool = False
+) -> list[Action]:
     """The first `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
-    alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-    return [*forwards[:warmup], *alternating, *backwards[len(forwards) - warmup :]]
+    turns = len(forwards) - warmup
+    alternating = [backward._replace(is_beside=side_by_side) for backward in backwards[:turns]]
+    in_turn = chain.from_iterable(zip(forwards[warmup:], alternating, strict=True))
+    return [*forwards[:warmup], *in_turn, *backwards[turns:]]
+
+
+def _with_weights_beside(table: list[Action]) -> list[Action]:
+    """Each backward divided in two, of which the weight gradients run beside the input gradients."""
+    divided: list[Action] = []
+    for action in table:
+        divided.append(action)
+        if action.kind == "B":
+            divided.append(Action("W", action.microbatch, action.chunk, is_beside=True))
+    return divided
+
+
+def find_end_beside(program: Sequence[object], first: int) -> int:
+    """Return the end of the actions that run side by side, of which the first stands at position `first`."""
+    end = first + 1
+    while end < len(program) and isinstance(step := program[end], Action) and step.is_beside:
+        end += 1
+    return end
 
 
 def _grouped(microbatches: int, chunks: int, group_size: int) -> list[tuple[int, int]]:

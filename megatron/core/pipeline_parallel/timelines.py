@@ -7,6 +7,8 @@ Simulated, without tensors and processes:
     B(m, v)  needs  F(m, v) and B(m, v+1)
     W(m, v)  needs  B(m, v)
 
+Actions side by side begin together, when the input of all is there, and end together, after the sum of their times.
+
 Measured: what --pipeline-trace-dir wrote, a file for each stage.
 """
 
@@ -14,13 +16,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.errors import DataError
 from megatron.core.mesh import VirtualStages
-from megatron.core.pipeline_parallel.schedules import Action, ScheduleName
+from megatron.core.pipeline_parallel.schedules import Action, ScheduleName, find_end_beside
 
 MILLISECONDS = 1000.0
 
@@ -78,17 +80,16 @@ def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Co
     positions = [0] * shape.stages
     events: list[Event] = []
     while True:
-        ready = [_next_event(rank, tables, positions, clocks, done, shape, costs) for rank in range(shape.stages)]
-        runnable = [event for event in ready if event is not None]
+        ready = [_next_events(rank, tables, positions, clocks, done, shape, costs) for rank in range(shape.stages)]
+        runnable = [found for found in ready if found]
         if not runnable:
             break
         # Earliest start first, ties by rank: events come out in an order that one process could run them in.
-        event = min(runnable, key=lambda found: (found.start, found.rank))
-        rank, action = event.rank, event.action
-        done[action.kind, action.microbatch, shape.index(rank, action.chunk)] = event.end
-        clocks[rank] = event.end
-        positions[rank] += 1
-        events.append(event)
+        beside = min(runnable, key=lambda found: (found[0].start, found[0].rank))
+        for rank, action, _, end in beside:
+            done[action.kind, action.microbatch, shape.index(rank, action.chunk)] = clocks[rank] = end
+            positions[rank] += 1
+        events += beside
     waiting = [
         f"rank {rank} for {table[position]}"
         for rank, (table, position) in enumerate(zip(tables, positions, strict=True))
@@ -97,9 +98,13 @@ def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Co
     if waiting:
         raise Deadlock(f"the schedule stops; waiting: {', '.join(waiting)}")
     makespan = max(clocks)
-    busy = sum(event.end - event.start for event in events)
     peaks = [count_peak_in_flight(table) / shape.chunks for table in tables]
-    return Timeline(events, makespan, 1 - busy / (shape.stages * makespan), peaks)
+    return Timeline(events, makespan, 1 - _busy(events) / (shape.stages * makespan), peaks)
+
+
+def _busy(events: Iterable[Event]) -> float:
+    """The time that ranks compute; actions side by side have theirs together."""
+    return sum(event.end - event.start for event in events if not event.action.is_beside)
 
 
 def count_peak_in_flight(table: Sequence[Action]) -> int:
@@ -125,7 +130,7 @@ def needs(action: Action, rank: int, shape: VirtualStages) -> list[tuple[str, in
     return own + [("B", action.microbatch, stage + 1)] if stage < shape.count - 1 else own
 
 
-def _next_event(
+def _next_events(
     rank: int,
     tables: Sequence[Sequence[Action]],
     positions: list[int],
@@ -133,19 +138,29 @@ def _next_event(
     done: dict[tuple[str, int, int], float],
     shape: VirtualStages,
     costs: Costs,
-) -> Event | None:
-    """The rank's next action with its times; None when it has none or its input is not there."""
-    if positions[rank] == len(tables[rank]):
-        return None
-    action = tables[rank][positions[rank]]
+) -> list[Event]:
+    """The rank's next action, and those at its side, with their times; nothing when it has none or their input is not
+    there."""
+    position = positions[rank]
+    if position == len(tables[rank]):
+        return []
+    actions = tables[rank][position : find_end_beside(tables[rank], position)]
     start = clocks[rank]
-    for need in needs(action, rank, shape):
+    within = {(action.kind, action.microbatch, shape.index(rank, action.chunk)) for action in actions}
+    for need in [need for action in actions for need in needs(action, rank, shape) if _comes_before(need, within)]:
         if need not in done:
-            return None
+            return []
         # Between two chunks of one rank, such as at the turn of a V, nothing travels.
         travels = shape.holder(need[2])[0] != rank
         start = max(start, done[need] + costs.transfer * travels)
-    return Event(rank, action, start, start + costs.duration(action))
+    end = start + sum(map(costs.duration, actions))
+    return [Event(rank, action, start, end) for action in actions]
+
+
+def _comes_before(need: tuple[str, int, int], within: Collection[tuple[str, int, int]]) -> bool:
+    """Whether a need of actions side by side must be met before they begin: a W takes from the B at its side what that
+    has left so far, all others need whole results."""
+    return need not in within or need[0] != "B"
 
 
 # ---- measured
@@ -162,6 +177,8 @@ class MeasuredStep(NamedTuple):
     timeline: Timeline
     costs: Costs
     """Mean times of the actions; transfers are not measured apart."""
+    side_by_side: bool
+    delays_weights: bool
 
 
 def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
@@ -184,8 +201,9 @@ def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
         microbatches = 1 + max(row["microbatch"] for row in tables[0])
         timeline = _timeline(tables, shape)
         return MeasuredStep(
-            chosen, header["schedule"], shape, header["group_size"], microbatches, timeline, _costs(timeline.events)
-        )
+            chosen, header["schedule"], shape, header["group_size"], microbatches, timeline, _costs(timeline.events),
+            bool(header.get("side_by_side")), bool(header.get("delays_weights")),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory} holds no trace of a pipeline ({type(error).__name__}: {error})") from error
 
@@ -213,27 +231,31 @@ def _timeline(tables: list[list[dict[str, Any]]], shape: VirtualStages) -> Timel
     # Machines' clocks are taken to agree: NTP keeps them within a millisecond, less than an action of a large model.
     first = min(row["start"] for table in tables for row in table)
     events = [
-        Event(rank, Action(row["kind"], row["microbatch"], row["chunk"]), *_times(row, first))
+        Event(rank, Action(row["kind"], row["microbatch"], row["chunk"], "beside" in row), *_times(row, first))
         for rank, table in enumerate(tables)
         for row in table
     ]
     events.sort(key=lambda event: (event.start, event.rank))
     # Times count from the step's first action, so that the last end is the duration.
     makespan = max(event.end for event in events)
-    busy = sum(event.end - event.start for event in events)
     orders = [[event.action for event in events if event.rank == rank] for rank in range(shape.stages)]
     peaks = [count_peak_in_flight(order) / shape.chunks for order in orders]
-    return Timeline(events, makespan, 1 - busy / (shape.stages * makespan), peaks)
+    return Timeline(events, makespan, 1 - _busy(events) / (shape.stages * makespan), peaks)
 
 
 def _times(row: dict[str, Any], first: float) -> tuple[float, float]:
     return (row["start"] - first) * MILLISECONDS, (row["end"] - first) * MILLISECONDS
 
 
-def _costs(events: Iterable[Event]) -> Costs:
+def _costs(events: Sequence[Event]) -> Costs:
+    """Mean times of actions that had nothing at their side but, for a backward, its weight gradients: these then count
+    as a part of it."""
+    paired = {(event.rank, event.start) for event in events if event.action.is_beside and event.action.kind == "B"}
     durations: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        durations[event.action.kind].append(event.end - event.start)
+        if not event.action.is_beside and (event.rank, event.start) not in paired:
+            durations[event.action.kind].append(event.end - event.start)
     means = {kind: sum(found) / len(found) for kind, found in durations.items()}
+    divides = any(event.action.kind == "W" and event.action.is_beside for event in events)
     # Without W actions backward made the weight gradients; no W is then simulated, and its cost is never used.
-    return Costs(means["F"], means["B"], means.get("W", means["B"]))
+    return Costs(means["F"], means["B"], 0.0 if divides else means.get("W", means["B"]))

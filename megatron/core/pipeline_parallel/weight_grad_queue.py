@@ -4,7 +4,8 @@
 The executor gives a queue to every parameter (`parameter.weight_grad_queue`) and opens it during a backward pass; a
 linear layer then leaves the product that makes its weight gradient there instead of computing it
 (finish_weight_grad in tensor_parallel/products.py). The executor runs the work of one micro-batch and chunk when the
-schedule says so. Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+schedule says so: after the backward pass, or piece by piece while its gradients travel between ranks. Source: Qi et
+al., "Zero Bubble Pipeline Parallelism", 2023.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
+
+from torch import nn
+
+from megatron.core.placement import get_placement
 
 
 class WeightGradQueue:
@@ -50,6 +55,17 @@ class WeightGradQueue:
         self._work[self._open_for].append(compute)
         return True
 
+    def run_waiting(self, key: Hashable) -> None:
+        """Compute what the backward pass that is being collected has deferred so far."""
+        work, self._work[key] = self._work[key], []
+        # Closed meanwhile: a product computed now must not be deferred once more.
+        collected, self._open_for = self._open_for, None
+        try:
+            for compute in work:
+                compute()
+        finally:
+            self._open_for = collected
+
     def run(self, key: Hashable) -> None:
         """Compute the weight gradients of one backward pass, in the order in which they were deferred.
 
@@ -64,3 +80,18 @@ def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
     """Attach the queue to these parameters, where the products of their layers find it."""
     for parameter in parameters:
         parameter.weight_grad_queue = queue
+
+
+def list_deferrable(chunk: nn.Module, *, keeps_order: bool = False) -> list[nn.Parameter]:
+    """The weights of a chunk whose gradients may be computed later. keeps_order: those of which each still is the same
+    sum in the same order."""
+    if not keeps_order:
+        return list(chunk.parameters())
+    # A tied weight gets its gradients as output layer and as embedding, in the order of backward.
+    ends = ("embedding", "head")
+    return [param for name, param in chunk.named_parameters() if get_placement(param, name).kind not in ends]
+
+
+def list_output_weights(chunk: nn.Module) -> list[nn.Parameter]:
+    """The weight of the output layer, where this chunk has one of its own."""
+    return [param for name, param in chunk.named_parameters() if get_placement(param, name).kind == "head"]

@@ -93,6 +93,8 @@ class TransformerConfig(
         yield from self.kernel_problems()
         if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
             yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
+        if self.overlap_moe_expert_parallel_comm:
+            yield from self._exchanges_can_be_hidden()
         if self.compile:
             yield from self._compiled_layers_are_whole()
 
@@ -155,6 +157,19 @@ class TransformerConfig(
             return False
         # The outer level of a hierarchy is a ring, unless it has one member.
         return "p2p" in kinds or ("a2a+p2p" in kinds and levels is not None and levels[-1] > 1)
+
+    def _exchanges_can_be_hidden(self) -> Iterator[str]:
+        """What stands against running the exchanges of experts beside another micro-batch."""
+        yield from self.overlap_problems()
+        asked = "--overlap-moe-expert-parallel-comm"
+        # Layers that are repeated in backward exchange their tokens once more, with nothing at their side.
+        if self.recompute_granularity == "full":
+            yield (
+                f"{asked} does not work with --recompute-granularity full; use --recompute-granularity selective, or "
+                "leave one out"
+            )
+        if self.compile:
+            yield f"{asked} cannot be combined with --compile; leave one out"
 
     def _compiled_layers_are_whole(self) -> Iterator[str]:
         """What measures, divides or leaves out parts of a layer, which --compile makes one."""

@@ -182,6 +182,9 @@ def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
         return
     if ddp.use_distributed_optimizer:
         yield f"{asked} already divides the optimizer state; leave out --use-distributed-optimizer"
+    # A layer's weights are gathered for one micro-batch and let go before the next one comes to it.
+    if model.overlap_moe_expert_parallel_comm:
+        yield f"--overlap-moe-expert-parallel-comm cannot be combined with {asked}; use --use-distributed-optimizer"
     if model.pipeline_model_parallel_size > 1:
         yield f"{asked} cannot be combined with {run.say('pipeline_model_parallel_size')}; use 1 stage"
     if ddp.overlap_grad_reduce or ddp.overlap_param_gather:

@@ -58,19 +58,8 @@ def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
 
 
 def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    dispatcher = run.model.moe_token_dispatcher_type
     if planned["moe_pad_expert_input_to_capacity"] and run.model.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
-    overlaps = planned["overlap_moe_expert_parallel_comm"]
-    if overlaps and run.model.expert_model_parallel_size == 1:
-        yield "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size above 1"
-    if overlaps and dispatcher not in ("alltoall", "flex"):
-        yield (
-            f"--overlap-moe-expert-parallel-comm does not work with {run.say('moe_token_dispatcher_type')}; use "
-            "alltoall"
-        )
-    if planned["delay_wgrad_compute"] and not (overlaps or planned["overlap_dispatch_backward_with_experts_wgrad"]):
-        yield "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"
 
 
 def _checkpoints(run: RunConfig) -> Iterator[str]:

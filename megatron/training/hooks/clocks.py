@@ -9,7 +9,7 @@ each other as their clocks agree. One pipeline is traced: that of the first data
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.device import NamedRange
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.action_clock import TimedAction
+from megatron.core.pipeline_parallel.schedules import Action, find_end_beside
 from megatron.core.placement import get_placement
 from megatron.core.timers import TimingOption
 from megatron.training.config.container import RunConfig
@@ -105,6 +106,8 @@ class PipelineClockHook(Hook):
             "chunks": pipeline.shape.chunks,
             "folded": pipeline.shape.folded,
             "group_size": pipeline.group_size,
+            "side_by_side": pipeline.side_by_side,
+            "delays_weights": pipeline.delays_weights,
         }
         append_lines(path, [json.dumps(first)])
 
@@ -118,8 +121,9 @@ class PipelineClockHook(Hook):
         times = run.executor.read_clock()
         if times is None:
             return
-        for action, start, end in times:
-            run.timers(_TIMER_NAMES[action.kind], 2).add(end - start)
+        for place, (action, start, end) in enumerate(times):
+            if not action.is_beside:  # what stands side by side has one time together
+                run.timers(_name_timer([action for action, _, _ in times], place), 2).add(end - start)
         if self._path is not None and self._is_traced(run.progress.iteration):
             append_lines(self._path, _describe_actions(run.progress.iteration + 1, times))
 
@@ -130,10 +134,16 @@ class PipelineClockHook(Hook):
 
 def _describe_actions(iteration: int, times: list[TimedAction]) -> Iterator[str]:
     """Yield a line for each action of an iteration."""
-    for (kind, microbatch, chunk), start, end in times:
+    for (kind, microbatch, chunk, is_beside), start, end in times:
         row = {"iteration": iteration, "kind": kind, "microbatch": microbatch, "chunk": chunk,
                "start": round(start, 7), "end": round(end, 7)}  # fmt: skip
-        yield json.dumps(row)
+        yield json.dumps(row | ({"beside": True} if is_beside else {}))
+
+
+def _name_timer(actions: Sequence[Action], place: int) -> str:
+    """The timer of an action, or of a forward with the backward at its side."""
+    has_backward = "B" in {action.kind for action in actions[place + 1 : find_end_beside(actions, place)]}
+    return "forward-backward-compute" if has_backward else _TIMER_NAMES[actions[place].kind]
 
 
 class NamedRangesHook(Hook):

@@ -166,6 +166,19 @@ class MoEFields(ArchitectureFields):
             )
         yield from self._experts_compute_what_is_asked()
 
+    def overlap_problems(self) -> Iterator[str]:
+        """What of the experts stands against --overlap-moe-expert-parallel-comm."""
+        asked = "--overlap-moe-expert-parallel-comm"
+        if self.num_moe_experts is None or self.expert_model_parallel_size == 1:
+            yield f"{asked} needs --num-experts and --expert-model-parallel-size above 1, or nothing is exchanged"
+        elif self.moe_token_dispatcher_type == "allgather":
+            yield (
+                f"{asked} does not work with {self.say('moe_token_dispatcher_type')}; use "
+                "--moe-token-dispatcher-type alltoall or flex"
+            )
+        if self.moe_shared_expert_overlap:
+            yield f"{asked} and --moe-shared-expert-overlap hide the same exchanges; keep one"
+
     def _experts_divide_over_ranks(self, experts: int) -> Iterator[str]:
         ep = self.expert_model_parallel_size
         if experts % ep:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import flag, name_divisors, name_multiples
-from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages, schedule_problem
+from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages, schedule_problem, side_by_side_problem
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.mtp import MTPFields
 from megatron.core.transformer.pipeline_layout import find_decoder_end, layout_problem, parse_layout
@@ -71,6 +71,12 @@ class PipelineFields(MTPFields):
     wgrad_deferral_limit: int = flag(0, minimum=0, unit="microbatches", kind="layout")
     """With --defer-embedding-wgrad-compute, the first so many microbatches of a step, whose activations then stay; all
     when 0."""
+    overlap_moe_expert_parallel_comm: bool = flag(False, kind="layout")
+    """Run each backward beside a forward, so that each computes while the other's tokens travel to experts on other
+    ranks and back (DeepSeek-V3, 2024, section 3.2.1). With pipeline stages, 1f1b then has twice as many microbatches
+    in flight."""
+    delay_wgrad_compute: bool = flag(False, kind="layout")
+    """With --overlap-moe-expert-parallel-comm, compute weight gradients while the backward's own gradients travel."""
 
     @property
     def defers_weight_gradients(self) -> bool:
@@ -114,6 +120,7 @@ class PipelineFields(MTPFields):
         yield from self._chunks_are_possible()
         yield from self._schedule_fits_the_stages()
         yield from self._weight_gradients_can_wait()
+        yield from self._backward_runs_beside_forward()
         if self.overlap_p2p_comm_warmup_flush and not self.overlap_p2p_comm:
             yield "--overlap-p2p-communication-warmup-flush contradicts --no-overlap-p2p-communication; keep one"
         # A group must be long enough for its first microbatch to come round before the next chunk's turn.
@@ -304,9 +311,21 @@ class PipelineFields(MTPFields):
                 "--defer-embedding-wgrad-compute"
             )
 
+    def _backward_runs_beside_forward(self) -> Iterator[str]:
+        if self.delay_wgrad_compute and not self.overlap_moe_expert_parallel_comm:
+            yield "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"
+        if self.delay_wgrad_compute and self.defer_embedding_wgrad_compute:
+            yield "--delay-wgrad-compute and --defer-embedding-wgrad-compute both move weight gradients; keep one"
+        if self.overlap_moe_expert_parallel_comm and self.pipeline_schedule is not None:
+            problem = side_by_side_problem(self.pipeline_schedule)
+            if problem is not None:
+                yield problem
+
     def deferral_problems(self, flag: str) -> Iterator[str]:
         """What a flag rules out under which the layers' products cannot be split into two halves."""
         if self.defers_weight_gradients:
             yield f"{self.say('pipeline_schedule')} computes weight gradients later, which {flag} rules out; keep one"
+        if self.delay_wgrad_compute:
+            yield f"--delay-wgrad-compute computes weight gradients later, which {flag} rules out; keep one"
         if self.defer_embedding_wgrad_compute:
             yield (f"--defer-embedding-wgrad-compute computes weight gradients later, which {flag} rules out; keep one")

@@ -83,6 +83,7 @@ class MoELayer(MegatronModule):
             self.fc2_latent_proj = project(narrow, wide, init_method=output_initialiser(config))
         self.experts = submodules.experts(config, groups)
         self.dispatcher = build_token_dispatcher(config, groups)
+        self.exchange_gap = self.dispatcher.exchange_gap  # where the executor looks for it
         self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)

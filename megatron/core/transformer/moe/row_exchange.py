@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.auxiliary_loss import is_recomputing
 from megatron.core.collectives import Handle, all_to_all_single
+from megatron.core.exchange_gap import ExchangeGap
 from megatron.core.process_groups_config import Group
 
 
@@ -24,11 +26,12 @@ class RowExchange:
     """One exchange: consecutive rows go to the ranks of the group, sends[i] of them to rank i, which sends receives[i]
     in return; backward sends gradients the other way.
 
-    Several tensors may travel together. Each object serves one forward and its backward.
+    Several tensors may travel together. Each object serves one forward and its backward. gap: called before the end of
+    each direction is waited for.
     """
 
-    def __init__(self, group: Group, sends: list[int], receives: list[int]) -> None:
-        self.group, self.sends, self.receives = group, sends, receives
+    def __init__(self, group: Group, sends: list[int], receives: list[int], gap: ExchangeGap) -> None:
+        self.group, self.sends, self.receives, self.gap = group, sends, receives, gap
         self._under_way: list[_UnderWay] = []
 
     def start(self, *tensors: Tensor) -> Tensor:
@@ -38,6 +41,9 @@ class RowExchange:
 
     def finish(self, ticket: Tensor) -> tuple[Tensor, ...]:
         """Wait until the rows of the others are there: [sum(receives), ...] for each tensor."""
+        # A forward that backward repeats runs with that micro-batch's random numbers: no other may come in between.
+        if not is_recomputing():
+            self.gap()
         arrived: tuple[Tensor, ...] = _Finish.apply(self, ticket)
         return arrived
 
@@ -80,6 +86,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> Any:
+        ctx.exchange.gap()
         return None, *ctx.exchange._end()
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_to_all_single
+from megatron.core.exchange_gap import ExchangeGap
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -59,6 +60,7 @@ class TokenDispatcher(ABC):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         assert config.num_moe_experts is not None
         self.group: Group = pg_collection.tp_ep
+        self.exchange_gap = ExchangeGap()
         self.num_experts = config.num_moe_experts
         self.ranks_per_expert = pg_collection.expt_tp.size()
         self.local_experts = self.num_experts // pg_collection.ep.size()
@@ -151,7 +153,7 @@ class AllToAllDispatcher(TokenDispatcher):
         sends, receives = torch.stack((sent, received)).sum(dim=2).tolist()
 
         # The weights travel beside the rows: the expert applies them, so that what comes back needs only a sum.
-        there = RowExchange(self.group, sends, receives)
+        there = RowExchange(self.group, sends, receives, self.exchange_gap)
         ticket = there.start(self.permute(x, order, slots), weights)
         if meanwhile is not None:
             meanwhile()
@@ -164,7 +166,7 @@ class AllToAllDispatcher(TokenDispatcher):
         def combine(outputs: Tensor) -> Tensor:
             # The way of dispatch in reverse: order of arrival, all-to-all back, sum over each token's slots.
             as_received = self.unpermute(outputs, by_expert, len(by_expert), 1)
-            returned = RowExchange(self.group, receives, sends).run(as_received)
+            returned = RowExchange(self.group, receives, sends, self.exchange_gap).run(as_received)
             return self.unpermute(returned, order, tokens, slots)
 
         return Dispatched(self.permute(rows, by_expert, 1), weights.index_select(0, by_expert), local_ends, combine)
