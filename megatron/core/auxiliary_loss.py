@@ -53,7 +53,10 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         # x's gradient passes as it came; the loss is a root of the graph of its own, whose gradient starts here.
-        return grad, torch.as_tensor(ctx.scale.value, dtype=ctx.like.dtype, device=ctx.like.device), None
+        value = ctx.scale.value
+        # A number is filled in by the device; made a tensor on the host, it would have to be waited for.
+        start = value.to(ctx.like) if isinstance(value, Tensor) else ctx.like.new_full((), value)
+        return grad, start, None
 
 
 def attach_auxiliary_loss(x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:

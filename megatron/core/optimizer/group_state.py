@@ -85,7 +85,9 @@ class GroupState:
         }
         # A sharded buffer holds main parameters itself; a copy in the same format would be the same values twice.
         has_main_params = buffer.dtype not in (torch.float32, main_dtype) and not buffer.is_updated_as_it_is
-        self.main = self._take(main_dtype) if has_main_params else None
+        # Filled piece by piece: with a list of copies to join, all of it would be in memory twice for a moment.
+        self.main = torch.empty(sum(lengths), dtype=main_dtype, device=buffer.device) if has_main_params else None
+        self.copy_model_to_main()
         kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
         self.is_float32 = all(dtype == torch.float32 for dtype in kept)
         """Whether `shards` hands out the memory itself, so that all may be asked for before one is updated."""
@@ -131,13 +133,14 @@ class GroupState:
     def copy_main_to_model(self) -> None:
         """Round the main parameters that this process updates into the network's parameters."""
         if self.main is not None:
-            for (start, stop), place in zip(self.owned, self._places, strict=True):
-                self.buffer.values(start, stop).copy_(self.main[place : place + stop - start])
+            for piece, place in self._own_pieces():
+                self.buffer.values(*piece).copy_(self.main[place])
 
     def copy_model_to_main(self) -> None:
         """Take the network's parameters as the values to update."""
         if self.main is not None:
-            self.main.copy_(self._take(self.main.dtype))
+            for piece, place in self._own_pieces():
+                self.main[place].copy_(self.buffer.values(*piece))
 
     def named_slices(self) -> Iterator[tuple[str, StateSlice]]:
         """(name in the whole model, state) of every parameter of which this process updates something."""
@@ -151,8 +154,3 @@ class GroupState:
                 if self.buffer.model_dtype != self.buffer.dtype:  # these are main parameters
                     tensors["main_param"] = self.buffer.values(start, stop).view(shape)
                 yield name, StateSlice(first + start - slot.start, is_whole, tensors)
-
-    def _take(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the parameters that this process updates."""
-        pieces = [self.buffer.values(start, stop).to(dtype) for start, stop in self.owned]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=self.buffer.device)

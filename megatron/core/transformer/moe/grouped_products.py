@@ -149,5 +149,5 @@ def _first_and_last_column(rows: int, width: int, dtype: torch.dtype, device: to
     """[rows, width] with ones in the first and last column, else zeros: products with them are exact in any number
     format, in whatever order a kernel adds them up."""
     matrix = torch.zeros(rows, width, dtype=dtype, device=device)
-    matrix[:, [0, -1]] = 1.0
+    matrix[:, 0] = matrix[:, -1] = 1.0
     return matrix

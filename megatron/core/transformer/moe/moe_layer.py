@@ -104,11 +104,9 @@ class MoELayer(MegatronModule):
             shared = self._compute_shared_output(hidden_states)
 
         meanwhile = compute_shared_output if self.overlaps_shared_experts else None
-        routing = self.router(own)
-        if self.fc1_latent_proj is not None:
-            own, _ = self.fc1_latent_proj(own)
-        rows, weights, ends, combine = self.dispatcher.dispatch(own.flatten(0, 1), routing, meanwhile)
-        output = combine(self.experts(rows, weights, ends)).view_as(own)
+        sent = own if self.fc1_latent_proj is None else self.fc1_latent_proj(own)[0]
+        rows, weights, ends, combine = self.dispatcher.dispatch(sent.flatten(0, 1), self.router(own), meanwhile)
+        output = combine(self.experts(rows, weights, ends)).view_as(sent)
         if self.fc2_latent_proj is not None:
             output, _ = self.fc2_latent_proj(output)
         if self.divides_tokens:
