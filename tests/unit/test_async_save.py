@@ -112,6 +112,35 @@ def test_the_same_bytes_although_the_tensors_change_at_once_S32(
     assert torch.equal(loaded["large"].data, torch.arange(5000.0))
 
 
+def test_who_writes_what_is_planned_again_only_where_the_structure_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[ShardedStateDict] = []
+    plan_write = torch_dist.plan_write
+
+    def counting(directory: Path, planner: Any, state: ShardedStateDict, group: Any) -> torch_dist.WritePlan:
+        plans.append(state)
+        return plan_write(directory, planner, state, group)
+
+    monkeypatch.setattr(torch_dist, "plan_write", counting)
+    saver = AsyncSaver(None)
+    (tmp_path / "sync").mkdir()
+    states = [many_tensors(), many_tensors()]
+    other = next(iter(states[0]))
+    # Values that lie elsewhere; then a number format, a padding and a tensor that there was not.
+    states.append({**many_tensors(), other: ShardedTensor.whole(other, states[0][other].data.double())})
+    padded = ShardedTensor.from_placement(torch.ones(4), Placement("padded", (4,), valid_rows=3))
+    states.append({**states[2], "padded": padded})
+    for number, (state, is_planned) in enumerate(zip(states, (True, False, True, True), strict=True)):
+        plans.clear()
+        begin(saver, state, tmp_path / "async", number)
+        path = awaited(saver).check()
+        assert len(plans) == is_planned
+        documents = {"state": {"iteration": number, "value": 0.0}}
+        whole = serialization.save(state, tmp_path / "sync", number, documents=documents, group=ALONE)
+        assert files(path) == files(whole)
+
+
 class Gate(io.FileIO):
     """A file on which writing waits until the gate is open, and then fails where it is told to."""
 

@@ -39,9 +39,15 @@ from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
-from megatron.core.dist_checkpointing.serialization import gather_documents, guard
+from megatron.core.dist_checkpointing.serialization import gather_documents, gather_valid_rows, guard
 from megatron.core.dist_checkpointing.snapshot import HostMemory, take_snapshot
-from megatron.core.dist_checkpointing.torch_dist import WritePlan, Written, plan_write, write_contents, write_share
+from megatron.core.dist_checkpointing.torch_dist import (
+    RepeatedPlan,
+    WritePlan,
+    Written,
+    write_contents,
+    write_share,
+)
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import MegatronError, StorageError
 from megatron.core.process_groups_config import Group, rendezvous_store
@@ -82,6 +88,8 @@ class AsyncSaver:
         way fails when one has that has not reported."""
         self._process, self._list_ended = process, list_ended
         self._memory = HostMemory()
+        self._plan = RepeatedPlan()
+        self._valid_rows: dict[str, int] = {}
         self._save: _Save | None = None
 
     def prepare(self) -> None:
@@ -130,9 +138,10 @@ class AsyncSaver:
         temporary = on_first_rank(group, begin)
         try:
             reach("tensors-next")
-            planner = ShardSavePlanner()
-            plan = plan_write(temporary, planner, tensors, group)
-            accompany = gather_documents(tensors, documents, attachments, group)
+            planner, plan, is_new = self._plan.make(temporary, tensors, group)
+            if is_new:
+                self._valid_rows = gather_valid_rows(tensors, group)
+            accompany = gather_documents(self._valid_rows, documents, attachments, group)
         except BaseException:
             if group.rank() == 0:
                 abandon_save(temporary)

@@ -118,7 +118,7 @@ def _save(
         for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
             records |= written
         reach("tensors-written")
-        accompany = gather_documents(tensors, documents, attachments, group)
+        accompany = gather_documents(gather_valid_rows(tensors, group), documents, attachments, group)
         return lambda directory: records | accompany(directory)
 
     return _save_files(write, begin, commit, iteration, group)
@@ -168,18 +168,23 @@ def _save_files(
         raise
 
 
-def gather_documents(
-    tensors: ShardedStateDict, documents: Mapping[str, Any], attachments: Mapping[str, Path], group: Group
-) -> Callable[[Path], dict[str, FileRecord]]:
-    """What lies beside the tensors, as it is now; every member of `group` calls this.
-
-    Returns what the first member calls with the directory of the save: it writes them and returns their records. It
-    raises OSError.
-    """
+def gather_valid_rows(tensors: ShardedStateDict, group: Group) -> dict[str, int]:
+    """Rows without padding of all padded tensors, by key; every member of `group` calls this."""
     # No single rank has every padded tensor: the embedding is on the first stage, the output layer on the last.
     valid_rows: dict[str, int] = {}
     for rows in on_every_rank(group, lambda: _valid_rows(tensors)):
         valid_rows |= rows
+    return valid_rows
+
+
+def gather_documents(
+    valid_rows: Mapping[str, int], documents: Mapping[str, Any], attachments: Mapping[str, Path], group: Group
+) -> Callable[[Path], dict[str, FileRecord]]:
+    """What lies beside the tensors, as it is now; every member of `group` calls this.
+
+    Returns what the first member calls with the directory of the save; it writes them and returns their records. It
+    raises OSError.
+    """
     own = {TENSORS_DOCUMENT: {"valid_rows": valid_rows}, **_UPSTREAM_DOCUMENT}
     # As text already: training may change a document before it is written.
     texts: dict[str, str] = {}

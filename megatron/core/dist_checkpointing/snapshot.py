@@ -11,7 +11,9 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from megatron.core import device
 from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.dist_checkpointing.shard_files import split_rows
 
+_PIECE_BYTES = 8 << 20
+_THREADS = 4
 _ALIGNMENT = 64
 """Each box begins at a multiple of it: a view in another number format needs one of that format's size."""
 
@@ -99,11 +104,40 @@ def take_snapshot(memory: HostMemory, planner: ShardSavePlanner, share: SavePlan
         end += math.ceil(block.numel() * block.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
     memory.reserve(end)
     snapshot = Snapshot(memory.data, places)
-    for item, block in blocks:
-        snapshot.resolve_data(item).copy_(block, non_blocking=True)
+    _copy_all([(snapshot.resolve_data(item), block) for item, block in blocks])
     # The copies of a GPU into pinned memory are only under way.
     device.synchronize()
     return snapshot
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the first one."""
+    # A GPU copies by itself, and torch with several threads divides each copy already.
+    if torch.get_num_threads() > 1 or not all(device.is_cpu(block) for _, block in pairs):
+        for place, block in pairs:
+            place.copy_(block, non_blocking=True)
+        return
+    waiting = iter(
+        [
+            piece
+            for place, block in pairs
+            for piece in zip(split_rows(place, _PIECE_BYTES), split_rows(block, _PIECE_BYTES), strict=True)
+        ]
+    )
+    lock = threading.Lock()
+
+    def copy() -> None:
+        while True:
+            with lock:
+                pair = next(waiting, None)
+            if pair is None:
+                return
+            pair[0].copy_(pair[1])
+
+    # One processor alone does not keep the memory busy.
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for done in [threads.submit(copy) for _ in range(_THREADS)]:
+            done.result()
 
 
 def map_memory(descriptor: int, num_bytes: int) -> torch.Tensor:

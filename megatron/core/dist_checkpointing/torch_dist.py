@@ -21,7 +21,7 @@ import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import create_file
 from megatron.core.dist_checkpointing.manifest import FileRecord
@@ -105,6 +106,36 @@ def plan_write(directory: Path, planner: ShardSavePlanner, tensors: ShardedState
     with dcp_errors("writing", directory):
         share = planner.finish_plan(join_ranks(group).reduce_scatter("plan", plan_own, plan_all))
     return WritePlan(share, contents[0] if contents else None)
+
+
+class RepeatedPlan:
+    """The plan of one save after the other. It is that of before as long as no process's tensors have got another
+    structure; their values, and where they lie, may change."""
+
+    def __init__(self) -> None:
+        self._structure: list[Any] = []
+        self._plan: WritePlan | None = None
+
+    def make(
+        self, directory: Path, tensors: ShardedStateDict, group: Group
+    ) -> tuple[ShardSavePlanner, WritePlan, bool]:
+        """What finds the values of boxes, the plan, and whether it is a new one; like plan_write()."""
+        planner = ShardSavePlanner()
+        structure = [
+            (tensor.key, tensor.dtype, tensor.global_shape, tensor.blocks, tensor.is_copy, tensor.valid_rows)
+            for tensor in tensors.values()
+        ]
+        is_same = self._plan is not None and structure == self._structure
+        if not all(all_gather_object(is_same, group)):
+            self._plan = None
+            self._plan = plan_write(directory, planner, tensors, group)
+            self._structure = structure
+            return planner, self._plan, True
+        assert self._plan is not None
+        planner.set_up_planner(tensors)
+        # Where boxes lie in the files is written into it.
+        contents = None if self._plan.contents is None else dataclasses.replace(self._plan.contents)
+        return planner, WritePlan(self._plan.share, contents), False
 
 
 def write_share(directory: Path, share: SavePlan, source: BoxSource) -> Written:
