@@ -40,6 +40,7 @@ EXPERTS = {
         --moe-z-loss-coeff 0.01 --moe-permute-fusion --moe-grouped-gemm""",
     "narrow": """--squared-relu --ffn-hidden-size 48 --num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24
         --moe-latent-size 12 --use-fused-weighted-squared-relu --moe-expert-capacity-factor 0.9
+        --moe-pad-expert-input-to-capacity
         --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 24""",
 }
 

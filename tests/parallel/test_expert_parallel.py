@@ -111,8 +111,8 @@ def test_biases_of_divided_experts_count_once(layout: str) -> None:
     assert compare(reference("1,--add-bias-linear"), trace) == []
 
 
-@pytest.mark.flags("--moe-latent-size")
-@pytest.mark.parametrize("layout", ["tp2,ep2,etp1", f"tp2,sp,{ALLTOALL}"])
+@pytest.mark.flags("--moe-latent-size", "--moe-pad-expert-input-to-capacity")
+@pytest.mark.parametrize("layout", ["tp2,ep2,etp1", f"tp2,sp,{ALLTOALL}", f"dp2,ep2,{ALLTOALL}"])
 def test_narrow_experts_do_not_depend_on_the_layout(layout: str) -> None:
     """Projections to latent vectors are whole on every rank, and each rank has gradients of its own tokens."""
     trace = join(run_distributed(share, 2, layout, "narrow", timeout=240.0))

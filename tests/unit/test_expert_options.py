@@ -4,6 +4,9 @@ the same experts and the others have none."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,11 +14,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.placement import Split, get_placement
 from megatron.core.transformer.mlp import list_gate_and_up
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.permutation import pad_slots, permute, permute_reference, sort_slots, unpermute
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_whole
 from megatron.planner.throughput import count_products
 from tests.unit.experts_by_definition import MOE, B, E, S, assert_is_the_definition, layer_of, tokens
 from tests.unit.gpt_models import build_model, read_config
+from tests.unit.test_host_waits import Counting
 
 PLAIN = MOE.replace("--swiglu", "--squared-relu")
 BIASED = PLAIN.replace("--disable-bias-linear", "")
@@ -33,6 +38,7 @@ def send_all_to_one(layer: MoELayer) -> MoELayer:
 @pytest.mark.flags(
     "--moe-apply-probs-on-input", "--use-fused-weighted-squared-relu", "--moe-mlp-glu-interleave-size",
     "--moe-shared-expert-glu-interleave-size", "--moe-router-add-bias", "--moe-latent-size",
+    "--moe-pad-expert-input-to-capacity", "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("base", "flags"),
@@ -49,12 +55,61 @@ def send_all_to_one(layer: MoELayer) -> MoELayer:
         (MOE, "--moe-mlp-glu-interleave-size 2 --no-bias-swiglu-fusion"),
         (MOE, "--moe-latent-size 12 --moe-shared-expert-intermediate-size 24 --moe-aux-loss-coeff 0.1"),
         (BIASED, "--moe-latent-size 20 --moe-expert-capacity-factor 0.5"),
+        (MOE, "--moe-expert-capacity-factor 0.75 --moe-pad-expert-input-to-capacity --moe-permute-fusion"),
+        (
+            BIASED,
+            "--moe-expert-capacity-factor 2.5 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position",
+        ),
+        (MOE, "--moe-router-padding-for-quantization --moe-permute-fusion"),
+        (BIASED, "--moe-router-padding-for-quantization --moe-expert-capacity-factor 0.5"),
+        (MOE, "--moe-router-padding-for-fp8 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"),
     ],
 )
 @pytest.mark.parametrize("is_uneven", [False, True])
 def test_outputs_and_gradients_are_those_of_the_definition(base: str, flags: str, is_uneven: bool) -> None:
     layer = layer_of(f"{flags} --moe-router-add-bias", base=base)
     assert_is_the_definition(send_all_to_one(layer) if is_uneven else layer)
+
+
+CAPACITY = "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+
+
+@pytest.mark.flags("--moe-pad-expert-input-to-capacity")
+@pytest.mark.parametrize("flags", [CAPACITY, f"{CAPACITY} --moe-permute-fusion {ALLTOALL}"])
+def test_experts_with_equal_rows_ask_for_no_sizes(flags: str) -> None:
+    layer, x = layer_of(flags), tokens().requires_grad_()
+    waits = Counting()
+    with waits as found:
+        dispatched = layer.dispatcher.dispatch(x.flatten(0, 1), layer.router(x))
+        dispatched.combine(layer.experts(*dispatched[:3])).sum().backward()
+    assert not found
+    rows = math.ceil(S * B * 2 / E * 1.5)
+    assert dispatched.ends.tolist() == [rows * (e + 1) for e in range(E)]
+    assert dispatched.rows.shape == (E * rows, 32)
+
+
+@pytest.mark.flags("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")
+@pytest.mark.parametrize("flag", ["--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"])
+def test_experts_get_multiples_of_rows(flag: str) -> None:
+    layer, x = layer_of(flag), tokens()
+    dispatched = layer.dispatcher.dispatch(x.flatten(0, 1), layer.router(x))
+    assert not (dispatched.ends % 16).any()
+    assert dispatched.ends[-1] == len(dispatched.rows)
+
+
+@pytest.mark.parametrize(("kind", "padded"), [("each", permute), ("multiple", permute), ("each", permute_reference)])
+def test_padded_rows_without_any_token(kind: str, padded: Any) -> None:
+    """Rank without tokens: every expert has rows of zeros, and backward reaches what was permuted."""
+    found = sort_slots(torch.empty(0, dtype=torch.int64), 3)
+    order, ends = pad_slots(found, 0, **({"rows_each": 4} if kind == "each" else {"multiple": 4}))
+    x = torch.empty(0, 5, requires_grad=True)
+    rows = padded(x, order, 1, padded=True)
+    assert rows.shape == (ends[-1], 5)
+    assert not rows.any()
+    rows.sum().backward()
+    assert x.grad is not None
+    assert unpermute(rows, order, 0, 1, padded=True).shape == (0, 5)
 
 
 def test_parts_of_gates_and_up_projections_take_turns() -> None:
@@ -117,6 +172,7 @@ def test_forced_bias_is_one_number_for_each_expert() -> None:
     [
         (f"{MOE} --moe-apply-probs-on-input", "needs one expert for a token; found --moe-router-topk 2, use 1"),
         (f"{MOE} --use-fused-weighted-squared-relu", "relu needs experts with --squared-relu"),
+        (f"{MOE} --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
         (
             f"{MOE} --moe-mlp-glu-interleave-size 5",
             "--moe-mlp-glu-interleave-size 5 does not divide --moe-ffn-hidden-size 16; use a divisor of 16",

@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import uses_fused_rope
 from megatron.core.transformer.core_attention.interface import AttentionOptions
 from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.core.transformer.mlp import uses_fused_activation
-from megatron.core.transformer.moe.grouped_products import GroupedMatmul, choose_expert_product
+from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.norms import uses_fused_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
@@ -64,9 +64,8 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
         for widths in ((width, inner * (2 if config.gated_linear_unit else 1)), (inner, width))
     ]
     if config.moe_grouped_gemm:
-        products = [
-            name if name == GroupedMatmul.name else f"{name} (grouped_mm refuses its widths)" for name in products
-        ]
+        taken = (GroupedMatmul.name, BatchedMatmul.name)
+        products = [name if name in taken else f"{name} (grouped_mm refuses its widths)" for name in products]
     fused = "one differentiable operation each, without atomic adds"
     return {
         "products of experts": "; ".join(dict.fromkeys(products)),

@@ -37,7 +37,6 @@ class PlannedFlags:
 def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     """Everything that stands against planned flags beside their status."""
     yield from _number_formats(run, planned)
-    yield from _expert_communication(run, planned)
     yield from _checkpoints(run)
 
 
@@ -55,11 +54,6 @@ def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
         yield "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
     if planned["optimizer_cpu_offload"] and not run.optimizer.use_precision_aware_optimizer:
         yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer"
-
-
-def _expert_communication(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    if planned["moe_pad_expert_input_to_capacity"] and run.model.moe_expert_capacity_factor is None:
-        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
 
 
 def _checkpoints(run: RunConfig) -> Iterator[str]:

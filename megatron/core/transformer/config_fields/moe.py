@@ -93,6 +93,13 @@ class MoEFields(ArchitectureFields):
     """In training, multiply what the router reads by random numbers from 1 - eps to 1 + eps (Fedus et al., 2021)."""
     moe_expert_capacity_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """An expert takes so many times its even share of a microbatch's tokens; it drops the others. All if not given."""
+    moe_pad_expert_input_to_capacity: bool = flag(False, kind="kernel", needs=_EXPERTS)
+    """Every expert gets as many rows as its capacity allows, zeros beyond its tokens: sizes do not depend on the
+    routing, and the host waits for nothing."""
+    moe_router_padding_for_quantization: bool = flag(
+        False, aliases=("--moe-router-padding-for-fp8",), kind="kernel", needs=_EXPERTS
+    )
+    """Every expert gets a multiple of 16 rows, zeros beyond its tokens, as products of quantized numbers need them."""
     moe_token_drop_policy: str = flag(
         "probs", choices=("probs", "position"), kind="function", needs=(_EXPERTS, _CAPACITY)
     )
@@ -164,6 +171,8 @@ class MoEFields(ArchitectureFields):
                 f"--moe-shared-expert-overlap does not work with {self.say('moe_token_dispatcher_type')}, whose "
                 "gathers every rank waits for; use --moe-token-dispatcher-type alltoall or flex"
             )
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
         yield from self._experts_compute_what_is_asked()
 
     def overlap_problems(self) -> Iterator[str]:

@@ -5,9 +5,9 @@
     input gradient     dX_e = dY_e W_e        [rows of e, out] x [out, in]
     weight gradient    G_e += dY_e^T X_e      [out, rows of e] x [rows of e, in]
 
-Either one product after the other, or all in one call of torch's grouped_mm, which also spares the host the wait for
-the numbers of rows. Both are products as tensor_parallel/products.py describes them, of a stack of weights
-[experts, out, in]; `ends` [experts] int32 says where each expert's rows end.
+One product after the other; or all in one call of torch's grouped_mm, which spares the host the wait for the numbers of
+rows; or of bmm where all experts have as many rows. They are products as tensor_parallel/products.py describes them, of
+a stack of weights [experts, out, in]; `ends` [experts] int32 says where each expert's rows end.
 """
 
 from __future__ import annotations
@@ -93,6 +93,30 @@ class GroupedMatmul(ExpertByExpert):
         return result
 
 
+class BatchedMatmul(ExpertByExpert):
+    """The products of experts that all have the same number of rows, in one call of torch's bmm: the host waits for
+    nothing."""
+
+    name = "bmm"
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
+        experts = weight.shape[0]
+        grads, inputs = (rows.reshape(experts, -1, rows.shape[-1]) for rows in (grad, x))
+        if main_grad is None:
+            return torch.bmm(grads.transpose(1, 2), inputs)
+        if main_grad.dtype == grad.dtype:
+            main_grad.baddbmm_(grads.transpose(1, 2), inputs)
+        else:
+            main_grad.add_(torch.bmm(grads.transpose(1, 2), inputs))
+        return None
+
+    def _multiply_rows(self, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return torch.bmm(x.reshape(matrices.shape[0], -1, x.shape[-1]), matrices).flatten(0, 1)
+
+
 def _count_rows(ends: Tensor) -> list[int]:
     """Rows of each expert, on the host: it waits for the device."""
     stops = [0, *ends.tolist()]
@@ -102,10 +126,13 @@ def _count_rows(ends: Tensor) -> list[int]:
 def choose_expert_product(
     config: TransformerConfig, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Product:
-    """A new product for one layer of all local experts; grouped_mm where it is wanted and takes such weights.
+    """A new product for one layer of all local experts: bmm where all have as many rows, grouped_mm where it is wanted
+    and takes such weights.
 
     widths: inputs and outputs of an expert on this process. dtype: of the weights.
     """
+    if config.moe_pad_expert_input_to_capacity:
+        return BatchedMatmul(accumulates=accumulates_weight_grads(config))
     grouped = config.moe_grouped_gemm and grouped_mm_works(widths, dtype, device)
     return (GroupedMatmul if grouped else ExpertByExpert)(accumulates=accumulates_weight_grads(config))
 

@@ -15,6 +15,7 @@ many as the local experts were chosen.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,15 +31,20 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.permutation import (
+    Sorted,
+    pad_slots,
     permute,
     permute_reference,
     sort_slots,
     unpermute,
     unpermute_reference,
 )
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import Routing, compute_capacity
 from megatron.core.transformer.moe.row_exchange import RowExchange
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+_QUANTIZATION_ROWS = 16
+"""Of their multiples the matrices of FP8 products have rows."""
 
 
 class Dispatched(NamedTuple):
@@ -65,8 +71,16 @@ class TokenDispatcher(ABC):
         self.ranks_per_expert = pg_collection.expt_tp.size()
         self.local_experts = self.num_experts // pg_collection.ep.size()
         self.first_expert = pg_collection.ep.rank() * self.local_experts
+        self.config, self.ranks_of_microbatch = config, pg_collection.tp_cp.size()
+        self.has_equal_rows = config.moe_pad_expert_input_to_capacity
+        self.multiple = _QUANTIZATION_ROWS if config.moe_router_padding_for_quantization else 1
+        self.pads = self.has_equal_rows or config.moe_router_padding_for_quantization
         fused = config.moe_permute_fusion
-        self.permute, self.unpermute = (permute, unpermute) if fused else (permute_reference, unpermute_reference)
+        self.permute: Callable[..., Tensor] = permute if fused else permute_reference
+        self.unpermute: Callable[..., Tensor] = unpermute if fused else unpermute_reference
+        if self.pads:
+            self.permute = functools.partial(self.permute, padded=True)
+            self.unpermute = functools.partial(self.unpermute, padded=True)
 
     @abstractmethod
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None = None) -> Dispatched:
@@ -83,14 +97,43 @@ class TokenDispatcher(ABC):
         if is_ours is not None:
             # A number behind the last expert sorts to the end, where `kept` cuts it off.
             local = local.masked_fill(~is_ours.flatten(), self.local_experts)
-            kept = int(is_ours.sum())  # the host waits: how many rows there are decides shapes
-        order, ends = sort_slots(local, self.local_experts, kept)
-        weights = routing.weights.flatten().index_select(0, order)
+            if not self.has_equal_rows:
+                kept = int(is_ours.sum())  # the host waits: how many rows there are decides shapes
+        found = sort_slots(local, self.local_experts, kept)
+        order, ends = self._pad(found, local.numel(), tokens // self.group.size())
+        weights = self._copy_weights(routing.weights.flatten(), order)
 
         def combine(outputs: Tensor) -> Tensor:
             return self.unpermute(outputs, order, tokens, k)
 
         return Dispatched(self.permute(x, order, k), weights, ends, combine)
+
+    def _pad(self, found: Sorted, slots: int, own_tokens: int) -> Sorted:
+        """The slots of the local experts with rows of zeros between them, where the config asks for such. slots: their
+        number, which stands for no slot. own_tokens: T."""
+        if not self.pads:
+            return found
+        if not self.has_equal_rows:
+            return pad_slots(found, slots, multiple=self.multiple)
+        return pad_slots(found, slots, rows_each=self._count_equal_rows(own_tokens))
+
+    def _count_equal_rows(self, own_tokens: int) -> int:
+        """How many rows an expert may get at most from the whole group, where each rank has so many tokens."""
+        ranks, divided = self.group.size(), self.ranks_of_microbatch
+        capacity = min(compute_capacity(own_tokens * divided, self.config), own_tokens * divided)
+        if ranks % divided == 0:
+            # Each microbatch's rows end at a multiple, too, so that they may come by themselves.
+            return ranks // divided * (-(-capacity // self.multiple) * self.multiple)
+        # A part of a microbatch, or parts of several: one more where they do not begin together.
+        microbatches = 1 if divided % ranks == 0 else ranks // divided + 2
+        rows = min(ranks * own_tokens, microbatches * capacity)
+        return -(-rows // self.multiple) * self.multiple
+
+    def _copy_weights(self, weights: Tensor, order: Tensor) -> Tensor:
+        """Weights of all slots -> those of the rows; zero for rows without a slot."""
+        if self.pads:
+            weights = torch.cat((weights, weights.new_zeros(1)))
+        return weights.index_select(0, order)
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -132,20 +175,15 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.group.size() == 1:
             return self._permute_to_experts(x, routing, routing.kept)
         members, tokens = self.group.size(), x.shape[0]
-        # A destination is a rank of the group and one of its experts. Every rank that has a part of an expert gets the
-        # token, and makes a part of the output; combine sums them like outputs of different experts.
-        holder, expert = routing.experts // self.local_experts, routing.experts % self.local_experts
-        shares = torch.arange(self.ranks_per_expert, device=x.device)
-        member = holder.unsqueeze(-1) * self.ranks_per_expert + shares  # [T, k, ranks_per_expert]
-        destination = (member * self.local_experts + expert.unsqueeze(-1)).flatten(1)  # [T, k * ranks_per_expert]
+        destination = self._list_destinations(routing)
+        weights = routing.weights.repeat_interleave(self.ranks_per_expert, dim=1).flatten()
+        # Where each rank has microbatches of its own, the capacity also bounds what it sends.
+        if self.has_equal_rows and self.ranks_of_microbatch == 1:
+            return self._exchange_equal_rows(x, destination, weights, meanwhile)
         slots = destination.shape[1]
-        kept = None
-        if routing.kept is not None:
-            stays = routing.kept.repeat_interleave(self.ranks_per_expert, dim=1)
-            destination = destination.masked_fill(~stays, members * self.local_experts)
-            kept = int(stays.sum())
-        order, ends = sort_slots(destination.flatten(), members * self.local_experts, kept)
-        weights = routing.weights.repeat_interleave(self.ranks_per_expert, dim=1).flatten().index_select(0, order)
+        stays = None if routing.kept is None else int((destination < members * self.local_experts).sum())
+        order, ends = sort_slots(destination.flatten(), members * self.local_experts, stays)
+        weights = weights.index_select(0, order)
         # Tokens per rank and expert, which the ranks tell each other first; one copy to the host brings both sums.
         sent = ends.diff(prepend=ends.new_zeros(1)).view(members, self.local_experts)
         received = torch.empty_like(sent)
@@ -161,15 +199,60 @@ class AllToAllDispatcher(TokenDispatcher):
         # Rows came rank by rank, and inside a rank expert by expert; the products want all of an expert together.
         labels = torch.arange(self.local_experts, device=x.device).repeat(members)
         labels = labels.repeat_interleave(received.flatten(), output_size=sum(receives))
-        by_expert, local_ends = sort_slots(labels, self.local_experts)
+        by_expert, local_ends = self._pad(sort_slots(labels, self.local_experts), len(labels), tokens)
 
         def combine(outputs: Tensor) -> Tensor:
             # The way of dispatch in reverse: order of arrival, all-to-all back, sum over each token's slots.
-            as_received = self.unpermute(outputs, by_expert, len(by_expert), 1)
+            as_received = self.unpermute(outputs, by_expert, len(labels), 1)
             returned = RowExchange(self.group, receives, sends, self.exchange_gap).run(as_received)
             return self.unpermute(returned, order, tokens, slots)
 
-        return Dispatched(self.permute(rows, by_expert, 1), weights.index_select(0, by_expert), local_ends, combine)
+        return Dispatched(self.permute(rows, by_expert, 1), self._copy_weights(weights, by_expert), local_ends, combine)
+
+    def _list_destinations(self, routing: Routing) -> Tensor:
+        """Where the slots of each token go, [T, k * ranks_per_expert]: a rank of the group and one of its experts, in
+        one number; one behind the last where a full expert drops the token."""
+        # Every rank that has a part of an expert gets the token, and makes a part of the output; combine sums them like
+        # outputs of different experts.
+        holder, expert = routing.experts // self.local_experts, routing.experts % self.local_experts
+        shares = torch.arange(self.ranks_per_expert, device=expert.device)
+        member = holder.unsqueeze(-1) * self.ranks_per_expert + shares  # [T, k, ranks_per_expert]
+        destination = (member * self.local_experts + expert.unsqueeze(-1)).flatten(1)
+        if routing.kept is None:
+            return destination
+        stays = routing.kept.repeat_interleave(self.ranks_per_expert, dim=1)
+        return destination.masked_fill(~stays, self.group.size() * self.local_experts)
+
+    def _exchange_equal_rows(
+        self, x: Tensor, destination: Tensor, weights: Tensor, meanwhile: Callable[[], None] | None
+    ) -> Dispatched:
+        """Send each expert of each rank as many rows as its capacity allows: nobody needs to know how many are used.
+
+        x: [T, h]. destination: [T, slots]. weights: [T * slots].
+        """
+        members, experts, (tokens, slots) = self.group.size(), self.local_experts, destination.shape
+        found = sort_slots(destination.flatten(), members * experts)
+        rows_each = self._count_equal_rows(tokens) // members
+        order, _ = pad_slots(found, tokens * slots, rows_each=rows_each)
+        sends = [experts * rows_each] * members
+        there = RowExchange(self.group, sends, sends, self.exchange_gap)
+        ticket = there.start(self.permute(x, order, slots), self._copy_weights(weights, order))
+        if meanwhile is not None:
+            meanwhile()
+
+        def swap(rows: Tensor, outer: int, inner: int) -> Tensor:
+            # Rank by rank and inside a rank expert by expert, or the other way round.
+            return rows.unflatten(0, (outer, inner, rows_each)).transpose(0, 1).flatten(0, 2)
+
+        rows, weights = (swap(arrived, members, experts) for arrived in there.finish(ticket))
+        step = members * rows_each
+        ends = torch.arange(step, experts * step + 1, step, device=x.device, dtype=torch.int32)
+
+        def combine(outputs: Tensor) -> Tensor:
+            returned = RowExchange(self.group, sends, sends, self.exchange_gap).run(swap(outputs, experts, members))
+            return self.unpermute(returned, order, tokens, slots)
+
+        return Dispatched(rows, weights, ends, combine)
 
 
 def build_token_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> TokenDispatcher:
