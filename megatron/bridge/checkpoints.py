@@ -18,11 +18,9 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
-from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.manifest import verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.state_dicts import load_tensors_metadata
-from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
@@ -75,13 +73,8 @@ class OpenCheckpoint:
         Raises CheckpointError.
         """
         self._group = ProcessGroupCollection.single().world
-        try:
-            found = serialization.find(root, iteration, self._group)
-        except CheckpointError:
-            _refuse_upstream(root, iteration)
-            raise
+        found = serialization.find(root, iteration, self._group)
         if found is None:
-            _refuse_upstream(root, iteration)
             raise CheckpointError(f"{root} {explain_no_directory(root) or 'holds no checkpoint'}")
         self.found: FoundCheckpoint = found
         self.path: Path = found.path
@@ -129,17 +122,6 @@ class OpenCheckpoint:
         }
 
 
-def _refuse_upstream(root: Path, iteration: int | None) -> None:
-    """Raise CheckpointError, with what to do, where the checkpoint is one that upstream wrote."""
-    if find_upstream_checkpoint(root, iteration) is None and find_legacy_file(root, iteration) is None:
-        return
-    raise CheckpointError(
-        f"{root} holds a checkpoint that upstream wrote; make it one of ours first, and convert that: pretrain_gpt.py "
-        f"--load {root} --use-checkpoint-args --no-load-optim --ckpt-convert-format torch_dist --ckpt-convert-save DIR "
-        "--mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 1000000 --lr 1"
-    )
-
-
 @contextlib.contextmanager
 def fresh_directory(path: Path, asked_by: str = "--output-path") -> Iterator[Path]:
     """A directory to write into, which gets the name `path` when the block ends, and is removed when it fails.
@@ -174,9 +156,8 @@ def read_carried(checkpoint: OpenCheckpoint, directory: str, name: str) -> dict[
     return None if path is None else read_json(path)
 
 
-def refuse_layout(checkpoint: OpenCheckpoint, tensor_ranks: int, stages: int) -> None:
-    """Raise ConfigError where the checkpoint's model cannot be divided like this."""
-    config = checkpoint.read_config()
+def refuse_layout(config: RunConfig, tensor_ranks: int, stages: int) -> None:
+    """Raise ConfigError where a checkpoint's model cannot be divided like this."""
     # Sequence parallelism and the like were of the saving run, and are gone with its layout.
     model = config.model.on_one_process(
         tensor_model_parallel_size=tensor_ranks, pipeline_model_parallel_size=stages,

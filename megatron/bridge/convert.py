@@ -119,11 +119,19 @@ def _write_ranks(root: Path, iteration: int | None, output: Path, tensor_ranks: 
 
 
 def _to_hf(arguments: argparse.Namespace) -> None:
+    from megatron.bridge.upstream_source import as_ours
+
+    verify = not arguments.no_verify
+    with as_ours(arguments.input_path, arguments.ckpt_step, arguments.output_path, verify=verify) as (root, iteration):
+        _export(arguments, root, iteration)
+
+
+def _export(arguments: argparse.Namespace, root: Path, iteration: int | None) -> None:
     from megatron.bridge.conversion import export_model, open_model
     from megatron.bridge.logits import compare_logits
 
     families = _list_families(arguments)
-    model = open_model(arguments.input_path, arguments.ckpt_step, families)
+    model = open_model(root, iteration, families)
 
     def check(result: Path) -> None:
         say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path, families)}")
@@ -134,19 +142,29 @@ def _to_hf(arguments: argparse.Namespace) -> None:
 
 def _copy(arguments: argparse.Namespace) -> None:
     from megatron.bridge.checkpoints import OpenCheckpoint, copy_checkpoint, refuse_layout
+    from megatron.bridge.upstream_source import as_ours, import_upstream, open_upstream
 
-    checkpoint = OpenCheckpoint(arguments.input_path, arguments.ckpt_step)
-    tensor_ranks, stages = _get_target_layout(arguments)
-    refuse_layout(checkpoint, tensor_ranks, stages)
-    saved = checkpoint.read_saved_layout()
-    for name, given, found in zip(("--source-tp", "--source-pp"), (arguments.source_tp, arguments.source_pp), saved,
-                                  strict=True):  # fmt: skip
-        if given is not None and given != found:
-            say(f"note: {name} is {given}, and the checkpoint was saved with {found}; that makes no difference")
-    if arguments.ckpt_format == "torch":
-        _write_ranks(arguments.input_path, arguments.ckpt_step, arguments.output_path, tensor_ranks, stages)
+    verify, (tensor_ranks, stages) = not arguments.no_verify, _get_target_layout(arguments)
+    place = (arguments.input_path, arguments.ckpt_step)
+    if arguments.ckpt_format == "torch_dist" and (source := open_upstream(*place)) is not None:
+        refuse_layout(source.config, tensor_ranks, stages)
+        import_upstream(source, arguments.output_path, verify=verify)
+        say(
+            "note: weights alone; pretrain_gpt.py --load takes upstream's checkpoint as it is, with its optimizer state"
+        )
+        _note_layout(tensor_ranks, stages)
         return
-    copy_checkpoint(checkpoint, arguments.output_path)
+    with as_ours(*place, arguments.output_path, verify=verify) as (root, iteration):
+        checkpoint = OpenCheckpoint(root, iteration)
+        refuse_layout(checkpoint.read_config(), tensor_ranks, stages)
+        given, saved = (arguments.source_tp, arguments.source_pp), checkpoint.read_saved_layout()
+        for name, size, found in zip(("--source-tp", "--source-pp"), given, saved, strict=True):
+            if size is not None and size != found:
+                say(f"note: {name} is {size}, and the checkpoint was saved with {found}; that makes no difference")
+        if arguments.ckpt_format == "torch":
+            _write_ranks(root, iteration, arguments.output_path, tensor_ranks, stages)
+            return
+        copy_checkpoint(checkpoint, arguments.output_path)
     _note_layout(tensor_ranks, stages)
 
 
