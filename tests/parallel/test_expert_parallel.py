@@ -36,6 +36,8 @@ SOAP = "--optimizer=soap --soap-precondition-frequency=1"
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 INSTANCES = "--num-distributed-optimizer-instances=2"
 FINE = "--megatron-fsdp-enable-fine-grained-param-gather"
+LAST = "--moe-token-drop-policy=position"
+WIDE = "--use-mup --mup-base-hidden-size=8"
 SIX = "--num-experts=6"
 OF_THE_RUN = (ONE, "--calculate-per-token-loss", MUON, SOAP, SIX)
 SMALL = [
@@ -98,11 +100,15 @@ def test_layout_is_the_same_run(layout: str) -> None:
     assert cut.get("etp", 1) == sizes.get("etp", sizes.get("tp", 1))
 
 
-@pytest.mark.parametrize("layout", ["tp2,ep2,etp1", f"dp2,ep2,{ALLTOALL}"])
-def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str) -> None:
+@pytest.mark.flags("--moe-token-drop-policy", "--use-mup")
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [("tp2,ep2,etp1", "1"), (f"dp2,ep2,{ALLTOALL}", "1"), (f"tp2,sp,cp2,ep2,{LAST},{WIDE}", f"{LAST},{WIDE}")],
+)
+def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str, flags: str) -> None:
     """Full experts drop tokens of the whole microbatch, and a bias follows the tokens of the whole step."""
-    trace = join(run_distributed(share, 2, layout, "picky", timeout=240.0))
-    assert compare(reference("1", "picky"), trace) == []
+    trace = join(run_distributed(share, parse_layout(layout).world_size, layout, "picky", timeout=240.0))
+    assert compare(reference(flags, "picky"), trace) == []
 
 
 @pytest.mark.parametrize("layout", ["tp2,sp", *([f"tp4,ep2,etp2,{ALLTOALL}", "tp2,dp2,ep2"] if LARGE_TOO else [])])

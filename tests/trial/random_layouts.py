@@ -229,7 +229,10 @@ def _draw_experts(draw: Draw, sizes: dict[str, int]) -> list[str]:
     )  # fmt: skip
     if sizes["etp"] > 1 and draw.chance(0.95):
         draw.flags.append("--disable-bias-linear")
-    draw.maybe(0.2, "--moe-expert-capacity-factor=1.1", "--moe-permute-fusion")
+    draw.maybe(
+        0.3, "--moe-expert-capacity-factor=1.1", "--moe-permute-fusion",
+        "--moe-expert-capacity-factor=0.8 --moe-token-drop-policy=position",
+    )  # fmt: skip
     return draw.flags
 
 

@@ -50,6 +50,35 @@ def test_initial_standard_deviations() -> None:
         torch.testing.assert_close(found, expected / 2 if is_scaled else expected, msg=name)
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-add-bias --moe-shared-expert-intermediate-size 24 "
+    "--moe-shared-expert-gate --swiglu --ffn-hidden-size 24"
+)
+
+
+def test_initial_standard_deviations_with_experts() -> None:
+    """Experts are scaled as any MLP; router and gate, whose outputs stay as many, by the width itself."""
+    flags = f"--hidden-size 64 {EXPERTS}"
+    plain, mup = build_model(flags), build_model(f"{flags} --use-mup --mup-base-hidden-size 16")
+    divisors = {}
+    for (name, expected), found in zip(plain.named_parameters(), mup.named_parameters(), strict=True):
+        divisor = 4 if name.endswith(("router.weight", "gate_weight")) else 2 if ".linear" in name else 1
+        divisors[name.rpartition("mlp.")[2]] = divisor
+        torch.testing.assert_close(found[1], expected / divisor, msg=name)
+    assert divisors["router.weight"] == divisors["shared_experts.gate_weight"] == 4
+    assert divisors["experts.linear_fc1.weight"] == divisors["experts.linear_fc2.weight"] == 2
+
+
+def test_learning_rates_with_experts() -> None:
+    one_step = "--train-iters 1 --lr 1e-3 --hidden-dropout 0 --attention-dropout 0 --adam-eps 1e-30 --weight-decay 0"
+    flags = f"{one_step} {EXPERTS} --use-mup --mup-width-mult 4".split()
+    start = dict(values(train_tiny(*flags, "--lr", "0")))
+    for name, parameter in train_tiny(*flags).model[0].module.named_parameters():
+        steps = (parameter - start[name]).abs()
+        is_scaled = name.endswith(("router.weight", "gate_weight")) or (".linear" in name and name.endswith("weight"))
+        assert steps.max().item() == pytest.approx(2.5e-4 if is_scaled else 1e-3, rel=1e-2), name
+
+
 @pytest.mark.flags("--use-mup", "--mup-width-mult")
 @pytest.mark.parametrize("width", ["--mup-width-mult 4", "--mup-base-hidden-size 4"])
 def test_learning_rates(width: str) -> None:

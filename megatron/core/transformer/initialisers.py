@@ -5,11 +5,13 @@
 |--------------------------------------|-----------------------------------------------------|
 | input projections of attention, MLP  | init_method_std                                     |
 | output projections of attention, MLP | init_method_std / sqrt(2 x layers)                  |
+| router, gate of the shared expert    | init_method_std                                     |
 | token and position embeddings        | embedding_init_method_std, else init_method_std     |
 | output layer that is not tied        | init_method_std                                     |
 | scores of attention sinks            | init_method_std                                     |
 
-With muP (config_fields/mup.py) the first two are divided by the root of the width multiplier.
+The MLP's are those of each expert, too. With muP (config_fields/mup.py) the first two are divided by the root of the
+width multiplier, the third by the multiplier itself.
 """
 
 from __future__ import annotations
@@ -43,6 +45,15 @@ def output_initialiser(config: TransformerConfig) -> Initialiser:
     # Each layer adds two outputs to the residual stream; the variance of 2 x layers of them is that of one.
     narrowing = math.sqrt(2.0 * config.num_layers * config.width_multiplier)
     return config.output_layer_init_method or normal(config.init_method_std / narrowing)
+
+
+def few_outputs_initialiser(config: TransformerConfig) -> Initialiser:
+    """Router and gate of the shared expert: as input projections, but for muP, to which a matrix whose outputs stay as
+    many when the model becomes wider is an output layer. Its initial outputs vanish in the limit of infinite width,
+    so that backward through it does not outweigh the main path (Yang et al., 2022, table 3)."""
+    if config.init_method_xavier_uniform:
+        return input_initialiser(config)
+    return config.init_method or normal(config.init_method_std / config.width_multiplier)
 
 
 def embedding_initialiser(config: TransformerConfig) -> Initialiser:

@@ -302,26 +302,9 @@ RELATIONS = (
 
 def combinations_to_come(run: RunConfig) -> Iterator[str]:
     """Settings that are each available, but not yet together: they are planned, not wrong."""
-    model, optimizer = run.model, run.optimizer
-    checkpoint = run.checkpoint
+    optimizer, checkpoint = run.optimizer, run.checkpoint
     if checkpoint.ckpt_format in FOR_UPSTREAM and optimizer.decoupled_lr is not None and not checkpoint.no_save_optim:
         yield (
             f"--ckpt-format {checkpoint.ckpt_format} cannot be combined yet with the optimizer's state with "
             f"{run.say('decoupled_lr')}; use torch_dist, or --no-save-optim"
         )
-    if model.num_moe_experts is None:
-        return
-    drops_by_position = model.moe_expert_capacity_factor is not None and model.moe_token_drop_policy == "position"
-    # Given, named as the user wrote it, and what to use instead.
-    with_experts = (
-        (model.hybrid_context_parallel, "--hybrid-context-parallel", "--context-parallel-size"),
-        (model.use_mup, "--use-mup", "learning rates and initial weights of your own"),
-        (
-            model.context_parallel_size > 1 and drops_by_position,
-            f"{run.say('moe_token_drop_policy')} and {run.say('context_parallel_size')}",
-            "--moe-token-drop-policy probs",
-        ),
-    )
-    for is_given, what, instead in with_experts:
-        if is_given:
-            yield f"{run.say('num_moe_experts')} cannot be combined with {what} yet; use {instead}"

@@ -23,9 +23,14 @@ class MuPFields(InitializationFields):
     | weights                               | initial standard deviation | learning rate | multiplier              |
     |---------------------------------------|----------------------------|---------------|-------------------------|
     | embeddings                            | as without                 | as without    | mup_embedding_mult      |
-    | matrices of attention and MLP         | / sqrt(m)                  | / m           |                         |
+    | matrices of attention, MLP, experts   | / sqrt(m)                  | / m           |                         |
+    | router, gate of the shared expert     | / m                        | / m           |                         |
     | output layer                          | as without                 | as without    | mup_output_mult / m     |
     | biases, norms                         | as without                 | as without    |                         |
+
+    Width is the number of channels, of hidden states and inside MLPs and experts, taken to grow alike. The number of
+    experts and of those that a token goes to is none: a router's outputs stay as many, which makes it an output layer
+    (table 3; Malasnicki et al., 2025, mu-Parametrization for Mixture of Experts, treat it so, too).
     """
 
     use_mup: bool = flag(False, kind="function")

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
+from megatron.core.context_parallel.sharding import to_rank_order, to_sequence_order
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
 from megatron.core.transformer.config_fields.moe import MoEFields
-from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.load_balancing import compute_balance_loss, compute_z_loss, mark_choices
 from megatron.core.transformer.moe.routing import (
@@ -66,7 +67,7 @@ class TopKRouter(MegatronModule):
         self.weight = declare_parameter(
             (self.num_experts, config.hidden_size),
             kind="router",
-            init=input_initialiser(config),
+            init=few_outputs_initialiser(config),
             dtype=parameter_dtype(config),
             # Tensor-parallel ranks route different tokens.
             partial_grad_axes=("tp",) if pg_collection.tp.size() > 1 else (),
@@ -105,7 +106,7 @@ class TopKRouter(MegatronModule):
         if learns:
             routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
         if self.config.moe_expert_capacity_factor is not None:
-            routing = routing._replace(kept=self._keep_within_capacity(routing))
+            routing = routing._replace(kept=self._keep_within_capacity(routing, hidden_states.shape[1]))
         if learns and not is_recomputing():
             self._count_tokens(routing, logits)
         return routing
@@ -159,15 +160,19 @@ class TopKRouter(MegatronModule):
         # torch's own stream, which ranks have in common; what is computed again draws the same.
         return logits.new_empty(self.num_experts).normal_(0.0, std)
 
-    def _keep_within_capacity(self, routing: Routing) -> Tensor:
+    def _keep_within_capacity(self, routing: Routing, sequences: int) -> Tensor:
         """Which choices fit into the experts' capacity, bool [T, k], decided for the whole microbatch on every process
         alike."""
-        group, config = self.groups.tp_cp, self.config
+        group, cp, config = self.groups.tp_cp, self.groups.cp.size(), self.config
         # Capacity is a bound on the microbatch: a rank that decided alone would drop others than the undivided run.
-        experts, weights = _take_rows(routing.experts, group), _take_rows(routing.weights.detach(), group)
+        # Tokens stand in the order of the sequence, of which context-parallel ranks have a piece from either end.
+        experts, weights = (
+            to_sequence_order(_take_rows(rows, group).unflatten(0, (-1, sequences)), cp).flatten(0, 1)
+            for rows in (routing.experts, routing.weights.detach())
+        )
         capacity = compute_capacity(experts.shape[0], config)
         kept = fit_into_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
-        return kept[self._own_rows(routing.experts)]
+        return to_rank_order(kept.unflatten(0, (-1, sequences)), cp).flatten(0, 1)[self._own_rows(routing.experts)]
 
     def _own_rows(self, rows: Tensor) -> slice:
         """Where this process's tokens are among those of the microbatch, as `_take_rows` puts them together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
-from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -36,7 +36,7 @@ class SharedExpertMLP(MLP):
             splits_tokens = config.sequence_parallel and pg_collection.tp.size() > 1
             self.gate_weight = declare_parameter(
                 (1, config.hidden_size),
-                init=input_initialiser(config),
+                init=few_outputs_initialiser(config),
                 dtype=parameter_dtype(config),
                 partial_grad_axes=("tp",) if splits_tokens else (),
             )
