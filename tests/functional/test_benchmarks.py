@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpointing, generality, memory, overlap
+from benchmarks import checkpointing, experts, generality, memory, overlap
 from benchmarks.train_step import Sizes
 from megatron.training.launch.local_job import run_locally
 from megatron.training.verify.parity_layouts import parse_layout
@@ -51,6 +51,21 @@ def test_the_straight_line_is_the_same_model() -> None:
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     for _ in range(3):
         assert straight.step(ids, labels) == pytest.approx(ours.step(ids, labels), rel=1e-6)
+
+
+def test_layers_of_experts_that_are_compared_are_the_same() -> None:
+    variants = experts.build_variants(experts.Sizes(tokens=10, hidden=16, inner=8))
+    expected = variants["loop"]()
+    for name in ("ours", "ours grouped"):
+        torch.testing.assert_close(variants[name](), expected)
+    for name in ("dense", "products"):
+        variants[name]()
+
+
+def test_latent_attention_holds_the_bytes_of_the_formula() -> None:
+    found = experts.measure_latent_attention()
+    *equal, (latent, ordinary) = found.values()
+    assert all(measured == formula for measured, formula in equal) and 3 * latent < ordinary
 
 
 def test_saves_of_both_kinds_are_measured(tmp_path: Path) -> None:
