@@ -10,8 +10,7 @@ made_for 1
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of the model"
 keep_in deepseek-v2-lite 500 10
 
-start --preset deepseek-v2-lite --seq-length 4096 --expert-model-parallel-size 8 \
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+start --preset deepseek-v2-lite --preset-layout --bf16 --seq-length 4096 \
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 \
     --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion \
     --micro-batch-size 1 --global-batch-size 512 --train-iters 500000 \

@@ -10,11 +10,8 @@ made_for 128
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of the model"
 keep_in deepseek-v3 500 10
 
-start --preset deepseek-v3 --seq-length 4096 --tensor-model-parallel-size 2 --sequence-parallel \
-    --pipeline-model-parallel-size 16 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 \
-    --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --recompute-granularity selective \
-    --recompute-modules core_attn mla_up_proj --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3 \
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+start --preset deepseek-v3 --preset-layout --bf16 --seq-length 4096 \
+    --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3 \
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-bias-update-rate 1e-3 \
     --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion \
     --micro-batch-size 1 --global-batch-size 15360 --train-iters 500000 \

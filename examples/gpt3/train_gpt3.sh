@@ -8,29 +8,25 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
 
 SIZE="${1:-350m}"
 [ $# -eq 0 ] || shift
-# Nodes of 8 GPUs, tensor- and pipeline-parallel size, micro-batch, samples of 2048 tokens in a step, learning rate.
+# Nodes of 8 GPUs, micro-batch, samples of 2048 tokens in a step, learning rate.
 case "${SIZE,,}" in
-    125m) layout=(1 1 1 8 256 6.0e-4) ;;
-    345m | 350m) SIZE=350m layout=(1 1 1 8 256 3.0e-4) ;;
-    760m) layout=(1 1 1 4 256 2.5e-4) ;;
-    1.3b) layout=(1 1 1 4 512 2.0e-4) ;;
-    2.7b) layout=(2 1 1 2 512 1.6e-4) ;;
-    6.7b) layout=(4 2 1 2 1024 1.2e-4) ;;
-    13b) layout=(8 4 1 2 1024 1.0e-4) ;;
-    175b) layout=(64 8 16 1 1536 0.6e-4) ;;
+    125m) sizes=(1 8 256 6.0e-4) ;;
+    345m | 350m) SIZE=350m sizes=(1 8 256 3.0e-4) ;;
+    760m) sizes=(1 4 256 2.5e-4) ;;
+    1.3b) sizes=(1 4 512 2.0e-4) ;;
+    2.7b) sizes=(2 2 512 1.6e-4) ;;
+    6.7b) sizes=(4 2 1024 1.2e-4) ;;
+    13b) sizes=(8 2 1024 1.0e-4) ;;
+    175b) sizes=(64 1 1536 0.6e-4) ;;
     *) fail "GPT-3 $SIZE is not known; use 125m, 350m, 760m, 1.3b, 2.7b, 6.7b, 13b or 175b" ;;
 esac
-made_for "${layout[0]}"
-parallel=(--tensor-model-parallel-size "${layout[1]}" --pipeline-model-parallel-size "${layout[2]}")
-[ "${layout[1]}" = 1 ] || parallel+=(--sequence-parallel)
-[ "${layout[2]}" = 1 ] || parallel+=(--num-layers-per-virtual-pipeline-stage 3)
+made_for "${sizes[0]}"
 
 need_data_of_gpt2 949,50,1
 keep_in "gpt3-$SIZE" 1000 100
 
-start --preset "gpt3-${SIZE,,}" --seq-length 2048 "${parallel[@]}" \
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
-    --micro-batch-size "${layout[3]}" --global-batch-size "${layout[4]}" --train-iters 500000 \
-    --lr "${layout[5]}" --min-lr 6.0e-6 --lr-decay-style cosine --lr-decay-iters 430000 --lr-warmup-fraction .001 \
+start --preset "gpt3-${SIZE,,}" --preset-layout --seq-length 2048 --bf16 \
+    --micro-batch-size "${sizes[1]}" --global-batch-size "${sizes[2]}" --train-iters 500000 \
+    --lr "${sizes[3]}" --min-lr 6.0e-6 --lr-decay-style cosine --lr-decay-iters 430000 --lr-warmup-fraction .001 \
     --init-method-std 0.006 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 \
     "${data[@]}" "${logs[@]}" ${EXTRA_FLAGS:-} "$@"

@@ -10,8 +10,7 @@ made_for 2
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of gpt-oss"
 keep_in gpt-oss-20b 500 10
 
-start --preset gpt-oss-20b --seq-length 4096 --expert-model-parallel-size 8 \
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+start --preset gpt-oss-20b --preset-layout --bf16 --seq-length 4096 \
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 \
     --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion \
     --micro-batch-size 1 --global-batch-size 512 --train-iters 500000 \

@@ -10,9 +10,7 @@ made_for 8
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of Llama 3"
 keep_in llama3-70b 500 10
 
-start --preset llama3-70b --seq-length 8192 \
-    --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5 \
-    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+start --preset llama3-70b --preset-layout --bf16 --seq-length 8192 \
     --micro-batch-size 1 --global-batch-size 1024 --train-iters 100000 \
     --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \

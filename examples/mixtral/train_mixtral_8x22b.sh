@@ -10,9 +10,7 @@ made_for 16
 need_data 99,1,0 Llama2Tokenizer "the tokenizer.model of Mixtral"
 keep_in mixtral-8x22b 500 10
 
-start --preset mixtral-8x22b --seq-length 4096 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 \
-    --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
-    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+start --preset mixtral-8x22b --preset-layout --bf16 --seq-length 4096 \
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32 \
     --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion \
     --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 \

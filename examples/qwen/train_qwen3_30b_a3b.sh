@@ -10,9 +10,7 @@ made_for 4
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of Qwen 3"
 keep_in qwen3-30b-a3b 500 10
 
-start --preset qwen3-30b-a3b --seq-length 4096 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
-    --num-layers-per-virtual-pipeline-stage 6 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
-    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 \
+start --preset qwen3-30b-a3b --preset-layout --bf16 --seq-length 4096 \
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-dtype fp32 \
     --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion \
     --micro-batch-size 1 --global-batch-size 512 --train-iters 500000 \

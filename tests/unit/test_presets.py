@@ -108,8 +108,8 @@ def test_the_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         read_run_config(["--preset", "list"], {})
     header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split() == ["name", "parameters", "active", "layers", "hidden", "context", "family"]
+    assert header.split() == ["name", "parameters", "active", "layers", "hidden", "context", "GPUs", "family"]
     assert len(lines) == len(PRESETS) and max(map(len, lines)) <= 100
     assert next(line for line in lines if line.startswith("mixtral-8x7b ")).split() == [
-        "mixtral-8x7b", "46.7B", "12.9B", "32", "4096", "32K", "Mixtral",
+        "mixtral-8x7b", "46.7B", "12.9B", "32", "4096", "32K", "32,64", "Mixtral",
     ]  # fmt: skip

@@ -20,6 +20,10 @@ class ProgramFlags(CheckedConfig):
     preset: str | None = flag(None, metavar="NAME")
     """Take the model's flags from a published model: llama3-8b, qwen3-30b-a3b, ... Flags that are given win. `list`
     shows all, with their numbers of parameters."""
+    preset_layout: bool = False
+    """Take the layout recommended for --preset on so many processes: parallel sizes, sequence parallelism, the
+    distributed optimizer with its overlaps, and where it must be, recomputation. Flags that are given win. `--preset
+    list` shows for how many GPUs there are layouts, and multiples of them."""
     print_config: bool = False
     """Check all flags for WORLD_SIZE processes, print every value with its source, and stop before touching data."""
     traceback: bool = False

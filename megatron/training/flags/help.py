@@ -29,10 +29,10 @@ from megatron.training.flags.parser import (
 )
 
 COMMON_FLAGS: dict[str, str] = {
-    "Model": "--preset --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups "
-    "--seq-length --max-position-embeddings --position-embedding-type --rotary-base --normalization --swiglu "
-    "--add-bias-linear --untie-embeddings-and-output-weights --attention-dropout --hidden-dropout --init-method-std "
-    "--attention-backend --num-experts --moe-router-topk --moe-ffn-hidden-size",
+    "Model": "--preset --preset-layout --num-layers --hidden-size --ffn-hidden-size --num-attention-heads "
+    "--num-query-groups --seq-length --max-position-embeddings --position-embedding-type --rotary-base "
+    "--normalization --swiglu --add-bias-linear --untie-embeddings-and-output-weights --attention-dropout "
+    "--hidden-dropout --init-method-std --attention-backend --num-experts --moe-router-topk --moe-ffn-hidden-size",
     "Data and tokenizer": "--data-path --split --mock-data --num-workers --tokenizer-type --tokenizer-model "
     "--vocab-size",
     "Batch, length, number format": "--micro-batch-size --global-batch-size --train-iters --seed --bf16 --compile "

@@ -105,20 +105,20 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
         read_yaml_config(path.value, parsed)
     # The command line is parsed first, to find --config, and merged last, to win.
     _merge(parsed, command_line)
+    world_size = _world_size(environ, parsed)
     # Only now: the file may name a preset, and --load.
-    add_preset_flags(parsed)
+    add_preset_flags(parsed, world_size)
     if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
         add_checkpoint_arguments(parsed)
-    return _examine(parsed, environ)
+    return _examine(parsed, environ, world_size)
 
 
-def _examine(parsed: ParsedFlags, environ: Mapping[str, str]) -> Examination:
+def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -> Examination:
     """Derive, then let every config, their relations and the flags of coming capabilities judge the result."""
     # Read before derivation: what a user wrote and what followed from it must stay apart for notes and for sources.
     given = {dest: entry.value for dest, entry in parsed.given.items()}
-    world_size = _world_size(environ, parsed)
     run = _unchecked_run(given, world_size)
     planned = PlannedFlags({flag.dest: flag for flag in table_flags()}, given)
     notes = [*parsed.notes, *derive(run, given.keys())]
