@@ -9,7 +9,9 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
+DOCUMENTATION = ["mkdocs>=1.6"]
 DEVELOPMENT = [
+    *DOCUMENTATION,
     "hypothesis>=6.100",
     "jinja2>=3.1",
     "matplotlib>=3.7",
@@ -72,6 +74,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.0"],
         "dev": DEVELOPMENT,
+        "docs": DOCUMENTATION,
         "inference": ["fastapi>=0.110", "uvicorn>=0.29"],
         "wandb": ["wandb>=0.16"],
         "plot": ["matplotlib>=3.7"],

@@ -39,6 +39,8 @@ if ! complete "$linters"; then
     python -m pip install --quiet --editable ".[dev]"
     complete "$linters" || { echo "error: the test environment is incomplete; see the messages of pip above" >&2; exit 2; }
 fi
+# The site of the documents is built where mkdocs is there; a machine without network does without.
+complete ", mkdocs" || python -m pip install --quiet --editable ".[docs]" || echo "note: mkdocs is missing; the site is not built" >&2
 python -c 'import platform, torch; print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}")'
 
 failed=()

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# One training on two sites that a slow line connects: only gradients cross it, once in each step.
+#
+#   SITE=0 HEAD=10.0.0.1 bash examples/complete/two_sites.sh FLAGS ...       on the nodes of the first site
+#   SITE=1 HEAD=10.0.0.1 bash examples/complete/two_sites.sh FLAGS ...       on those of the second
+#   LAPTOP=1 bash examples/complete/two_sites.sh                             both sites here, two processes each, tiny
+#
+# How the line is spared:
+#   layout      tensor and pipeline parallelism stay inside of a site; weights and optimizer state are divided inside of it,
+#               too (HSDP: --use-torch-fsdp2 with as many optimizer instances as sites), so that gathers never cross
+#   bytes       gradients are reduced inside of a site first, and cross as one sum, in bfloat16 with GRAD_BITS=16
+#   latency     one exchange a step, in large pieces, beside computation; a larger global batch makes steps longer, and
+#               the share of the exchange smaller
+#   faults      a lost line is a lost peer: exit code 75 after TIMEOUT_MINUTES; the same command goes on from the checkpoint
+#
+# Variables:
+#   SITE            0 or 1; HEAD, PORT: address of the first site's first node, and a port that the other site reaches
+#   NODES_PER_SITE  nodes of a site (1); NODE: this node's number in its site, from 0; GPUS_PER_NODE
+#   INTERFACE       the interface that reaches the other site, where there are several
+#   DATA_PATH       prefix of the dataset ON THIS SITE: each site reads its own copy, which must be the same files
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+timeout_minutes="${TIMEOUT_MINUTES:-10}"
+
+fail() { # one sentence, before anything has started
+    echo "error: $*" >&2
+    exit 2
+}
+
+layout=(--use-torch-fsdp2 --num-distributed-optimizer-instances 2 --distributed-timeout-minutes "$timeout_minutes")
+if [ "${GRAD_BITS:-32}" = 16 ]; then
+    layout+=(--megatron-fsdp-grad-comm-dtype bf16)
+fi
+
+start_node() { # sites' first address, port, nodes, number of this node, processes, flags ...
+    torchrun --nproc_per_node="$5" --nnodes="$3" --node_rank="$4" --master_addr="$1" --master_port="$2" \
+        "$root/pretrain_gpt.py" "${layout[@]}" "${@:6}"
+}
+
+command -v torchrun > /dev/null || fail "there is no torchrun; activate the environment that has torch"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+if [ -n "${LAPTOP:-}" ]; then
+    port="${PORT:-29617}" gpus="${GPUS_PER_NODE:-2}"
+    tiny=(--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32
+        --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 3 --eval-iters 0 --mock-data --log-interval 1
+        --tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0 --log-comm-volume)
+    export MEGATRON_DEVICE=cpu
+    start_node localhost "$port" 2 1 "$gpus" "${tiny[@]}" "$@" &
+    second=$!
+    start_node localhost "$port" 2 0 "$gpus" "${tiny[@]}" "$@" || { kill "$second" 2> /dev/null; exit 1; }
+    wait "$second"
+    exit
+fi
+
+[ "${SITE:-}" = 0 ] || [ "${SITE:-}" = 1 ] || fail "SITE=${SITE:-} is neither 0 nor 1; give the number of this site"
+[ -n "${HEAD:-}" ] || fail "HEAD is not set; give the address of the first site's first node"
+[ -n "${GPUS_PER_NODE:-}" ] || fail "GPUS_PER_NODE is not set; give the GPUs of a node"
+[ -n "${DATA_PATH:-}" ] || fail "DATA_PATH is not set; give the prefix of this site's copy of the dataset"
+[ -e "$DATA_PATH.idx" ] || fail "DATA_PATH: $DATA_PATH.idx does not exist; copy the dataset to this site first"
+nodes="${NODES_PER_SITE:-1}"
+# Between sites there is no InfiniBand: addresses and sockets are those of the long line.
+eval "$(python "$root/tools/env.py" --network ethernet ${INTERFACE:+--interface "$INTERFACE"} --format shell)"
+start_node "$HEAD" "${PORT:-29500}" $((2 * nodes)) $((SITE * nodes + ${NODE:-0})) "$GPUS_PER_NODE" \
+    --data-path "$DATA_PATH" "$@"

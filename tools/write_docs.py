@@ -1,0 +1,213 @@
+"""Writes the parts of the documents that follow from elsewhere: from the code, from a program's output, from another page.
+
+python tools/write_docs.py            write them anew
+python tools/write_docs.py --check    exit 2 when a part is not what would be written
+
+A part stands between two comments, in docs/ and in .github/skills/:
+
+    <!-- generated: KIND WORDS -->
+    ...
+    <!-- end of generated -->
+
+KIND: file, flags, page, section, output, network-variables, upstream-flags, upstream-names; `PARTS` says what each writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.core.errors import ConfigError, command_line  # noqa: E402
+from megatron.core.setting import describe_expected  # noqa: E402
+from megatron.training.flags.declarations import Flag, declared_flags, former_flags, table_flags  # noqa: E402
+from megatron.training.flags.parser import program_flags  # noqa: E402
+from megatron.training.flags.read import shown_value  # noqa: E402
+
+PLACES = ("docs", ".github/skills")
+PART = re.compile(r"(<!-- generated: (?P<kind>[a-z-]+) ?(?P<words>.*?) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json"}
+
+
+def list_documents() -> list[Path]:
+    """The pages in which parts are written, those that others copy from first."""
+    return [page for place in PLACES for page in sorted((ROOT / place).rglob("*.md"))]
+
+
+def write_parts(text: str, page: Path, kinds: frozenset[str] | None = None) -> str:
+    """The page's text with its parts anew. kinds: only those."""
+
+    def replace(found: re.Match[str]) -> str:
+        kind, words = found["kind"], found["words"]
+        if kind not in PARTS:
+            raise ConfigError(f"{page}: generated part {kind!r} is not known; use one of {', '.join(PARTS)}")
+        if kinds is not None and kind not in kinds:
+            return found[0]
+        return f"{found[1]}{PARTS[kind](words, page).rstrip()}\n{found[4]}"
+
+    return PART.sub(replace, text)
+
+
+def show_file(words: str, page: Path) -> str:
+    """`file PATH`: a file of the repository as a block of code."""
+    file = ROOT / words
+    return f"```{LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8').rstrip()}\n```\n"
+
+
+def show_flags(words: str, page: Path) -> str:
+    """`flags --a --b`: a table of these flags, with the texts of --help."""
+    flags = find_flags()
+    rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    for name in words.split():
+        if name not in flags:
+            raise ConfigError(f"{page}: there is no flag {name}")
+        flag = flags[name]
+        default = "" if flag.default is None else f"`{shown_value(flag, flag.default)}`"
+        value = "switch" if flag.is_switch else describe_expected(flag)
+        meaning = flag.help if flag.status == "works" else f"{flag.status}: {flag.alternative}"
+        rows.append(f"| `{name}` | {escape(value)} | {default} | {escape(meaning)} |")
+    return "\n".join(rows)
+
+
+def find_flags() -> dict[str, Flag]:
+    """Every flag of today by each of its spellings."""
+    return {name: flag for flag in (*program_flags(), *declared_flags(), *table_flags()) for name in flag.spellings}
+
+
+def escape(text: str) -> str:
+    """Text for a cell of a table, where a bare bar would end it."""
+    return text.replace("|", "\\|")
+
+
+def show_page(words: str, page: Path) -> str:
+    """`page PATH`: another page without its title, with its links made to work from here."""
+    text = (ROOT / words).read_text(encoding="utf-8")
+    body = re.sub(r"<!-- (generated: .*?|end of generated) -->\n", "", text.split("\n", 1)[1])
+    return move_links(body.strip(), (ROOT / words).parent, page.parent)
+
+
+def show_section(words: str, page: Path) -> str:
+    """`section PATH#HEADING`: a section of a page, its headings one level lower."""
+    path, _, heading = words.partition("#")
+    body = show_page(path, page)
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", body, flags=re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ConfigError(f"{page}: {path} has no section {heading!r}")
+    return re.sub(r"^(#+ )", r"#\1", found[0].strip(), flags=re.MULTILINE)
+
+
+def move_links(text: str, before: Path, now: Path) -> str:
+    """Links relative to one directory, made relative to another."""
+
+    def move(found: re.Match[str]) -> str:
+        target, hash_mark, anchor = found[2].partition("#")
+        if not target or "://" in target:
+            return found[0]
+        return f"{found[1]}({os.path.relpath(before / target, now)}{hash_mark}{anchor})"
+
+    return re.sub(r"(\]\s?)\(([^)\s]+)\)", move, text)
+
+
+def show_output(words: str, page: Path) -> str:
+    """`output COMMAND`: a command and what it prints."""
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", words], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise ConfigError(f"{page}: {words} ended with exit code {done.returncode}: {done.stderr[-500:]}")
+    return f"```bash\n{words}\n```\n\n```text\n{done.stdout.strip()}\n```\n"
+
+
+def show_network_variables(words: str, page: Path) -> str:
+    """`network-variables`: what tools/env.py sets on each network."""
+    from tools.env import NETWORKS, list_variables
+
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for network in NETWORKS:
+        for variable in list_variables(network, "eth0", "mlx5_0,mlx5_1"):
+            found.setdefault(tuple(variable), []).append(network)
+    rows = ["| variable | value | on | why |", "|---|---|---|---|"]
+    for (name, value, reason), networks in found.items():
+        where = "all" if len(networks) == len(NETWORKS) else ", ".join(networks)
+        rows.append(f"| `{name}` | `{value}` | {where} | {escape(reason)} |")
+    return "\n".join(rows)
+
+
+def show_upstream_flags(words: str, page: Path) -> str:
+    """`upstream-flags`: every flag of Megatron-LM in the order of the alphabet, and what becomes of it here."""
+    rows = ["| flag of Megatron-LM | here | what to do |", "|---|---|---|"]
+    lines: dict[str, str] = {}
+    for flag in (*declared_flags(), *table_flags()):
+        what = "nothing" if flag.status == "works" else flag.alternative
+        for name in flag.spellings:
+            lines[name] = f"| `{name}` | {flag.status} | {escape(what)} |"
+    for former in former_flags():
+        here = "refused" if former.is_refused else "understood with a note"
+        lines.setdefault(former.name, f"| `{former.name}` | {here} | {escape(former.text)} |")
+    return "\n".join([*rows, *(lines[name] for name in sorted(lines))])
+
+
+def show_upstream_names(words: str, page: Path) -> str:
+    """`upstream-names`: what programs import from Megatron-LM, and where it is here."""
+    from megatron.core.upstream.table import CORE_NAMES
+    from megatron.training.upstream.table import TRAINING_NAMES
+
+    absent = {**CORE_NAMES.absent, **TRAINING_NAMES.absent}
+    defined = {**CORE_NAMES.defined, **TRAINING_NAMES.defined}
+    rows = ["| module | name | here |", "|---|---|---|"]
+    with (ROOT / "tests/golden/data/public_names.tsv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            module, name = row["module"], row["name"]
+            sentence = next((absent[part] for part in list_prefixes(f"{module}.{name}") if part in absent), None)
+            place = defined.get(module, {}).get(name)
+            here = sentence or ("the same" if place in (None, module) else f"the same; defined in `{place}`")
+            rows.append(f"| `{module}` | `{name}` | {escape(here)} |")
+    return "\n".join(rows)
+
+
+def list_prefixes(name: str) -> Iterator[str]:
+    """a.b.c: a.b, then a.b.c."""
+    parts = name.split(".")
+    for length in range(2, len(parts) + 1):
+        yield ".".join(parts[:length])
+
+
+PARTS: dict[str, Callable[[str, Path], str]] = {
+    "file": show_file,
+    "flags": show_flags,
+    "page": show_page,
+    "section": show_section,
+    "output": show_output,
+    "network-variables": show_network_variables,
+    "upstream-flags": show_upstream_flags,
+    "upstream-names": show_upstream_names,
+}
+
+
+def main() -> int:
+    """Write or check all documents."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 2 when a document is not current")
+    arguments = parser.parse_args()
+    for page in list_documents():
+        before = page.read_text(encoding="utf-8")
+        after = write_parts(before, page)
+        if after != before and arguments.check:
+            name = page.relative_to(ROOT)
+            raise ConfigError(f"{name} is not current; write it anew with: python tools/write_docs.py")
+        if after != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line(main)())
