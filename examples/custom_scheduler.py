@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A learning-rate schedule of one's own: a cosine that starts again and again (Loshchilov and Hutter, 2017).
 
     python examples/custom_scheduler.py --cycle-iters 1000 <flags of pretrain_gpt.py>

@@ -1,12 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of megatron.core in a platform that has its own model, data, loop and process groups.
 
     python examples/embedded_core.py
     torchrun --nproc-per-node 2 examples/embedded_core.py --tensor-parallel 2
     torchrun --nproc-per-node 4 examples/embedded_core.py --tensor-parallel 2
 
-The platform is played by plain PyTorch: a classifier of sequences, a DataLoader, torch's DistributedDataParallel and AdamW,
-and a DeviceMesh. Only the encoder's layers come from the library, and are divided over the mesh's tensor-parallel ranks. The
-losses are the same for every number of processes, up to rounding.
+The platform is played by plain PyTorch: a classifier of sequences, a DataLoader, torch's DistributedDataParallel and
+AdamW, and a DeviceMesh. Only the encoder's layers come from the library, and are divided over the mesh's tensor-
+parallel ranks. The losses are the same for every number of processes, up to rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ BATCH, LENGTH, VOCABULARY, CLASSES = 8, 12, 40, 3
 def map_groups(mesh: DeviceMesh | None) -> ProcessGroupCollection:
     """The platform's groups under the library's names. mesh: axes dp and tp; None for one process.
 
-    A layer asks for the group of its tensor-parallel ranks and, to draw dropout, for its place in the grid; the groups of
+    A layer asks for the group of its tensor-parallel ranks and, to draw dropout, for its place in the grid; groups of
     axes that the platform does not use have one member.
     """
     if mesh is None:
@@ -127,7 +128,7 @@ def main() -> None:
     torch.manual_seed(1)
     model: nn.Module = Classifier(config, map_groups(mesh))
     if mesh is not None and mesh["dp"].size() > 1:
-        # Replicas of the same shard average gradients; what tensor-parallel ranks hold whole has equal gradients already.
+        # Replicas of the same shard average gradients; what tensor-parallel ranks hold whole is alike already.
         model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     losses = train(model, mesh, flags.steps)
     if int(os.environ.get("RANK", "0")) == 0:

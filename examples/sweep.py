@@ -1,12 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several trainings that differ in some flags, their losses in one table: ablations, learning rates, scaling laws.
 
     python examples/sweep.py --output runs/width --vary "--hidden-size 64" --vary "--hidden-size 128" -- FLAGS ...
     python examples/sweep.py --output runs/qk --vary "" --vary "--qk-layernorm" --seeds 3 -- FLAGS ...
     python examples/sweep.py --output runs/law --vary "--num-layers 2 --hidden-size 64" ... --fit -- FLAGS ...
 
-FLAGS are those of pretrain_gpt.py. A run that has finished is not repeated, so that a sweep can be interrupted and extended.
-The loss is the mean over the last tenth of a run's steps; with --seeds also how much it varies by chance. --fit puts
-loss = a compute^-b through the variants (Kaplan et al., 2020), compute in floating-point operations.
+FLAGS are those of pretrain_gpt.py. A run that has finished is not repeated, so that a sweep can be interrupted and
+extended. The loss is the mean over the last tenth of a run's steps; with --seeds also how much it varies by chance.
+--fit puts loss = a compute^-b through the variants (Kaplan et al., 2020), compute in floating-point operations.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def train(flags: Sequence[str], directory: Path, steps: int) -> float:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         losses = read_losses(directory)
         if done.returncode != 0 or len(losses) < steps:
-            raise TemporaryError(f"a run ended with exit code {done.returncode} after {len(losses)} steps: {directory}/log.txt")
+            raise TemporaryError(
+                f"a run ended with exit code {done.returncode} after {len(losses)} steps: {directory}/log.txt"
+            )
     return statistics.fmean(losses[-max(1, steps // 10) :])
 
 
@@ -105,16 +108,29 @@ def write_table(variants: Sequence[Variant], output: Path) -> None:
     (output / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
+def join_values(argv: Sequence[str]) -> list[str]:
+    """--vary X as --vary=X, because argparse takes a value such as --qk-layernorm for a flag of ours."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] == "--vary":
+            joined[-1] = f"--vary={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def main() -> int:
     """Check every variant, then train them one after the other."""
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     common = sys.argv[place + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory: one below it for each run")
-    parser.add_argument("--vary", action="append", required=True, metavar="FLAGS", help="flags of one variant; repeat it")
+    parser.add_argument(
+        "--vary", action="append", required=True, metavar="FLAGS", help="flags of one variant; repeat it"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant, with different seeds (1)")
     parser.add_argument("--fit", action="store_true", help="fit a power law through the variants")
-    arguments = parser.parse_args(sys.argv[1:place])
+    arguments = parser.parse_args(join_values(sys.argv[1:place]))
     # Every mistake before the first hour of training.
     configs = [read_run_config([*common, *shlex.split(flags)], os.environ) for flags in arguments.vary]
     variants = [measure_variant(flags, config) for flags, config in zip(arguments.vary, configs, strict=True)]
@@ -122,7 +138,11 @@ def main() -> int:
         fit_power_law([(variant.compute, 1.0) for variant in variants])
     for number, (variant, config) in enumerate(zip(variants, configs, strict=True)):
         for seed in range(arguments.seeds):
-            flags = [*common, *shlex.split(variant.flags), *(["--seed", str(1234 + seed)] if arguments.seeds > 1 else [])]
+            flags = [
+                *common,
+                *shlex.split(variant.flags),
+                *(["--seed", str(1234 + seed)] if arguments.seeds > 1 else []),
+            ]
             directory = arguments.output / f"{number:02d}-{seed}"
             print(f"{directory}: {variant.flags or '(as they are)'}", flush=True)
             variant.losses.append(train(flags, directory, config.training.train_iters or 0))

@@ -1,11 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is a measurement of a training's speed complete, and is its arithmetic right?
 
     python tools/check_benchmark.py benchmarks/contributed/*.json
     python tools/check_benchmark.py --from-metrics runs/a/metrics --command "python pretrain_gpt.py ..." > mine.json
 
-The first form compares files with benchmarks/contributed/schema.json, reads the command's flags as the program would for
-so many processes, and recomputes tokens per second and MFU. The second makes such a file of a run's --metrics-dir; what it
-cannot know (the network, the driver) is filled in by hand.
+The first form compares files with benchmarks/contributed/schema.json, reads the command's flags as the program would
+for so many processes, and recomputes tokens per second and MFU. The second makes such a file of a run's --metrics-
+dir; what it cannot know (the network, the driver) is filled in by hand.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def find_arithmetic_problems(entry: dict[str, Any]) -> Iterator[str]:
     tokens = (config.training.global_batch_size or 0) * (config.data.seq_length or 0)
     rate = tokens / measured["step_seconds"]
     if abs(rate / measured["tokens_per_second"] - 1) > TOLERANCE:
-        yield f"tokens_per_second is {measured['tokens_per_second']}; {tokens} tokens in {measured['step_seconds']} s are {rate:.6g}"
+        given = f"tokens_per_second is {measured['tokens_per_second']}"
+        yield f"{given}; {tokens} tokens in {measured['step_seconds']} s are {rate:.6g}"
     if measured["left_out"] >= measured["steps"]:
         yield f"left_out is {measured['left_out']} of {measured['steps']} steps; some must remain"
     low, high = (measured.get(f"step_seconds_{end}", measured["step_seconds"]) for end in ("min", "max"))
@@ -123,15 +125,18 @@ def describe_run(metrics: Path, command: str, left_out: int) -> dict[str, Any]:
     steps = [row for row in rows if "eval" not in row]
     kept = steps[left_out:]
     if len(steps) < 10 or not kept:
-        raise DataError(f"--from-metrics {metrics} has {len(steps)} steps; at least 10 are needed, {left_out} are left out")
+        raise DataError(
+            f"--from-metrics {metrics} has {len(steps)} steps; at least 10 are needed, {left_out} are left out"
+        )
     import torch
+
+    from megatron.core.device import device_name
 
     seconds = [row["iteration_time_seconds"] for row in kept]
     middle = statistics.median(seconds)
     # A rate times its time is the same in every step, so that all figures can be those of the median step.
     last = {name: value and value * seconds[-1] / middle for name, value in kept[-1].items() if name in _RATES}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    on_gpu = torch.cuda.is_available()
     measured: dict[str, Any] = {
         "steps": len(steps),
         "left_out": left_out,
@@ -142,7 +147,7 @@ def describe_run(metrics: Path, command: str, left_out: int) -> dict[str, Any]:
         "peak_memory_gb": max(row["peak_memory_bytes"] for row in kept) / 1e9,
     }
     hardware: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "device": device_name(),
         "processes": 1, "nodes": 1, "interconnect": "none",
     }  # fmt: skip
     if last.get("mfu"):
@@ -154,8 +159,8 @@ def describe_run(metrics: Path, command: str, left_out: int) -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "command": command,
         "hardware": hardware,
-        "software": {"python": platform.python_version(), "torch": torch.__version__}
-        | ({"cuda": str(torch.version.cuda)} if on_gpu else {}),
+        # torch's version names the release of CUDA that it was built for.
+        "software": {"python": platform.python_version(), "torch": torch.__version__},
         "measured": measured,
         "notes": "",
     }

@@ -24,6 +24,7 @@ from megatron.core.setting import Status, describe_expected  # noqa: E402
 from megatron.training.flags.declarations import Flag, FormerFlag, declared_flags, former_flags, table_flags  # noqa: E402  # noqa: E402
 from megatron.training.flags.parser import program_flags  # noqa: E402
 from megatron.training.flags.read import shown_value  # noqa: E402
+from tools.write_docs import WITHOUT_PROGRAMS, write_documents  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "flags.md"
 STATUSES: tuple[Status, ...] = ("works", "planned", "not supported")
@@ -161,6 +162,8 @@ def main() -> int:
         list_status(arguments.status)
     elif arguments.write:
         DOCUMENT.write_text(document(), encoding="utf-8")
+        # Other documents have tables of flags, too.
+        write_documents(WITHOUT_PROGRAMS)
     elif arguments.check:
         if not DOCUMENT.is_file() or DOCUMENT.read_text(encoding="utf-8") != document():
             raise ConfigError("docs/flags.md is not current; write it anew with: python tools/list_flags.py --write")

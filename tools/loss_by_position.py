@@ -1,10 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Perplexity of a trained model by the position of a token in its sequence: does a longer context help, or harm?
 
     python tools/loss_by_position.py --load CHECKPOINTS --data-path PREFIX --seq-length 8192
     python tools/loss_by_position.py --load CHECKPOINTS --synthetic 64 --seq-length 256
 
-Sequences are cut from the dataset one after another. Positions are put together in bins that double: 1-16, 17-32, 33-64, ...
-A model that uses its context gets better to the right; one that does not know such positions gets much worse there.
+Sequences are cut from the dataset one after another. Positions are put together in bins that double: 1-16, 17-32,
+33-64, ... A model that uses its context gets better to the right; one that does not know such positions gets much
+worse there.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def main() -> int:
     parser.add_argument("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data-path", metavar="PREFIX", help="a .bin/.idx dataset of the model's tokenizer")
-    source.add_argument("--synthetic", metavar="PERIOD", type=int, help="made-up sequences that repeat after PERIOD tokens")
+    source.add_argument(
+        "--synthetic", metavar="PERIOD", type=int, help="made-up sequences that repeat after PERIOD tokens"
+    )
     parser.add_argument("--seq-length", metavar="N", type=int, required=True, help="tokens of a sequence")
     parser.add_argument("--sequences", metavar="N", type=int, default=32, help="how many (32)")
     parser.add_argument("--batch-size", metavar="N", type=int, default=4, help="sequences computed together (4)")
@@ -100,8 +104,8 @@ def main() -> int:
     trained, length = load_trained_model(arguments.load, arguments.ckpt_step), arguments.seq_length
     if trained.max_sequence_length is not None and length > trained.max_sequence_length:
         raise ConfigError(
-            f"--seq-length {length}: the model has {trained.max_sequence_length} positions (--max-position-embeddings); "
-            "give at most that, or train it with more"
+            f"--seq-length {length}: the model has {trained.max_sequence_length} positions "
+            "(--max-position-embeddings); give at most that, or train it with more"
         )
     if arguments.synthetic:
         found = make_sequences(arguments.synthetic, length, arguments.sequences, trained.vocab_size)
@@ -115,7 +119,8 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
-    print(f"{trained.path}: {len(sequences)} sequences of {length} tokens\n{'positions':>13}  {'loss':>8}  {'perplexity':>10}")
+    print(f"{trained.path}: {len(sequences)} sequences of {length} tokens")
+    print(f"{'positions':>13}  {'loss':>8}  {'perplexity':>10}")
     for row in rows:
         places = f"{row['first']}-{row['last']}"
         # A loss of some hundreds has no perplexity that anybody reads.

@@ -1,4 +1,5 @@
-"""Writes the parts of the documents that follow from elsewhere: from the code, from a program's output, from another page.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the parts of the documents that follow from the code, from a program's output, or from another page.
 
 python tools/write_docs.py            write them anew
 python tools/write_docs.py --check    exit 2 when a part is not what would be written
@@ -9,7 +10,7 @@ A part stands between two comments, in docs/ and in .github/skills/:
     ...
     <!-- end of generated -->
 
-KIND: file, flags, page, section, output, network-variables, upstream-flags, upstream-names; `PARTS` says what each writes.
+KIND is a key of `PARTS`, whose functions say what each writes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from megatron.training.flags.parser import program_flags  # noqa: E402
 from megatron.training.flags.read import shown_value  # noqa: E402
 
 PLACES = ("docs", ".github/skills")
-PART = re.compile(r"(<!-- generated: (?P<kind>[a-z-]+) ?(?P<words>.*?) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
-LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json"}
+PART = re.compile(
+    r"(<!-- generated: (?P<kind>[a-z-]+)(?: (?P<words>[^\n]+))? -->\n).*?(<!-- end of generated -->)", re.DOTALL
+)
+LANGUAGES = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".json": "json"}
 
 
 def list_documents() -> list[Path]:
@@ -47,7 +50,7 @@ def write_parts(text: str, page: Path, kinds: frozenset[str] | None = None) -> s
     """The page's text with its parts anew. kinds: only those."""
 
     def replace(found: re.Match[str]) -> str:
-        kind, words = found["kind"], found["words"]
+        kind, words = found["kind"], found["words"] or ""
         if kind not in PARTS:
             raise ConfigError(f"{page}: generated part {kind!r} is not known; use one of {', '.join(PARTS)}")
         if kinds is not None and kind not in kinds:
@@ -90,6 +93,16 @@ def escape(text: str) -> str:
 
 def show_page(words: str, page: Path) -> str:
     """`page PATH`: another page without its title, with its links made to work from here."""
+    return read_body(words, page)
+
+
+def show_chapter(words: str, page: Path) -> str:
+    """`chapter PATH`: the same with its headings one level lower."""
+    return lower_headings(read_body(words, page))
+
+
+def read_body(words: str, page: Path) -> str:
+    """Everything below the title of a page, as it must stand in another one."""
     text = (ROOT / words).read_text(encoding="utf-8")
     body = re.sub(r"<!-- (generated: .*?|end of generated) -->\n", "", text.split("\n", 1)[1])
     return move_links(body.strip(), (ROOT / words).parent, page.parent)
@@ -98,11 +111,17 @@ def show_page(words: str, page: Path) -> str:
 def show_section(words: str, page: Path) -> str:
     """`section PATH#HEADING`: a section of a page, its headings one level lower."""
     path, _, heading = words.partition("#")
-    body = show_page(path, page)
+    body = read_body(path, page)
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", body, flags=re.MULTILINE | re.DOTALL)
     if found is None:
         raise ConfigError(f"{page}: {path} has no section {heading!r}")
-    return re.sub(r"^(#+ )", r"#\1", found[0].strip(), flags=re.MULTILINE)
+    return lower_headings(found[0].strip())
+
+
+def lower_headings(text: str) -> str:
+    """## becomes ###, and so on; lines of code that begin with # stay."""
+    blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(b if b.startswith("```") else re.sub(r"^(#+ )", r"#\1", b, flags=re.MULTILINE) for b in blocks)
 
 
 def move_links(text: str, before: Path, now: Path) -> str:
@@ -128,7 +147,7 @@ def show_output(words: str, page: Path) -> str:
 
 def show_network_variables(words: str, page: Path) -> str:
     """`network-variables`: what tools/env.py sets on each network."""
-    from tools.env import NETWORKS, list_variables
+    from megatron.cli.env import NETWORKS, list_variables
 
     found: dict[tuple[str, str, str], list[str]] = {}
     for network in NETWORKS:
@@ -138,6 +157,18 @@ def show_network_variables(words: str, page: Path) -> str:
     for (name, value, reason), networks in found.items():
         where = "all" if len(networks) == len(NETWORKS) else ", ".join(networks)
         rows.append(f"| `{name}` | `{value}` | {where} | {escape(reason)} |")
+    return "\n".join(rows)
+
+
+def show_peaks(words: str, page: Path) -> str:
+    """`peaks`: which devices are known by their data sheets."""
+    from megatron.core.device import DENSE_PEAKS
+
+    rows = ["| device | 16 bits | TF32 | float32 | FP8 | bfloat16 |", "|---|---|---|---|---|---|"]
+    for name, peaks in DENSE_PEAKS.items():
+        numbers = (peaks.half, peaks.tf32, peaks.float32, peaks.fp8)
+        cells = " | ".join("-" if number is None else f"{number:g}" for number in numbers)
+        rows.append(f"| {name} | {cells} | {'yes' if peaks.has_bfloat16 else 'no: --fp16'} |")
     return "\n".join(rows)
 
 
@@ -184,28 +215,37 @@ PARTS: dict[str, Callable[[str, Path], str]] = {
     "file": show_file,
     "flags": show_flags,
     "page": show_page,
+    "chapter": show_chapter,
     "section": show_section,
     "output": show_output,
+    "peaks": show_peaks,
     "network-variables": show_network_variables,
     "upstream-flags": show_upstream_flags,
     "upstream-names": show_upstream_names,
 }
+
+WITHOUT_PROGRAMS = frozenset(PARTS) - {"output"}
+"""Kinds that follow from the code alone, and take no time."""
+
+
+def write_documents(kinds: frozenset[str] | None = None, *, only_check: bool = False) -> None:
+    """Write every document that is not current. kinds: only these parts. only_check: raise ConfigError instead."""
+    for page in list_documents():
+        before = page.read_text(encoding="utf-8")
+        after = write_parts(before, page, kinds)
+        name = page.relative_to(ROOT)
+        if after != before and only_check:
+            raise ConfigError(f"{name} is not current; write it anew with: python tools/write_docs.py")
+        if after != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"wrote {name}")
 
 
 def main() -> int:
     """Write or check all documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 2 when a document is not current")
-    arguments = parser.parse_args()
-    for page in list_documents():
-        before = page.read_text(encoding="utf-8")
-        after = write_parts(before, page)
-        if after != before and arguments.check:
-            name = page.relative_to(ROOT)
-            raise ConfigError(f"{name} is not current; write it anew with: python tools/write_docs.py")
-        if after != before:
-            page.write_text(after, encoding="utf-8")
-            print(f"wrote {page.relative_to(ROOT)}")
+    write_documents(only_check=parser.parse_args().check)
     return 0
 
 

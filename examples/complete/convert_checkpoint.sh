@@ -9,6 +9,7 @@
 #   WORK_DIR   where results go: WORK_DIR/checkpoint, WORK_DIR/resharded, WORK_DIR/tuned, WORK_DIR/hf; must not exist
 #   TP, PP     tensor- and pipeline-parallel sizes that the job shall have (1, 1): checked against the model
 #   PYTHON     the interpreter (python)
+#   CONVERT_FLAGS   further flags of every conversion, such as --no-verify
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -27,7 +28,8 @@ command -v "$python" > /dev/null || fail "there is no $python; activate the envi
 tp="${TP:-1}" pp="${PP:-1}"
 mkdir -p "$WORK_DIR"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-convert() { "$python" -m megatron.bridge.convert "$@"; }
+read -r -a further <<< "${CONVERT_FLAGS:-}"
+convert() { "$python" -m megatron.bridge.convert "$@" "${further[@]}"; }
 
 step "1. Hugging Face to a checkpoint: every tensor is read back and compared, bit for bit; small models by their logits, too"
 convert --source hf --target megatron --input-path "$HF_DIR" --output-path "$WORK_DIR/checkpoint" \

@@ -1,11 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep a training alive: start it, and by the way it ends decide whether to start it again.
 
     python examples/complete/fault_tolerant.py --save CHECKPOINTS --nproc-per-node 8 -- <flags of pretrain_gpt.py>
 
-Before each start the checkpoints are examined and the one to resume from is named. A lost peer, a time-out or a killed process
-is a reason to start again, at growing intervals and only so often without progress; a mistake in the flags, a loss that is
-no number or a full disk is none. SIGTERM and SIGINT are handed on: the run finishes its step, saves, and this program ends
-with it. The exit code is that of the last attempt.
+Before each start the checkpoints are examined and the one to resume from is named. A lost peer, a time-out or a
+killed process is a reason to start again, at growing intervals and only so often without progress; a mistake in the
+flags, a loss that is no number or a full disk is none. SIGTERM and SIGINT are handed on: the run finishes its step,
+saves, and this program ends with it. The exit code is that of the last attempt.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def is_refused(log: Path) -> str | None:
 
 def examine_checkpoints(save: Path) -> None:
     """Health check: print what is wrong with the directory; --load passes damaged checkpoints over by itself."""
-    if save.is_dir():
+    if any(save.glob("iter_*")):
         subprocess.run([sys.executable, ROOT / "tools/checkpoint/doctor.py", str(save), "--quick"], check=False)
 
 

@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watch a run from outside: where it stands, what its steps wait for, and what has gone wrong.
 
     python examples/complete/monitor_run.py --metrics-dir runs/a/metrics
-    python examples/complete/monitor_run.py --metrics-dir runs/a/metrics --watch 60 --alert 'mail -s "run a" me@example.org'
+    python examples/complete/monitor_run.py --metrics-dir runs/a/metrics --watch 60 --alert 'mail -s a me@example.org'
 
 Reads the rows that the run writes with --metrics-dir, also while it goes on; the parts of a step are there with
 --timing-log-level 2 --log-timers-to-tensorboard. Exit code 0: nothing wrong; 1: something is; 2: nothing to read.

@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences packed from documents of different lengths, with little padding: a dataset of one's own.
 
     python examples/complete/packed_dataset.py --input documents.jsonl <flags of pretrain_gpt.py>
 
-Each line of the file is an object {"tokens": [5, 7, ...]}; without --input documents are made up. Whole documents are put
-into sequences by best fit: the longest first, each where it leaves the least room. None sees another, as each brings its
-bounds (cu_seqlens), so that a document's loss does not depend on what it is packed with.
+Each line of the file is an object {"tokens": [5, 7, ...]}; without --input documents are made up. Whole documents are
+put into sequences by best fit: the longest first, each where it leaves the least room. None sees another, as each
+brings its bounds (cu_seqlens), so that a document's loss does not depend on what it is packed with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -114,7 +115,9 @@ def read_documents(path: str) -> list[list[int]]:
         try:
             tokens = [int(token) for token in json.loads(line)["tokens"]]
         except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f'--input {path}, line {number}: expected {{"tokens": [numbers]}}, found {line[:60]!r}') from error
+            raise DataError(
+                f'--input {path}, line {number}: expected {{"tokens": [numbers]}}, found {line[:60]!r}'
+            ) from error
         if len(tokens) > 1:  # a single token has none after it
             documents.append(tokens)
     if not documents:

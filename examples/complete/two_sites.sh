@@ -5,6 +5,7 @@
 #   SITE=0 HEAD=10.0.0.1 bash examples/complete/two_sites.sh FLAGS ...       on the nodes of the first site
 #   SITE=1 HEAD=10.0.0.1 bash examples/complete/two_sites.sh FLAGS ...       on those of the second
 #   LAPTOP=1 bash examples/complete/two_sites.sh                             both sites here, two processes each, tiny
+# DRY_RUN=1 prints the command instead.
 #
 # How the line is spared:
 #   layout      tensor and pipeline parallelism stay inside of a site; weights and optimizer state are divided inside of it,
@@ -34,7 +35,7 @@ if [ "${GRAD_BITS:-32}" = 16 ]; then
 fi
 
 start_node() { # sites' first address, port, nodes, number of this node, processes, flags ...
-    torchrun --nproc_per_node="$5" --nnodes="$3" --node_rank="$4" --master_addr="$1" --master_port="$2" \
+    ${DRY_RUN:+echo} torchrun --nproc_per_node="$5" --nnodes="$3" --node_rank="$4" --master_addr="$1" --master_port="$2" \
         "$root/pretrain_gpt.py" "${layout[@]}" "${@:6}"
 }
 
@@ -45,8 +46,10 @@ if [ -n "${LAPTOP:-}" ]; then
     port="${PORT:-29617}" gpus="${GPUS_PER_NODE:-2}"
     tiny=(--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32
         --micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 3 --eval-iters 0 --mock-data --log-interval 1
-        --tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0 --log-comm-volume)
+        --tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0 --log-comm-volume
+        --hidden-dropout 0 --attention-dropout 0)
     export MEGATRON_DEVICE=cpu
+    [ -z "${DRY_RUN:-}" ] || { start_node localhost "$port" 2 0 "$gpus" "${tiny[@]}" "$@"; exit; }
     start_node localhost "$port" 2 1 "$gpus" "${tiny[@]}" "$@" &
     second=$!
     start_node localhost "$port" 2 0 "$gpus" "${tiny[@]}" "$@" || { kill "$second" 2> /dev/null; exit 1; }

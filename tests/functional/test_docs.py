@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,23 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import MegatronError
+from tests.functional.pretrain_runs import environment, finish
+from tests.programs import Program
+from tools.write_docs import PART
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / ".github" / "skills").rglob("*.md")),
+]
 
 # Commands that another test (or this very run) executes, with where.
 RUN_ELSEWHERE = {
     "bash examples/quickstart.sh": "tests/functional/test_quickstart.py",
     "bash tests/run.sh": "this run",
     "LAPTOP=1 bash examples/deepseek/train_deepseek_v3.sh": "tests/functional/test_launchers.py",
+    "LAPTOP=1 bash examples/llama/train_llama_70b.sh": "tests/functional/test_launchers.py",
     "python -m tests.faults.crash_matrix": "tests/faults/test_crash_matrix.py",
     "python tools/checkpoint/average.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",
@@ -33,10 +42,14 @@ RUN_ELSEWHERE = {
 
 
 def shell_commands() -> list[tuple[str, str]]:
-    """(page, command) for every line of every ```bash block; a trailing backslash joins lines."""
+    """(page, command) for every line of every ```bash block; a trailing backslash joins lines.
+
+    A command whose output is shown, too, is run by tests/unit/test_documents.py.
+    """
     found = []
     for page in PAGES:
-        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        text = PART.sub(lambda part: "" if part["kind"] == "output" else part[0], page.read_text(encoding="utf-8"))
+        for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 command = line.split(" #")[0].strip()
                 if command and not command.startswith("#"):
@@ -48,20 +61,43 @@ def is_run_elsewhere(command: str) -> bool:
     return any(command == known or command.startswith(f"{known} ") for known in RUN_ELSEWHERE)
 
 
-@pytest.mark.parametrize(
-    ("page", "command"),
-    [pair for pair in shell_commands() if not is_run_elsewhere(pair[1])],
-    ids=lambda text: text[:60],
-)
+def commands_to_run() -> list[tuple[str, str]]:
+    """(page, command), each command once."""
+    first = {command: page for page, command in reversed(shell_commands()) if not is_run_elsewhere(command)}
+    return [(page, command) for command, page in reversed(first.items())]
+
+
+PYTHON_COMMAND = re.compile(r"(?P<variables>(?:[A-Z_]+=\S+ )*)python (?P<program>[\w/]+\.py)(?P<arguments>[^|;<>&$]*)")
+
+
+def is_started_before(command: str) -> bool:
+    """Whether it is a program that another command of the documents has started before."""
+    programs = [found["program"] for _, other in commands_to_run() if (found := PYTHON_COMMAND.fullmatch(other))]
+    first = {program: other for program in programs for _, other in reversed(commands_to_run()) if program in other}
+    found = PYTHON_COMMAND.fullmatch(command)
+    return found is not None and first[found["program"]] != command
+
+
+def run_command(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """As a user's shell would. A program that was started so already is forked, which spares the import of torch."""
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    found = PYTHON_COMMAND.fullmatch(command)
+    if found is None or not is_started_before(command):
+        return subprocess.run(
+            ["bash", "-c", command], cwd=directory, env=variables, capture_output=True, text=True, timeout=120
+        )
+    given = dict(word.split("=", 1) for word in found["variables"].split())
+    arguments = [str(ROOT / found["program"]), *shlex.split(found["arguments"])]
+    return finish([Program(arguments, environment(given), directory)], timeout=120)[0]
+
+
+@pytest.mark.parametrize(("page", "command"), commands_to_run(), ids=lambda text: text[:60])
 def test_documented_command_runs(page: str, command: str, tmp_path: Path) -> None:
     # What a command leaves where it was started, such as its checkpoints, is not left in the checkout.
     for entry in ROOT.iterdir():
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    finished = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    finished = run_command(command, tmp_path)
     assert finished.returncode == 0, f"{page}: {command}\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}"
 
 
