@@ -102,7 +102,9 @@ def write_table(variants: Sequence[Variant], output: Path) -> None:
     print(f"{'flags':<{width}}  {'parameters':>12}  {'operations':>11}  {'loss':>8}  {'+/-':>7}")
     for variant in variants:
         loss = statistics.fmean(variant.losses)
-        spread = f"{statistics.stdev(variant.losses):7.4f}" if len(variant.losses) > 1 else "      -"
+        # A diverged run has no distance from the others.
+        has_spread = len(variant.losses) > 1 and math.isfinite(loss)
+        spread = f"{statistics.stdev(variant.losses):7.4f}" if has_spread else "      -"
         print(f"{variant.flags:<{width}}  {variant.parameters:12,}  {variant.compute:11.3g}  {loss:8.4f}  {spread}")
     rows: list[dict[str, Any]] = [vars(variant) for variant in variants]
     (output / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

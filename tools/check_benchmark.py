@@ -35,14 +35,15 @@ CONTRIBUTED = ROOT / "benchmarks/contributed"
 TOLERANCE = 0.02
 """Relative: numbers are written with a few digits."""
 _RATES = ("tokens_per_second", "mfu")
-TYPES = {"object": dict, "string": str, "integer": int, "number": (int, float)}
+TYPES: dict[str, tuple[type, ...]] = {"object": (dict,), "string": (str,), "integer": (int,), "number": (int, float)}
 
 
 def find_schema_problems(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[str]:
     """What stands against the schema, by the part of JSON Schema that ours uses."""
     name = where or "the file"
     expected = schema["type"]
-    if not isinstance(value, TYPES[expected]) or isinstance(value, bool):
+    is_right: bool = isinstance(value, TYPES[expected]) and not isinstance(value, bool)
+    if not is_right:
         yield f"{name} is {value!r}; expected {expected}"
         return
     if expected == "object":

@@ -33,7 +33,8 @@ def read_sequences(prefix: str, length: int, number: int) -> Iterator[list[int]]
     """Up to `number` sequences of length + 1 tokens of a .bin/.idx dataset. Raises DataError where there is none."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    dataset, kept, given = IndexedDataset(prefix), [], 0
+    dataset, given = IndexedDataset(prefix), 0
+    kept: list[int] = []
     for index in range(len(dataset)):
         kept.extend(int(token) for token in dataset[index])
         while len(kept) > length and given < number:

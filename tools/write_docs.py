@@ -152,7 +152,7 @@ def show_network_variables(words: str, page: Path) -> str:
     found: dict[tuple[str, str, str], list[str]] = {}
     for network in NETWORKS:
         for variable in list_variables(network, "eth0", "mlx5_0,mlx5_1"):
-            found.setdefault(tuple(variable), []).append(network)
+            found.setdefault((variable.name, variable.value, variable.reason), []).append(network)
     rows = ["| variable | value | on | why |", "|---|---|---|---|"]
     for (name, value, reason), networks in found.items():
         where = "all" if len(networks) == len(NETWORKS) else ", ".join(networks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -262,15 +263,21 @@ def test_power_laws_are_found() -> None:
 
 
 def test_a_sweep_repeats_no_finished_run_and_checks_everything_first(tmp_path: Path) -> None:
-    common = ["--", *TINY, "--train-iters", "3"]
-    flags = ["--output", tmp_path, "--vary", "--hidden-size 16", "--vary", ""]
+    """docs/recipes.md has sweeps that train; here the runs are there already."""
+    for variant, losses in enumerate(([4.0] * 18 + [3.0, 2.0], [3.5] * 18 + [1.5, None])):
+        for seed in (0, 1):
+            directory = tmp_path / f"{variant:02d}-{seed}"
+            directory.mkdir()
+            rows = [{"iteration": i, "lm loss": loss and loss + seed / 10} for i, loss in enumerate(losses)]
+            (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--seeds", "2", "--", *TINY, "--train-iters", "20"]
+    flags = ["--output", tmp_path, "--vary", "--hidden-size 16", "--vary", "--qk-layernorm"]
     done = run([*flags, *common], program="examples/sweep.py")
     assert done.returncode == 0, done.stderr
-    variants = json.loads((tmp_path / "sweep.json").read_text())
-    assert variants[1]["parameters"] > 3 * variants[0]["parameters"]
-    (tmp_path / "00-0" / "log.txt").unlink()
-    again = run([*flags, *common], program="examples/sweep.py")
-    assert again.stdout == done.stdout and not (tmp_path / "00-0" / "log.txt").exists()
+    small, large = json.loads((tmp_path / "sweep.json").read_text())
+    assert small["losses"] == pytest.approx([2.5, 2.6]) and large["losses"] == [math.inf, math.inf]
+    assert large["parameters"] > 3 * small["parameters"] and large["compute"] > small["compute"]
+    assert not list(tmp_path.rglob("log.txt"))
     refused = run([*flags, "--vary", "--hidden-size 17", *common], program="examples/sweep.py")
     assert refused.returncode == 2 and "--hidden-size 17" in refused.stderr
 
