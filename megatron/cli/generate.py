@@ -10,6 +10,7 @@ The model's shape and its tokenizer come from the checkpoint. Prints each prompt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -23,6 +24,7 @@ from megatron.training.flags.parser import path
 
 if TYPE_CHECKING:
     from megatron.core.inference.sampling import Sampling
+    from megatron.core.inference.speculation import Speculation
     from megatron.training.checkpoint.trained_model import TrainedModel
 
 _SEPARATOR = "-" * 60
@@ -49,6 +51,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--top-p", metavar="P", type=float, default=1.0, help="draw from the likeliest that hold the share P (1)")
     add("--seed", metavar="N", type=int, default=1234, help="seed of the draws (1234)")
     add = parser.add_argument_group("other").add_argument
+    help = "draft tokens with the model's multi-token prediction: fewer passes, the same greedy text"
+    add("--speculate", action="store_true", help=help)
     add("--bf16", action="store_true", help="compute in bfloat16: half the memory; rounding may decide between tokens")
     add("--no-kv-cache", action="store_true", help="compute every position anew for every token: slow, for checks")
     add("--traceback", action="store_true", help="show where in the program an error was found")
@@ -87,27 +91,42 @@ def load_model(arguments: argparse.Namespace) -> tuple[TrainedModel, Sampling]:
     return trained, sampling
 
 
+@contextlib.contextmanager
+def open_speculation(arguments: argparse.Namespace, trained: TrainedModel) -> Iterator[Speculation | None]:
+    """What --speculate asks for; says in the end how many drafts were right."""
+    if not arguments.speculate:
+        yield None
+        return
+    from megatron.core.inference.speculation import Speculation
+
+    speculation = Speculation(trained.model)
+    yield speculation
+    print(speculation.describe(), file=sys.stderr, flush=True)
+
+
 def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
     """Yield each prompt with what the model adds to it."""
     from megatron.core.inference.generate import generate
 
     trained, sampling = load_model(arguments)
     tokenizer = trained.tokenizer
-    for start in range(0, len(prompts), arguments.batch_size):
-        ids = tokenizer.tokenize_batch(prompts[start : start + arguments.batch_size])
-        completions = generate(
-            trained.model,
-            ids,
-            max_new_tokens=arguments.max_new_tokens,
-            sampling=sampling,
-            eod=tokenizer.eod,
-            # Rows of the embedding beyond it are padding, which must never be drawn.
-            vocab_size=trained.vocab_size,
-            max_sequence_length=trained.max_sequence_length,
-            use_cache=not arguments.no_kv_cache,
-        )
-        for prompt_ids, completion in zip(ids, completions, strict=True):
-            yield tokenizer.detokenize([*prompt_ids, *completion.tokens])
+    with open_speculation(arguments, trained) as speculation:
+        for start in range(0, len(prompts), arguments.batch_size):
+            ids = tokenizer.tokenize_batch(prompts[start : start + arguments.batch_size])
+            completions = generate(
+                trained.model,
+                ids,
+                max_new_tokens=arguments.max_new_tokens,
+                sampling=sampling,
+                eod=tokenizer.eod,
+                # Rows of the embedding beyond it are padding, which must never be drawn.
+                vocab_size=trained.vocab_size,
+                max_sequence_length=trained.max_sequence_length,
+                use_cache=not arguments.no_kv_cache,
+                speculation=speculation,
+            )
+            for prompt_ids, completion in zip(ids, completions, strict=True):
+                yield tokenizer.detokenize([*prompt_ids, *completion.tokens])
 
 
 def hold_conversation(arguments: argparse.Namespace) -> None:
@@ -140,10 +159,12 @@ def hold_conversation(arguments: argparse.Namespace) -> None:
             max_sequence_length=trained.max_sequence_length,
             use_cache=not arguments.no_kv_cache,
             on_tokens=on_tokens,
+            speculation=speculation,
         )
         return completion.ended_by == "length"
 
-    talk(history, answer, read_lines())
+    with open_speculation(arguments, trained) as speculation:
+        talk(history, answer, read_lines())
 
 
 class _Parser(argparse.ArgumentParser):

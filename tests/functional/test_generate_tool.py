@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,25 @@ def test_greedy_with_and_without_cache(checkpoints: Path, tmp_path: Path) -> Non
     recomputed = generate(*flags, "--max-new-tokens", "7", "--no-kv-cache")
     assert recomputed.stdout == cached.stdout
     assert "iter_0000003" in generate(*flags, "--ckpt-step", "3", "--max-new-tokens", "1").stderr
+
+
+def test_speculation_writes_the_same_text(checkpoints: Path, tmp_path: Path) -> None:
+    train_tiny("--save", tmp_path, "--save-interval", "6", "--position-embedding-type", "rope", "--mtp-num-layers", "2")
+    flags = ("--load", tmp_path, "--prompt", "3 4 5", "--prompt", "9", "--greedy", "--max-new-tokens", "9")
+    plain, drafted = generate(*flags), generate(*flags, "--speculate")
+    assert drafted.stdout == plain.stdout and plain.returncode == drafted.returncode == 0, drafted.stderr
+    said = (
+        r"speculation: (\d+) of (\d+) drafted tokens accepted \(\d+\.\d %\), \d\.\d\d tokens for each pass of the model"
+    )
+    found = re.search(said, drafted.stderr)
+    assert found is not None and "drafted" not in plain.stderr, drafted.stderr
+    assert 0 <= int(found[1]) <= int(found[2]) > 0
+    sampled = [
+        generate(*flags[:-3], "--speculate", "--seed", seed, "--max-new-tokens", "9").stdout for seed in ("1", "1")
+    ]
+    assert sampled[0] == sampled[1] != plain.stdout
+    refused = generate("--load", checkpoints, "--prompt", "1", "--speculate")
+    assert refused.returncode == 2 and "error: --speculate drafts tokens" in refused.stderr
 
 
 def test_sampling_depends_on_the_seed(checkpoints: Path) -> None:

@@ -36,3 +36,8 @@ class KVCache:
     def advance(self, tokens: int) -> None:
         """Note that the model has seen `tokens` more; to be called after each forward pass."""
         self.sequence_len_offset += tokens
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens but the first `length`; what comes next is written over them."""
+        assert length <= self.sequence_len_offset, f"the cache holds {self.sequence_len_offset} tokens, not {length}"
+        self.sequence_len_offset = length

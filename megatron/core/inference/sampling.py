@@ -3,6 +3,9 @@
 
     logits --/ temperature--> keep the k largest --> keep the fewest that hold the share p --> draw
 
+A token that was drafted by another distribution is accepted or replaced in such a way that what comes out has the
+model's own (Leviathan et al., 2023, section 2.3).
+
 A low temperature sharpens the distribution. Top-p is nucleus sampling (Holtzman et al., 2020).
 """
 
@@ -52,14 +55,61 @@ def choose_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[
     """The next token of each sequence: logits [b, v] -> int64 [b] on the same device. -inf marks what may not come."""
     if sampling.greedy:
         return logits.argmax(dim=-1)
+    return _draw(find_probabilities(logits, sampling), generators).to(logits.device)
+
+
+def find_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """What the next token of each sequence is drawn from: logits [b, v] -> [b, v] float32, on the CPU."""
     # On the CPU in float32, as the generators are: a seed gives the same text on every device.
-    probabilities = torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
+    return torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
+
+
+def _draw(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     # Row by row, since each row has its own generator.
     drawn = [
         torch.multinomial(row, num_samples=1, generator=generator)
         for row, generator in zip(probabilities, generators, strict=True)
     ]
-    return torch.cat(drawn).to(logits.device)
+    return torch.cat(drawn)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A token for each sequence that the model has not confirmed yet."""
+
+    tokens: Tensor
+    """[b] int64."""
+    probabilities: Tensor | None
+    """[b, v] float32 on the CPU, what they were drawn from; None with Sampling.greedy."""
+
+
+def draft_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
+    """Choose like `choose_next_tokens`, for tokens that `confirm_tokens` may replace."""
+    if sampling.greedy:
+        return Draft(logits.argmax(dim=-1), None)
+    probabilities = find_probabilities(logits, sampling)
+    return Draft(_draw(probabilities, generators).to(logits.device), probabilities)
+
+
+def confirm_tokens(logits: Tensor, draft: Draft, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """The next token of each sequence: its draft, or another one; logits [b, v] of the model -> int64 [b].
+
+    A draft x is kept with probability min(1, p(x) / q(x)), p being the model's distribution and q that of the draft;
+    otherwise a token is drawn from what p has more than q. So the result has the distribution p.
+    """
+    if draft.probabilities is None:
+        return logits.argmax(dim=-1)
+    chosen = draft.tokens.tolist()
+    wanted = find_probabilities(logits, sampling)
+    for row, generator in enumerate(generators):
+        own, drafted, token = wanted[row], draft.probabilities[row], chosen[row]
+        if torch.rand((), generator=generator) * drafted[token] < own[token]:
+            continue
+        more = (own - drafted).clamp_(min=0)
+        # Nothing is left only where the two are the same but for rounding.
+        left = more if more.sum() > 0 else own
+        chosen[row] = int(torch.multinomial(left, num_samples=1, generator=generator))
+    return torch.tensor(chosen, device=logits.device)
 
 
 def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:

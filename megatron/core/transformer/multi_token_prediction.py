@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_sequence
+from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -93,6 +94,7 @@ class LayerInputs(NamedTuple):
     local_rotation: Rotation | None
     packed_seq_params: PackedSeqParams | None
     unrotated: Rotation | None = None
+    inference_context: InferenceContext | None = None
 
 
 @dataclass
@@ -156,7 +158,7 @@ class MultiTokenPredictionLayer(MegatronModule):
     def forward(self, hidden_states: Tensor, decoder_input: Tensor, inputs: LayerInputs) -> Tensor:
         """Hidden states of the depth before, and the embedding of the further tokens, [s, b, h] each -> [s, b, h]."""
         run = functools.partial(self._run, inputs=inputs)
-        if not self.is_recomputed:
+        if not self.is_recomputed or inputs.inference_context is not None:  # a cache must not be written to twice
             return run(hidden_states, decoder_input)
         result: Tensor = checkpoint(run, self.divides_unit_inputs, hidden_states, decoder_input, tp_group=self.tp_group)
         return result
@@ -171,7 +173,11 @@ class MultiTokenPredictionLayer(MegatronModule):
             hidden_states = hidden_states.float()
         rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": inputs.unrotated}
         hidden_states = self.mtp_model_layer(
-            hidden_states, inputs.attention_mask, rotations[self.rotary_kind], None, inputs.packed_seq_params
+            hidden_states,
+            inputs.attention_mask,
+            rotations[self.rotary_kind],
+            inputs.inference_context,
+            inputs.packed_seq_params,
         )
         normalised: Tensor = self.final_layernorm(hidden_states)
         return normalised
@@ -212,12 +218,17 @@ class MultiTokenPredictionBlock(MegatronModule):
             input_ids = shift(input_ids)
             decoder_input = embedding(input_ids, position_ids)
             with open_random_stream(self.config, self.training, self.tp_group):
-                # One layer for all depths with mtp_use_repeated_layer.
-                hidden_states = self.layers[depth % len(self.layers)](
-                    hidden_states, decoder_input.detach() if detaches else decoder_input, inputs
-                )
+                decoder_input = decoder_input.detach() if detaches else decoder_input
+                hidden_states = self.compute_depth(depth + 1, hidden_states, decoder_input, inputs)
             found.append(hidden_states)
         return found
+
+    def compute_depth(self, depth: int, hidden_states: Tensor, decoder_input: Tensor, inputs: LayerInputs) -> Tensor:
+        """One depth, counted from 1: hidden states of the depth before, and the embedding of the tokens `depth` places
+        later, [s, b, h] each -> [s, b, h]."""
+        # One layer for all depths with mtp_use_repeated_layer.
+        states: Tensor = self.layers[(depth - 1) % len(self.layers)](hidden_states, decoder_input, inputs)
+        return states
 
 
 # ---- the losses

@@ -202,6 +202,31 @@ class GPTModel(LanguageModule):
         if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
             self._check_length(input_ids.shape[1] * self.pg_collection.cp.size())
         hidden_states, further = self._hidden_states_in(input_ids, position_ids, decoder_input)
+        inputs = self._list_layer_inputs(hidden_states, attention_mask, inference_context, packed_seq_params, sequence)
+        hidden_states = self._run_decoder(hidden_states, inputs)
+        shift = None
+        if self.config.mtp_num_layers is not None and inference_context is None:
+            shift = TokenShift(sequence, packed_seq_params, self._sequence_length(hidden_states, sequence))
+        # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
+        if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
+            further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, inputs)
+        if not self.post_process:
+            return hidden_states if not further else self._join_states([hidden_states, *further])
+        if labels is None:
+            return self.compute_logits(hidden_states)
+        if shift is not None:
+            hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)
+        return self.compute_language_model_loss(labels, self._compute_logits(hidden_states))
+
+    def _list_layer_inputs(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        inference_context: InferenceContext | None,
+        packed_seq_params: PackedSeqParams | None,
+        sequence: Group,
+    ) -> LayerInputs:
+        """What layers read beside hidden states [s, b, h] of the tokens behind those that the cache holds."""
         offset = 0 if inference_context is None else inference_context.sequence_len_offset
         rotation, local_rotation = (
             self._rotation(angles, hidden_states, offset, sequence)
@@ -217,23 +242,43 @@ class GPTModel(LanguageModule):
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
             # Wrong bounds are refused, and right ones read from their device, before the first layer.
             packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
-        hidden_states = self.decoder(
-            hidden_states, attention_mask, rotation, inference_context, local_rotation, packed_seq_params, unrotated
-        )
-        shift = None
-        if self.config.mtp_num_layers is not None and inference_context is None:
-            shift = TokenShift(sequence, packed_seq_params, self._sequence_length(hidden_states, sequence))
-        # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
-        if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
-            inputs = LayerInputs(attention_mask, rotation, local_rotation, packed_seq_params, unrotated)
-            further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, inputs)
-        if not self.post_process:
-            return hidden_states if not further else self._join_states([hidden_states, *further])
-        if labels is None:
-            return self._compute_logits(hidden_states).transpose(0, 1).contiguous()  # [s, b, v] -> [b, s, v]
-        if shift is not None:
-            hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)
-        return self.compute_language_model_loss(labels, self._compute_logits(hidden_states))
+        return LayerInputs(attention_mask, rotation, local_rotation, packed_seq_params, unrotated, inference_context)
+
+    def _run_decoder(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+        """[s, b, h] -> [s, b, h], on the last stage behind the final norm."""
+        output: Tensor = self.decoder(
+            hidden_states, inputs.attention_mask, inputs.rotation, inputs.inference_context, inputs.local_rotation,
+            inputs.packed_seq_params, inputs.unrotated,
+        )  # fmt: skip
+        return output
+
+    def compute_states(self, input_ids: Tensor, position_ids: Tensor, inference_context: InferenceContext) -> Tensor:
+        """In generation: hidden states [s, b, h] behind the final norm of these tokens [b, s], which follow those that
+        the cache holds. `compute_logits` makes logits of them; the model is whole, on one process."""
+        self._check_length(inference_context.sequence_len_offset + input_ids.shape[1])
+        hidden_states, _ = self._hidden_states_in(input_ids, position_ids, None)
+        inputs = self._list_layer_inputs(hidden_states, None, inference_context, None, self.pg_collection.cp)
+        return self._run_decoder(hidden_states, inputs)
+
+    def compute_further_states(
+        self, depth: int, hidden_states: Tensor, input_ids: Tensor, inference_context: InferenceContext
+    ) -> Tensor:
+        """In generation: one depth of multi-token prediction, counted from 1.
+
+        hidden_states: [s, b, h] of the depth before, of `compute_states` for the first. input_ids: [b, s], the tokens
+        `depth` places behind theirs. inference_context: a cache of this depth alone, which holds the positions before
+        them. Returns [s, b, h], of which `compute_logits` makes logits of the tokens after those.
+        """
+        embedding = self._find_embedding()
+        assert embedding is not None, "this stage has multi-token prediction, and so the embedding"
+        inputs = self._list_layer_inputs(hidden_states, None, inference_context, None, self.pg_collection.cp)
+        # Positions are rotary here, or none: the embedding has none to add.
+        further: Tensor = self.mtp.compute_depth(depth, hidden_states, embedding(input_ids, input_ids), inputs)
+        return further
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h] -> [b, s, v]."""
+        return self._compute_logits(hidden_states).transpose(0, 1).contiguous()
 
     def _compute_logits(self, hidden_states: Tensor, *, detaches_weight: bool = False) -> Tensor:
         """[s, b, h] -> [s, b, v / tp]. detaches_weight: the output layer gets no gradient."""
