@@ -40,6 +40,8 @@ ALLOWED = {
     ("megatron/core/optimizer/soap.py", "update"): "the number of the update decides what is computed",
     ("megatron/core/transformer/moe/grouped_products.py", "_count_rows"): "products of single experts need their sizes",
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch"): "how many rows other ranks send",
+    ("megatron/core/transformer/moe/token_dispatcher.py", "_permute_to_experts"): "how many rows capacity, or the "
+    "other ranks' share of the experts, leaves",
     (
         "megatron/training/hooks/replicas.py",
         "compare_weights",
@@ -144,6 +146,7 @@ READING = ("megatron/training/metrics.py", "_read_together")
         "--swiglu --ffn-hidden-size 32 --normalization RMSNorm --position-embedding-type rope",
         "--log-max-attention-logit", "--exit-duration-in-mins 9", "--exit-signal-handler",
         "--bf16 --num-experts 4 --moe-grouped-gemm --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",
+        "--num-experts 4 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("no_yardstick")
@@ -157,6 +160,10 @@ def test_nothing_waits_between_progress_lines(flags: str) -> None:
         ("--fp16", OPTIMIZER[0]), ("--no-check-for-nan-in-loss-and-grad", OPTIMIZER[0]),
         ("--optimizer lion", OPTIMIZER[0]), ("--optimizer soap", "megatron/core/optimizer/soap.py"),
         ("--num-experts 4", "megatron/core/transformer/moe/grouped_products.py"),
+        (
+            "--bf16 --num-experts 4 --moe-grouped-gemm --moe-expert-capacity-factor 1",
+            "megatron/core/transformer/moe/token_dispatcher.py",
+        ),
         ("--check-weight-hash-across-dp-replicas-interval 2", "megatron/training/hooks/replicas.py"),
     ],
 )  # fmt: skip

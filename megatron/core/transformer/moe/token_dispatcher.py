@@ -181,14 +181,14 @@ class AllToAllDispatcher(TokenDispatcher):
         if self.has_equal_rows and self.ranks_of_microbatch == 1:
             return self._exchange_equal_rows(x, destination, weights, meanwhile)
         slots = destination.shape[1]
-        stays = None if routing.kept is None else int((destination < members * self.local_experts).sum())
-        order, ends = sort_slots(destination.flatten(), members * self.local_experts, stays)
-        weights = weights.index_select(0, order)
+        order, ends = sort_slots(destination.flatten(), members * self.local_experts)
         # Tokens per rank and expert, which the ranks tell each other first; one copy to the host brings both sums.
         sent = ends.diff(prepend=ends.new_zeros(1)).view(members, self.local_experts)
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, self.group)
         sends, receives = torch.stack((sent, received)).sum(dim=2).tolist()
+        order = order[: sum(sends)]  # slots that go nowhere are behind the others
+        weights = weights.index_select(0, order)
 
         # The weights travel beside the rows: the expert applies them, so that what comes back needs only a sum.
         there = RowExchange(self.group, sends, receives, self.exchange_gap)
