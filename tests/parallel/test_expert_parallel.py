@@ -161,6 +161,29 @@ def test_each_process_holds_its_share_of_the_experts() -> None:
         assert found == [quarter, quarter, half]
 
 
+def first_loss(flags: str, text: str, directory: str, saves: bool = False) -> float:
+    """The first step's loss; where `saves` says so, the weights before it are saved, else they are loaded."""
+    config, recipe = training(f"{flags} --{'save' if saves else 'load'} {directory}", text)
+    with open_local_run(config, recipe, own_rank(config)) as run:
+        if saves:
+            save_checkpoint(run)
+        else:
+            load_checkpoint(run)
+        run.hooks.on_step_start(run)
+        return float(train_step(run, run.data.open("train", 0)).losses["lm loss"])
+
+
+@pytest.mark.flags("--moe-use-upcycling")
+@pytest.mark.parametrize("layout", ["tp2,ep2,etp1", "dp2,ep2,fsdp2"])
+def test_experts_made_of_a_dense_model_in_any_layout(tmp_path: Path, layout: str) -> None:
+    dense = "--squared-relu --ffn-hidden-size 48"
+    expected = first_loss(dense, "1", str(tmp_path), True)
+    flags = f"{dense} --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2"
+    upcycled = f"{flags} --moe-use-upcycling --moe-upcycling-granularity 2"
+    found = run_distributed(first_loss, 2, upcycled, layout, str(tmp_path))
+    assert found == pytest.approx([expected] * 2, rel=1e-6)
+
+
 LOGGED = ("load_balancing_loss", "z_loss", "expert_load", "expert_entropy", "expert_bias", "tokens_dropped")
 
 

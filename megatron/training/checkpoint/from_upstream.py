@@ -100,6 +100,9 @@ def find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change
             comparable = isinstance(then, _COMPARED) and isinstance(now, _COMPARED)
             if setting.kind in ("shape", "function") and setting.name.startswith("--") and comparable:
                 saved[group][name] = then
+            # None says that the model is dense, where it says anything.
+            elif name == "num_moe_experts" and then is None and "num_experts" in common.args:
+                saved[group][name] = None
     try:
         return find_changes(saved, config)
     except (ConfigError, TypeError, AttributeError) as error:

@@ -14,6 +14,7 @@ lies and how it becomes visible is megatron.core.dist_checkpointing's business.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_che
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
@@ -39,7 +41,7 @@ from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
-from megatron.training.checkpoint import from_upstream, rng_state
+from megatron.training.checkpoint import from_upstream, rng_state, upcycling
 from megatron.training.checkpoint.differences import (
     Change,
     describe_shape_differences,
@@ -223,6 +225,8 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but
     settings, world = run.config.checkpoint, run.groups.world
     # Settings of a run are those of its own flags, never the checkpoint's, which are only compared.
     changes = _compare_settings(run, found)
+    if from_dense := upcycling.begins(run, changes, found.path):
+        changes, weights_only = upcycling.leave_out_expert_settings(changes), True
     refuse_another_function(changes, str(found.path), is_overridden=settings.override_model_settings)
     state = serialization.read_document(found.path, STATE)
     with_optimizer = not (weights_only or settings.no_load_optim)
@@ -238,8 +242,9 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but
     tensors = select_tensors(run, with_optimizer=with_optimizer)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
-    load = functools.partial(serialization.load, tensors, found, world, replicas=_list_replicas(run))
-    report = _fill(run, found.path, changes, load)
+    replicas = _list_replicas(run, from_dense)
+    load = functools.partial(serialization.load, checkpoint=found, group=world, replicas=replicas)
+    report = _fill(run, found.path, changes, load, tensors, from_dense)
     spoiled = sorted(set(report.lacking) - (filled_but if filled_but is not None else set(report.lacking)))
     if spoiled:
         raise CheckpointError(
@@ -271,22 +276,32 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but
         say_once(world, "\n    ".join(["settings that changed:", *lines]))
 
 
-def _fill(run: Run, path: Path, changes: list[Change], load: Callable[..., KeyReport]) -> KeyReport:
-    """Call `load` with what --dist-ckpt-strictness tolerates; say what it has tolerated, and return it."""
+def _fill(
+    run: Run,
+    path: Path,
+    changes: list[Change],
+    load: Callable[..., KeyReport],
+    tensors: ShardedStateDict,
+    from_dense: bool,
+) -> KeyReport:
+    """Call `load` with what --dist-ckpt-strictness tolerates; say what it has tolerated, and return it. from_dense: the
+    checkpoint is of a dense model, whose MLPs become experts."""
     strictness = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness]
     # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
     may_lack = strictness.may_lack and run.config.model.perform_initialization
     try:
-        report = load(may_lack=may_lack, may_have_more=strictness.may_have_more)
+        with upcycling.load_as_dense(run, tensors) if from_dense else contextlib.nullcontext(tensors) as asked:
+            report = load(asked, may_lack=may_lack, may_have_more=strictness.may_have_more)
     except ModelMismatchError as error:
         raise CheckpointError(f"{path}: {error}{describe_shape_differences(changes)}") from None
     _list_tolerated(report, path, run.groups.world, lists_more=strictness.lists_more)
     return report
 
 
-def _list_replicas(run: Run) -> Sequence[Group]:
+def _list_replicas(run: Run, from_dense: bool) -> Sequence[Group]:
     """With --ckpt-fully-parallel-load, the groups whose members share the reading: of dense weights, of experts."""
-    if not run.config.checkpoint.ckpt_fully_parallel_load:
+    # What experts are made of stands in host memory, and does not travel over the devices' network.
+    if from_dense or not run.config.checkpoint.ckpt_fully_parallel_load:
         return ()
     return run.groups.get_replicas(of_experts=False), run.groups.get_replicas(of_experts=True)
 
@@ -358,6 +373,8 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     settings, world = run.config.checkpoint, run.groups.world
     common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=with_optimizer))
     changes = from_upstream.find_upstream_changes(common, run.config)
+    if from_dense := upcycling.begins(run, changes, path):
+        changes, with_optimizer, weights_only = upcycling.leave_out_expert_settings(changes), False, True
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
@@ -366,8 +383,9 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
     flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
     others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
-    load = functools.partial(read_upstream_tensors, path, others, world, replicas=_list_replicas(run))
-    _fill(run, path, changes, load)
+    replicas = _list_replicas(run, from_dense)
+    load = functools.partial(read_upstream_tensors, path, group=world, replicas=replicas)
+    _fill(run, path, changes, load, others, from_dense)
     on_every_rank(world, lambda: fill_from_full(flat.values(), reshaped))
     if with_state:
         run.optimizer.after_load()
@@ -391,6 +409,7 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
 
     def fill() -> tuple[CommonState, int]:
         changes = from_upstream.find_upstream_changes(content.common, run.config)
+        upcycling.refuse_files_of_ranks(run, changes, file)
         refuse_another_function(changes, str(file), is_overridden=settings.override_model_settings)
         if with_optimizer:
             from_upstream.check_optimizer(content.common, file)
@@ -422,9 +441,11 @@ def _restore_foreign(run: Run, directory: Path) -> None:
     on_every_rank(world, lambda: opened.append(files.open(directory, run.config)))
     model = opened[0]
     changes = find_changes(model.config.to_dict(), run.config)
+    if from_dense := upcycling.begins(run, changes, directory):
+        changes = upcycling.leave_out_expert_settings(changes)
     refuse_another_function(changes, str(directory), is_overridden=settings.override_model_settings)
     tensors = select_tensors(run, with_optimizer=False)
-    _fill(run, directory, changes, functools.partial(model.load, tensors, world))
+    _fill(run, directory, changes, functools.partial(model.load, group=world), tensors, from_dense)
     if settings.loads_main_params(run.config.model):
         run.optimizer.after_load()
     else:

@@ -29,6 +29,7 @@ _GATED = Needs("--swiglu, or another gated activation", lambda run: run.gated_li
 _SHARED = Needs(
     "--moe-shared-expert-intermediate-size", lambda run: run.moe_shared_expert_intermediate_size is not None
 )
+_LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
 _CAPACITY = Needs("--moe-expert-capacity-factor", lambda run: run.moe_expert_capacity_factor is not None)
 
 
@@ -138,6 +139,14 @@ class MoEFields(ArchitectureFields):
     )
     """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts
     (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
+    moe_use_upcycling: bool = flag(False, kind="numerics", needs=(_EXPERTS, _LOADING))
+    """The checkpoint to load is of a dense model: each expert begins as a copy of its MLP (Komatsuzaki et al., 2022). A
+    checkpoint that has experts is loaded as it is."""
+    moe_upcycling_granularity: int = flag(
+        1, minimum=1, kind="numerics", needs=Needs("--moe-use-upcycling", lambda run: run.moe_use_upcycling)
+    )
+    """Cut the dense MLP into so many slices along its inner width, each of which becomes experts (He et al., 2024): its
+    width is so many times --moe-ffn-hidden-size."""
     moe_per_layer_logging: bool = flag(False, kind="report", needs=_EXPERTS)
     """Log the auxiliary losses of each layer beside their mean, and how evenly its experts are chosen: the load of the
     busiest one, entropy, share dropped, spread of the biases."""
@@ -174,6 +183,8 @@ class MoEFields(ArchitectureFields):
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
         yield from self._experts_compute_what_is_asked()
+        if self.moe_use_upcycling:
+            yield from self._dense_layers_become_experts(self.num_moe_experts)
 
     def overlap_problems(self) -> Iterator[str]:
         """What of the experts stands against --overlap-moe-expert-parallel-comm."""
@@ -223,6 +234,18 @@ class MoEFields(ArchitectureFields):
                     f"{self.say(size_name)} does not divide {self.say(width_name)}{on_each}; use a divisor of "
                     f"{max(1, width // ranks)}"
                 )
+
+    def _dense_layers_become_experts(self, experts: int) -> Iterator[str]:
+        granularity = self.moe_upcycling_granularity
+        if experts % granularity:
+            yield (
+                f"{self.say('num_moe_experts')} is no multiple of {self.say('moe_upcycling_granularity')}, the slices "
+                f"of a dense MLP; use {name_multiples(experts, granularity)} experts"
+            )
+        # A dense model has no weights for them, and with random ones the first function would be another one.
+        for name in ("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_apply_probs_on_input"):
+            if getattr(self, name):
+                yield f"--moe-use-upcycling cannot make {self.say(name)} of a dense model; leave one of the two out"
 
     def _groups_leave_enough_experts(self, experts: int) -> Iterator[str]:
         topk, groups, kept = self.moe_router_topk, self.moe_router_num_groups, self.moe_router_group_topk

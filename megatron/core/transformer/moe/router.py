@@ -14,7 +14,7 @@ from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_lo
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import to_rank_order, to_sequence_order
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype, zeros
+from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import few_outputs_initialiser
@@ -67,7 +67,7 @@ class TopKRouter(MegatronModule):
         self.weight = declare_parameter(
             (self.num_experts, config.hidden_size),
             kind="router",
-            init=few_outputs_initialiser(config),
+            init=self._choose_initialiser(config),
             dtype=parameter_dtype(config),
             # Tensor-parallel ranks route different tokens.
             partial_grad_axes=("tp",) if pg_collection.tp.size() > 1 else (),
@@ -92,6 +92,19 @@ class TopKRouter(MegatronModule):
         """[E + 1], for the log: the same since it was last taken, and how many of these choices were dropped."""
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
+
+    def _choose_initialiser(self, config: TransformerConfig) -> Initialiser:
+        """That of layers with few outputs; where neighbours are slices of one dense MLP, they have one row, so that a
+        token chooses all of them."""
+        init, slices = few_outputs_initialiser(config), config.moe_upcycling_granularity
+        if not config.moe_use_upcycling or self.topk % slices:
+            return init
+
+        def fill(tensor: Tensor, generator: torch.Generator) -> None:
+            init(tensor, generator)
+            tensor.copy_(tensor[::slices].repeat_interleave(slices, dim=0))
+
+        return fill
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route hidden states [s, b, h]: the experts and weights of their T = s * b tokens."""
