@@ -31,14 +31,26 @@ BASE = COMMON.replace("--mock-data", "").replace("--vocab-size 125", "--vocab-si
     " --split 1,0,0 --calculate-per-token-loss --log-interval 1"
 )
 HYBRID = "--hybrid-context-parallel,--max-seqlen-per-dp-cp-rank="
+ALLTOALL = "--moe-token-dispatcher-type=alltoall"
+MODELS = STYLES | {
+    "latent": OPTIONS["latent"],
+    "experts": """--swiglu --disable-bias-linear --ffn-hidden-size 48 --num-experts 4 --moe-ffn-hidden-size 24
+        --moe-router-load-balancing-type none --moe-shared-expert-intermediate-size 24""",
+}
 # (style, layout, the numbers of ranks that its microbatches have)
 LAYOUTS = [
     ("gpt2", f"dp4,{HYBRID}12", {1, 2, 4}),
     ("gpt2", f"tp2,sp,dp2,{HYBRID}24,dist-opt,overlap-all", {1, 2}),
     ("llama", f"cp2,dp2,{HYBRID}12,dist-opt,--cp-comm-type a2a all_gather", {1, 2, 4}),
 ]
+LAYOUTS += [("experts", f"dp4,ep2,{HYBRID}12,dist-opt,{ALLTOALL}", {1, 2, 4})]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     LAYOUTS += [
+        ("llama", f"dp4,fsdp2,{HYBRID}12", {1, 2, 4}),
+        ("experts", f"dp4,ep4,fsdp2,{HYBRID}12,{ALLTOALL}", {1, 2, 4}),
+        ("experts", f"tp2,sp,cp2,ep2,etp1,{HYBRID}24", {1, 2}),
+        ("experts", f"tp2,cp2,ep4,etp1,{HYBRID}24,{ALLTOALL}", {1, 2}),
+        ("experts", f"dp4,{HYBRID}12,overlap", {1, 2, 4}),
         ("latent", f"tp2,sp,dp2,{HYBRID}24,dist-opt", {1, 2}),
         ("llama", f"dp4,{HYBRID}24,overlap", {1, 2}),
         ("llama", f"tp2,sp,cp2,{HYBRID}24,--tp-comm-overlap", {1, 2}),
@@ -92,7 +104,7 @@ def reference(flags: str) -> Trace:
 @pytest.mark.parametrize(("style", "layout", "sizes"), LAYOUTS)
 def test_it_is_the_run_of_one_process(style: str, layout: str, sizes: set[int], data: str) -> None:
     """Which packs the same conversations into sequences of one length."""
-    flags = f"{(STYLES | OPTIONS)[style]} {data}"
+    flags = f"{MODELS[style]} {data}"
     world = parse_layout(layout).world_size
     shares, microbatches = zip(*run_distributed(share_and_microbatches, world, flags, layout, timeout=240), strict=True)
     trace = join(shares)

@@ -188,8 +188,10 @@ PLANNED = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank"
          "4 or 8"),
         (f"{PLANNED} 64 --pipeline-model-parallel-size 2 --num-layers 2", 2, "--pipeline-model-parallel-size 2, whose "
          "stages exchange microbatches of one length"),
-        (f"{PLANNED} 64 --use-torch-fsdp2", 2, "cannot be combined with --use-torch-fsdp2"),
-        (f"{PLANNED} 64 --num-experts 4", 1, "cannot be combined with --num-experts 4"),
+        (f"{PLANNED} 64 --num-experts 4 --moe-aux-loss-coeff 0.1", 1, "--moe-aux-loss-coeff 0.1 judges whole microb"),
+        (f"{PLANNED} 64 --num-experts 4 --moe-router-load-balancing-type sinkhorn", 1, "balances whole microbatches"),
+        (f"{PLANNED} 64 --num-experts 4 --moe-expert-capacity-factor 1", 1, "--moe-expert-capacity-factor 1.0 bounds"),
+        (f"{PLANNED} 64 --num-experts 4 --expert-model-parallel-size 2", 2, "use --moe-token-dispatcher-type alltoall"),
         (f"{PLANNED} 64 --compile", 1, "cannot be combined with --compile"),
         (f"{PLANNED} 64 --dataloader-type external", 1, "cannot plan what --dataloader-type external yields"),
         (f"{PLANNED} 16 --cp-comm-type a2a", 4, "divides sequences over up to 4 ranks, which --num-attention-heads 2 "

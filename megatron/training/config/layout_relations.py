@@ -122,11 +122,6 @@ def conversations_can_be_planned(run: RunConfig) -> Iterator[str]:
             f"--hybrid-context-parallel cannot plan what {run.say('dataloader_type')} yields; use --dataloader-type "
             "single or cyclic"
         )
-    if run.ddp.use_torch_fsdp2:
-        yield (
-            f"--hybrid-context-parallel cannot be combined with {sharding_flag(run)}, which gathers weights for every "
-            "microbatch on all processes at once; use --use-distributed-optimizer"
-        )
 
 
 def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:

@@ -5,7 +5,10 @@
 
 The samples are those of the run without the flag, and a step takes as many. All ranks read the same lengths and make
 the same plan; then each reads the conversations of its own microbatches, and nothing is sent. A rank that has none
-computes one token without loss, so that it takes part in whatever all ranks do in every step.
+computes one token without loss, so that it takes part in whatever all ranks do in every step. Where ranks exchange
+something in every microbatch (tokens for experts, weights that FSDP divides), all have as many as the one with the
+most. They then meet in order: blocks come large ones first, so that the ranks of a block have all had the same blocks
+before it, and its microbatches have the same number on each of them.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ class Layout:
     cost: SampleCost
     sequence_parallel_ranks: int = 1
     """Those that divide a context-parallel rank's tokens among them."""
+    in_step: bool = False
+    """All ranks have equally many microbatches, because they exchange something in each."""
 
     @classmethod
     def build(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
@@ -67,10 +72,13 @@ class Layout:
         most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
         assert most is not None and seq_length is not None, "checked by read_run_config"
         cost = SampleCost(*count_products(config.model, padded_vocab_size=padded_vocab_size))
-        sequence_parallel_ranks = groups.tp.size() if config.model.sequence_parallel else 1
+        # A layer with experts divides tokens over the tensor-parallel ranks also where nobody else does.
+        divides_tokens = config.model.sequence_parallel or config.model.num_moe_experts is not None
+        sequence_parallel_ranks = groups.tp.size() if divides_tokens else 1
         return cls(
-            groups.dp_cp.rank(), groups.dp_cp.size(), groups.cp.size(), most, seq_length, cost, sequence_parallel_ranks
-        )
+            groups.dp_cp.rank(), groups.dp_cp.size(), groups.cp.size(), most, seq_length, cost, sequence_parallel_ranks,
+            in_step=config.model.shares_experts_beyond_tp or config.ddp.use_torch_fsdp2,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,13 +95,17 @@ class StepPlan:
 
     @cached_property
     def microbatches(self) -> list[list[Place]]:
-        """This rank's microbatches in order, each a list of places; at least one."""
+        """This rank's microbatches in order, each a list of places; at least one, or as many as any rank has."""
         own = [
             [Place(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
             for microbatch in self.context.list_microbatches(self.layout.rank)
         ]
         # Every rank runs at least one microbatch: the collectives of the step wait for all of them.
-        return own or [[Place(_NOTHING, 0, 1)]]
+        least = 1
+        if self.layout.in_step:
+            least = max(len(self.context.list_microbatches(rank)) for rank in range(self.layout.num_ranks))
+        nothing = [[Place(_NOTHING, 0, 1)] for _ in range(least - len(own))]
+        return own + nothing
 
     @property
     def compute_static_balance(self) -> float:

@@ -167,12 +167,8 @@ class MoEFields(ArchitectureFields):
         yield from self._experts_divide_over_ranks(self.num_moe_experts)
         yield from self._groups_leave_enough_experts(self.num_moe_experts)
         yield from self._router_is_consistent()
-        # Ranks there run different numbers of microbatches, and would wait in each other's all-to-all for ever.
         if self.hybrid_context_parallel:
-            yield (
-                f"--hybrid-context-parallel cannot be combined with {self.say('num_moe_experts')}, whose layers "
-                "exchange tokens in every microbatch; use a dense model"
-            )
+            yield from self._planned_microbatches_are_not_judged()
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
         if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type == "allgather":
@@ -198,6 +194,32 @@ class MoEFields(ArchitectureFields):
             )
         if self.moe_shared_expert_overlap:
             yield f"{asked} and --moe-shared-expert-overlap hide the same exchanges; keep one"
+
+    def _planned_microbatches_are_not_judged(self) -> Iterator[str]:
+        """--hybrid-context-parallel: a plan, and with it the number of ranks, decides what is one microbatch; nothing
+        that is defined over a microbatch can be the same in every layout."""
+        asked, kinds = "--hybrid-context-parallel", self.moe_router_load_balancing_type
+        planned = f"whole microbatches, which {asked} puts together by the number of ranks"
+        balancing = "use --moe-router-load-balancing-type none, and --moe-router-enable-expert-bias for balance"
+        if any(self.moe_aux_loss_coeff) and any(kind.endswith("aux_loss") for kind in kinds):
+            yield f"{self.say('moe_aux_loss_coeff')} judges {planned}; {balancing}"
+        if "sinkhorn" in kinds:
+            yield f"{self.say('moe_router_load_balancing_type')} balances {planned}; {balancing}"
+        if self.moe_expert_capacity_factor is not None:
+            yield f"{self.say('moe_expert_capacity_factor')} bounds {planned}; leave it out"
+        if self.moe_token_dispatcher_type == "allgather" and self.shares_experts_beyond_tp:
+            yield (
+                f"{asked} gives ranks different numbers of tokens, which {self.say('moe_token_dispatcher_type')} "
+                "cannot gather; use --moe-token-dispatcher-type alltoall"
+            )
+
+    @property
+    def shares_experts_beyond_tp(self) -> bool:
+        """Whether a copy of the experts takes more processes than tensor parallelism has: processes with other samples,
+        or other parts of a sequence."""
+        tp = self.tensor_model_parallel_size
+        sharing = self.expert_model_parallel_size * (self.expert_tensor_parallel_size or tp)
+        return self.num_moe_experts is not None and sharing > tp
 
     def _experts_divide_over_ranks(self, experts: int) -> Iterator[str]:
         ep = self.expert_model_parallel_size
