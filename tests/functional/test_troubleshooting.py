@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from megatron.core.mesh import VirtualStages
+from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables
+from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, UNDIVIDED, simulate
 from megatron.planner.memory import estimate_memory
 from megatron.training.flags.parser import flags_by_spelling
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import describe_gpt_workload
+from tests.functional.pretrain_runs import TINY, metrics, run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
@@ -56,3 +61,41 @@ def test_what_helps_against_a_shortage_of_memory_needs_less(row: int) -> None:
     """By the formula; what recomputation and fully sharded weights save is measured in tests/parallel."""
     (flags,) = re.findall(r"`(.+?)`", read_rows("Out of memory")[row - 1][1])
     assert estimate(flags) < estimate("")
+
+
+def count_idle_share(name: ScheduleName, stages: int, microbatches: int, chunks: int = 1) -> float:
+    shape = VirtualStages(stages, chunks, folded=name == "zb-v")
+    costs = EQUAL_PARTS if name.startswith("zb") else UNDIVIDED
+    return simulate(build_tables(name, shape, microbatches), shape, costs).bubble
+
+
+def test_what_helps_against_imbalance_idles_less() -> None:
+    """Rows 1 to 3: more micro-batches, several chunks, weight gradients where ranks would idle."""
+    before = count_idle_share("1f1b", 4, 8)
+    assert count_idle_share("1f1b", 4, 16) < before
+    assert count_idle_share("interleaved", 4, 8, chunks=2) < before
+    assert count_idle_share("zb-h1", 4, 8) < before
+
+
+def train(directory: Path, flags: str) -> list[float]:
+    """The loss of each step; infinite from where it was no number."""
+    done = run([*TINY, "--train-iters", "25", "--metrics-dir", directory, *flags.split()])
+    losses = [row["lm loss"] for row in metrics(directory)]
+    assert done.returncode == (17 if None in losses else 0), done.stderr
+    return [math.inf if loss is None else loss for loss in losses]
+
+
+def test_what_helps_against_divergence_helps(tmp_path: Path) -> None:
+    """A learning rate far too high makes the loss climb; rows 1 and 2 of the table keep it falling."""
+    wild = "--lr 3 --clip-grad 0 --lr-decay-style constant"
+    diverged = train(tmp_path / "diverged", wild)
+    assert diverged[-1] > 2 * diverged[0]
+    lower = train(tmp_path / "lower", f"{wild} --lr 1e-2")
+    warm = train(tmp_path / "warm", f"{wild} --lr-warmup-iters 5000 --lr-decay-style linear --lr-decay-iters 10000")
+    assert lower[-1] < lower[0] and warm[-1] < warm[0]
+
+
+def test_what_helps_against_slow_convergence_helps(tmp_path: Path) -> None:
+    """Row 1: a learning rate that is too low leaves the loss where it was."""
+    slow, faster = train(tmp_path / "slow", "--lr 1e-5"), train(tmp_path / "faster", "--lr 1e-2")
+    assert faster[-1] < slow[-1] - 0.1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,3 +92,27 @@ def test_the_page_has_the_table() -> None:
 def test_the_axes_make_up_the_gpus(row: Layout) -> None:
     assert row.processes == row.gpus
     assert read_layout(row).data_parallel_size == row.axes[3]
+
+
+EXAMPLES = re.findall(r"^\|.*\| ([\w.-]+), (\d+) GPUs: tp (\d+), pp (\d+) \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("preset", "gpus", "tp", "pp"), EXAMPLES)
+def test_examples_of_the_tree_fit(preset: str, gpus: str, tp: str, pp: str) -> None:
+    flags = (
+        f"--preset {preset} --seq-length 4096 --max-position-embeddings 4096 --tensor-model-parallel-size {tp} "
+        f"--pipeline-model-parallel-size {pp} --sequence-parallel --bf16 --use-distributed-optimizer "
+        f"--micro-batch-size 1 --global-batch-size {4 * int(gpus)} --lr 1e-4 --train-iters 10 --mock-data "
+        "--tokenizer-type NullTokenizer"
+    )
+    if preset == "llama3.1-405b":
+        flags += " --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    config = read_run_config(flags.split(), {"WORLD_SIZE": gpus})
+    workload = describe_gpt_workload(config, config.tokenizer.vocab_size or 128256)
+    assert estimate_memory(config.model, config.ddp, workload).total < 0.9 * DEVICE_BYTES
+
+
+def test_the_tree_has_an_example_of_every_branch() -> None:
+    assert len(EXAMPLES) == 5
+    ranges = re.findall(r"^\| (?:less than \d+B|more) \| ([\d-]+) \| (\d+)(?:-(\d+))?", PAGE, re.MULTILINE)
+    assert [row[0] for row in ranges] == ["1-2", "4-8", "8", "8"]
