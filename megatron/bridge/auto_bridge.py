@@ -34,7 +34,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
-from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
+from megatron.training.recipes.hf_config import CONFIG_JSON, read_model_fields
 
 if TYPE_CHECKING:
     from megatron.core.distributed.model_chunk import ModelChunk
@@ -74,7 +74,7 @@ class AutoBridge:
         source = open_source(Path(path), asked_by="from_hf_pretrained()", families=families)
         files = [*list_tokenizer_files(source.config.tokenizer).values(), source.path / GENERATION_CONFIG]
         kept = {file.name: file for file in files if file.is_file()}
-        fields = read_json(source.path / CONFIG_JSON)
+        fields = read_model_fields(source.path / CONFIG_JSON)
         fields.pop("quantization_config", None)  # weights are dequantised when they are read
         return cls(source.config, source.entries, fields, kept, source=source)
 

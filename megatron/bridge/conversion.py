@@ -37,13 +37,20 @@ from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family, find_row
-from megatron.training.recipes.hf_config import CONFIG_JSON, PREDICTION, keep_stored_prediction, read_json
+from megatron.training.recipes.hf_config import (
+    CONFIG_JSON,
+    PREDICTION,
+    keep_stored_prediction,
+    read_model_fields,
+    take_text_model,
+)
 
 CARRIED = "huggingface"
 """Directory of a checkpoint for the files of the source that only Hugging Face's programs read."""
 _CARRIED_FILES = (CONFIG_JSON, "generation_config.json")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _GPT2_PREFIX = "transformer."
+_TEXT_PREFIX = "language_model."
 
 
 # ---- import
@@ -100,7 +107,7 @@ def open_source(
     if problem := explain_no_directory(path):
         raise CheckpointError(f"{asked_by} {path} {problem}")
     where = path / CONFIG_JSON
-    fields = read_json(where)
+    fields = read_model_fields(where)
     tensors, notes = open_tensors(path), []
     if "quantization_config" in fields:
         quantised = DequantisedTensors(tensors, fields["quantization_config"] or {}, where)
@@ -135,9 +142,13 @@ def open_source(
 
 
 def _find_aliases(names: Iterable[str], tensors: TensorDirectory) -> dict[str, str]:
-    """The published files of GPT-2 leave out a prefix."""
-    short = {name: name.removeprefix(_GPT2_PREFIX) for name in names}
-    return {name: bare for name, bare in short.items() if name not in tensors.contents and bare in tensors.contents}
+    """The published files of GPT-2 leave out a prefix, and those of models that see images have one more."""
+    found: dict[str, str] = {}
+    for name in names:
+        others = (name.removeprefix(_GPT2_PREFIX), _TEXT_PREFIX + name)
+        stored = next((other for other in (name, *others) if other in tensors.contents), name)
+        found |= {name: stored} if stored != name else {}
+    return found
 
 
 def _check_tensors(
@@ -154,7 +165,11 @@ def _check_tensors(
             problems.append(f"{name} is {stored.shape} in {stored.file.name}, and config.json makes it {shape}")
     layers = entries[0].config.num_layers or 0
     notes, unused, left_out = [], [], []
-    for name in sorted(set(tensors.contents) - set(expected)):
+    sees_images = any(name.startswith(_TEXT_PREFIX) for name in expected)
+    of_images = [name for name in tensors.contents if sees_images and not name.startswith(_TEXT_PREFIX)]
+    if of_images:
+        notes.append(f"{len(of_images)} tensors are left out, which are not of the text model: {of_images[0]}, ...")
+    for name in sorted(set(tensors.contents) - set(expected) - set(of_images)):
         beyond = [int(part) for part in name.split(".") if part.isdigit()][:1]
         if is_buffer(name):
             continue
@@ -240,6 +255,7 @@ def open_model(root: Path, iteration: int | None = None, families: Sequence[Fami
     vocab_size = checkpoint.read_shape(_EMBEDDING)[0]
     dtype = checkpoint.contents[_EMBEDDING].dtype
     carried = read_carried(checkpoint, CARRIED, CONFIG_JSON)
+    carried = None if carried is None else take_text_model(carried)
     family, config_json = build_config_json(config, vocab_size, dtype, carried, families)
     entries = list_entries(family, config, vocab_size)
     for entry in entries:

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
-from megatron.training.recipes.hf_config import read_json
+from megatron.training.recipes.hf_config import read_model_fields
 
 TOLERANCE = 1e-4
 """Largest difference, as a share of the largest logit: float32 in many layers, added in another order."""
@@ -40,7 +40,7 @@ def compare_logits(theirs: Path, ours: Path, families: Sequence[Family] = FAMILI
     if not available("transformers"):
         return "logits not compared: the Python package transformers is not installed; weights are equal bit for bit"
     checkpoint = OpenCheckpoint(ours)
-    fields = read_json(theirs / "config.json")
+    fields = read_model_fields(theirs / "config.json")
     vocab_size = int(fields["vocab_size"])
     config = checkpoint.read_config()
     values = count_values(list_entries(find_family(fields["model_type"], families), config, vocab_size))

@@ -39,7 +39,7 @@ from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
-from megatron.training.recipes.hf_config import CONFIG_JSON, read_json
+from megatron.training.recipes.hf_config import CONFIG_JSON, read_model_fields
 from megatron.training.recipes.vocabulary import build_tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
@@ -143,7 +143,9 @@ def describe_run(
     model = config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float16 if model.fp16 else torch.float32
     origin = find_origin(config)
-    carried = None if origin is None or not (origin / CONFIG_JSON).is_file() else read_json(origin / CONFIG_JSON)
+    carried = (
+        None if origin is None or not (origin / CONFIG_JSON).is_file() else read_model_fields(origin / CONFIG_JSON)
+    )
     family, fields = build_config_json(config, vocab_size, dtype, carried, families)
     # A text that is continued by the result ends where documents of the training data did.
     if carried is None and config.tokenizer.tokenizer_type != "NullTokenizer":

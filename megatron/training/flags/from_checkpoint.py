@@ -38,7 +38,7 @@ from megatron.training.recipes.hf_config import (
     keep_stored_prediction,
     list_model_flags,
     list_stored_names,
-    read_json,
+    read_model_fields,
 )
 
 _DOCUMENT = "config.json"
@@ -110,7 +110,7 @@ def _enter_hugging_face(parsed: ParsedFlags, directory: Path, given: dict[str, A
         raise CheckpointError(f"--use-checkpoint-args: {directory} {problem}")
     where = directory / CONFIG_JSON
     theirs = ParsedFlags()
-    fields = keep_stored_prediction(read_json(where), list_stored_names(directory))
+    fields = keep_stored_prediction(read_model_fields(where), list_stored_names(directory))
     read_command_line(list_model_flags(fields, where), theirs)
     own_tokenizer = "tokenizer_type" in given or not given.get("use_tokenizer_model_from_checkpoint_args", True)
     for dest, entry in theirs.given.items():

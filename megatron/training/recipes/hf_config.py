@@ -33,6 +33,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_model_fields(path: Path) -> dict[str, Any]:
+    """The fields of a config.json that describe a model of text. Raises CheckpointError."""
+    return take_text_model(read_json(path))
+
+
+def take_text_model(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model that sees images, too, the fields of the part that reads and writes text; else all."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(fields)
+    of_all = ("torch_dtype", "dtype", "quantization_config")
+    return {name: fields[name] for name in of_all if name in fields} | dict(text)
+
+
 def find_family_of(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> Family:
     """The family of a config.json. Raises CheckpointError for one that is not known."""
     try:
