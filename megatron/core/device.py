@@ -91,6 +91,11 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether the device multiplies 8-bit floating-point numbers: GPUs of compute capability 8.9 and above."""
+    return is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def choose_backend(device: torch.device) -> str:
     """The torch.distributed backend that moves this device's tensors."""
     return "nccl" if is_cuda(device) else "gloo"

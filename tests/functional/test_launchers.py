@@ -26,11 +26,14 @@ from megatron.training.flags.read import examine, read_run_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-FP8 = ("llama/train_llama3_8b_fp8.sh", "llama/train_llama3_8b_h100_fp8.sh")
+WITHOUT_DATA = ("llama/train_llama3_8b_fp8.sh", "llama/train_llama3_8b_h100_fp8.sh")
+"""Scripts that make up data where none are given."""
 SCRIPTS = {
     "pretrain_gpt_distributed.sh": 8,
     "llama/train_llama_70b.sh": 64,
     "llama/train_llama3_70b.sh": 64,
+    "llama/train_llama3_8b_fp8.sh": 8,
+    "llama/train_llama3_8b_h100_fp8.sh": 8,
     "gpt3/train_gpt3.sh 350m": 8,
     "gpt3/train_gpt3.sh 6.7b": 32,
     "gpt3/train_gpt3.sh 175b": 512,
@@ -43,7 +46,7 @@ SCRIPTS = {
     "../.github/skills/megatron-lm-expert/assets/pretrain_llama.sh": 8,
 }
 """Script and argument -> processes."""
-TRAINED = ("llama/train_llama_70b.sh", "deepseek/train_deepseek_v3.sh")
+TRAINED = ("llama/train_llama_70b.sh", "llama/train_llama3_8b_fp8.sh", "deepseek/train_deepseek_v3.sh")
 SHELL_FILES = sorted(
     path for place in ("examples", "tools", "tests", ".github") for path in (ROOT / place).rglob("*.sh")
 )
@@ -104,18 +107,6 @@ def test_the_script_for_70_billion_parameters_has_these_flags() -> None:
     assert (options["nproc_per_node"], options["nnodes"]) == ("8", "8")
 
 
-@pytest.mark.parametrize("script", FP8)
-def test_scripts_for_fp8_say_that_it_is_not_there_yet(script: str) -> None:
-    finished = run(script, LAPTOP="1")
-    assert finished.returncode == 2
-    assert "--fp8-format hybrid is planned, not available yet" in finished.stderr
-    assert "Traceback" not in finished.stderr
-    # Nothing else stands against them.
-    _, flags = dry_run(script)
-    problems = [problem.text for problem in examine(flags, {"WORLD_SIZE": "8"}).problems]
-    assert problems and all(problem.startswith("--fp8-") for problem in problems)
-
-
 def test_several_nodes_without_slurm() -> None:
     where = {"NNODES": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1234", "NODE_RANK": "1"}
     options, _ = dry_run("pretrain_gpt_distributed.sh", **where)
@@ -151,7 +142,7 @@ def test_what_is_missing_is_one_sentence(script: str, variables: dict[str, str],
     assert line.startswith("error: ") and sentence in line
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in FP8])
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in WITHOUT_DATA])
 def test_a_script_without_its_data_starts_nothing(script: str, tmp_path: Path) -> None:
     """First nothing is given, then a placeholder, then a file that is not there, for each variable in turn."""
     given: dict[str, str] = {"CHECKPOINTS": str(tmp_path / "new" / "checkpoints")}

@@ -189,9 +189,10 @@ def test_every_spec_builds_the_same_model(name: str) -> None:
 
 def test_what_specs_refuse() -> None:
     specs = use("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
-    for asked in ({"fp8": "hybrid"}, {"moe_use_legacy_grouped_gemm": True}):
-        with pytest.raises(ConfigError, match="leave it out"):
-            specs(**asked)
+    with pytest.raises(ConfigError, match="leave it out"):
+        specs(moe_use_legacy_grouped_gemm=True)
+    with pytest.raises(ConfigError, match="made with fp8 'hybrid', the config says None"):
+        gpt(specs(fp8="hybrid"))
     block, layers = use("models.gpt.gpt_layer_specs", "get_gpt_decoder_block_spec", "get_gpt_decoder_layer_specs")
     with pytest.raises(ConfigError, match="contradicts the config's LayerNorm"):
         block(TransformerConfig(**SHAPE), use_transformer_engine=False, normalization="RMSNorm")

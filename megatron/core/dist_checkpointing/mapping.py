@@ -44,6 +44,8 @@ class ShardedTensor:
     """What to load instead where the checkpoint has no `key`."""
     is_copy: bool = False
     """Loaded, but not saved: another process owns it."""
+    is_optional: bool = False
+    """A checkpoint that lacks it, or has it in another shape, leaves it as it is."""
 
     @classmethod
     def from_placement(

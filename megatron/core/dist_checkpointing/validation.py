@@ -99,6 +99,8 @@ def list_wanted(
     for tensor in tensors:
         keys |= {tensor.key} if tensor.fallback_key is None else {tensor.key, tensor.fallback_key}
         key = saved_key(tensor, metadata)
+        if tensor.is_optional and (key is None or saved_shape(key, metadata) != tensor.global_shape):
+            continue
         if key is None:
             lacking[tensor.key] = tensor.global_shape
             continue

@@ -28,6 +28,7 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
@@ -146,6 +147,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             gather_output=True,
             tp_group=groups.tp,
         )
+        if config.is_fp8_layer(number):
+            self.fp8_products = multiply_in_fp8(self.eh_proj, config)
         self.mtp_model_layer = build_module(
             submodules.mtp_model_layer, config=config, layer_number=number, pg_collection=groups
         )

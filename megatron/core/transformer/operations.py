@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.transformer.attention import uses_fused_rope
 from megatron.core.transformer.core_attention.interface import AttentionOptions
 from megatron.core.transformer.core_attention.select import build_attention_backend
+from megatron.core.transformer.fp8_layers import read_fp8_recipe
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.norms import uses_fused_norm
@@ -39,7 +40,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     fused_rope = fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place")
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
-        "linear": choose_product(config).name,
+        "linear": _describe_linear(config, device),
         "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
@@ -53,6 +54,18 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     }
 
 
+def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
+    plain = choose_product(config).name
+    if config.fp8 is None:
+        return plain
+    layers = [index + 1 for index in range(config.num_layers) if config.is_fp8_layer(index + 1)]
+    outside = [] if config.fp8_output_proj else ["output layer"]
+    if len(layers) < config.num_layers:
+        outside.append(f"{config.num_layers - len(layers)} of {config.num_layers} layers")
+    described = read_fp8_recipe(config, device).describe()
+    return described + (f"; {' and '.join(outside)}: {plain}" if outside else "")
+
+
 def describe_expert_operations(config: TransformerConfig, device: torch.device) -> dict[str, str]:
     """Return operation -> implementation for what only layers with experts have."""
     width, inner, dtype = config.expert_channels, config.moe_ffn_hidden_size, parameter_dtype(config)
@@ -63,7 +76,9 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
         choose_expert_product(config, widths, dtype, device).name
         for widths in ((width, inner * (2 if config.gated_linear_unit else 1)), (inner, width))
     ]
-    if config.moe_grouped_gemm:
+    if config.fp8 is not None:
+        products = [f"{read_fp8_recipe(config, device).describe()}, one product for each expert"]
+    elif config.moe_grouped_gemm:
         taken = (GroupedMatmul.name, BatchedMatmul.name)
         products = [name if name in taken else f"{name} (grouped_mm refuses its widths)" for name in products]
     fused = "one differentiable operation each, without atomic adds"

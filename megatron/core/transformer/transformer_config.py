@@ -16,13 +16,21 @@ from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
+from megatron.core.transformer.config_fields.precision import MULTIPLES, PrecisionFields
 from megatron.core.transformer.config_fields.recompute import RecomputeFields
 from megatron.core.transformer.layer_patterns import has_dense_layers, has_windows, pattern_problems
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    RecomputeFields, PipelineFields, MoEFields, MuPFields, InitializationFields, LatentAttentionFields, AttentionFields
+    RecomputeFields,
+    PipelineFields,
+    MoEFields,
+    MuPFields,
+    InitializationFields,
+    PrecisionFields,
+    LatentAttentionFields,
+    AttentionFields,
 ):
     """Shape, number formats and kernels of a transformer.
 
@@ -90,6 +98,7 @@ class TransformerConfig(
         # Here and not in one group of fields: the patterns read windows, positions and experts together.
         yield from pattern_problems(self)
         yield from self._inner_widths_divide_over_ranks()
+        yield from self._widths_fit_fp8()
         yield from self.kernel_problems()
         if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
             yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
@@ -113,6 +122,40 @@ class TransformerConfig(
                 yield (
                     f"{self.say(width_name)} cannot be split over {self.say(ranks_name)}; "
                     f"use {name_multiples(width, ranks)}"
+                )
+
+    def _widths_fit_fp8(self) -> Iterator[str]:
+        """What linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take them."""
+        if self.fp8 is None or self.fp8_recipe not in MULTIPLES or not self.num_attention_heads:
+            return
+        multiple, tp, etp = (
+            MULTIPLES[self.fp8_recipe],
+            self.tensor_model_parallel_size,
+            self.expert_tensor_parallel_size or 1,
+        )
+        heads, groups = self.num_attention_heads, self.num_query_groups or self.num_attention_heads
+        widths = [("hidden_size", self.hidden_size, 1)]
+        if self.multi_latent_attention:
+            widths += [(name, getattr(self, name), 1) for name in ("q_lora_rank", "kv_lora_rank")]
+            widths += [("num_attention_heads", heads * width, tp) for width in (self.query_width, self.value_width)]
+        else:
+            query, key_value = heads * self.query_width, 2 * max(groups, tp) * self.query_width
+            widths += [("kv_channels", query, tp), ("kv_channels", query + key_value, tp)]
+        if has_dense_layers(self):
+            widths.append(("ffn_hidden_size", self.ffn_hidden_size, tp))
+        if self.num_moe_experts is not None:
+            widths.append(("moe_ffn_hidden_size", self.moe_ffn_hidden_size or 0, etp))
+            widths.append(("moe_latent_size", self.moe_latent_size or 0, 1))
+            widths.append(("moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size or 0, tp))
+        said = set()
+        for name, width, ranks in widths:
+            if width and width % (multiple * ranks) and name not in said:
+                said.add(name)
+                over = f" over {ranks} ranks" if ranks > 1 else ""
+                found = "" if width == getattr(self, name) else f", {width} columns in all,"
+                yield (
+                    f"{self.say(name)}{found}{over} is no multiple of {multiple}, as {self.say('fp8_recipe')} needs "
+                    f"it; use multiples of {multiple * ranks}, or leave --fp8-format out and train with --bf16 alone"
                 )
 
     def kernel_problems(self) -> Iterator[str]:

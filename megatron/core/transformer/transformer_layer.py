@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import Rotation
@@ -99,6 +100,8 @@ class TransformerLayer(MegatronModule):
         self.recomputes_attention_norm = policy.recomputes_attention_norm and self.input_layernorm is not None
         self.recomputes_mlp_norm = policy.recomputes_mlp_norm and self.pre_mlp_layernorm is not None
         self.recomputes_mlp = policy.recomputes_mlp
+        if config.is_fp8_layer(layer_number):
+            self.fp8_products = multiply_in_fp8(self, config)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
 
     def forward(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from megatron.core.dist_checkpointing.mapping import (
+    OPTIMIZER_PREFIX,
     ShardedStateDict,
     ShardedTensor,
     model_state,
@@ -18,6 +19,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.placement import Placement, get_placement
+from megatron.core.tensor_parallel.fp8_products import FP8Matmul
+from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.training.run import Run
 
 
@@ -53,11 +56,26 @@ def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
     return state | whole_optimizer_state(run.optimizer.whole_state(), stacks)
 
 
+def build_sharded_fp8_state(run: Run) -> ShardedStateDict:
+    """The scales of FP8 products and what they follow from, the same on all processes of a pipeline stage; a run with
+    scales that finds none in a checkpoint begins with those of the operands."""
+    state: ShardedStateDict = {}
+    for chunk in run.model:
+        for name, module in chunk.module.named_modules():
+            if isinstance(module, FP8Matmul):
+                layer = find_global_name(chunk.module, name.removesuffix(".product"))
+                for kind, data in module.named_buffers(recurse=False):
+                    key = f"{OPTIMIZER_PREFIX}fp8_{kind}.{layer}"
+                    state[key] = dataclasses.replace(ShardedTensor.whole(key, data), is_optional=True)
+    return state
+
+
 def select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:
     """What to load, but for random-number states: with the optimizer's state, or with the main parameters of it, or the
     parameters alone."""
     if with_optimizer:
-        return build_sharded_model_state(run) | build_sharded_optimizer_state(run)
+        state = build_sharded_model_state(run) | build_sharded_optimizer_state(run)
+        return state | build_sharded_fp8_state(run)
     if run.config.checkpoint.loads_main_params(run.config.model):
         return build_sharded_model_state(run) | _select_main_params(run)
     return build_sharded_model_state(run, main=True)

@@ -50,6 +50,7 @@ from megatron.training.checkpoint.differences import (
     refuse_another_function,
 )
 from megatron.training.checkpoint.run_tensors import (
+    build_sharded_fp8_state,
     build_sharded_model_state,
     build_sharded_optimizer_state,
     list_full_precision_weights,
@@ -90,7 +91,7 @@ def save_checkpoint(
     # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
-        tensors |= build_sharded_optimizer_state(run)
+        tensors |= build_sharded_optimizer_state(run) | build_sharded_fp8_state(run)
         state["optimizer"] = run.optimizer.state_dict()
         state["scheduler"] = run.scheduler.state_dict()
     if hooks := run.hooks.state_dict():

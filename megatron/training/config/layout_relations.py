@@ -242,6 +242,22 @@ def formats_of_divided_parameters_fit(run: RunConfig) -> Iterator[str]:
         )
 
 
+def gathers_parameters(run: RunConfig) -> bool:
+    """Whether ranks gather parameters that others have updated."""
+    ddp = run.ddp
+    return ddp.use_distributed_optimizer or ddp.use_megatron_fsdp or ddp.use_torch_fsdp2
+
+
+def low_precision_gathers_have_something_to_gather(run: RunConfig) -> Iterator[str]:
+    """--fp8-param-gather concerns parameters in FP8 that are gathered."""
+    if not run.model.fp8_param_gather:
+        return
+    if run.model.fp8 is None:
+        yield "--fp8-param-gather needs --fp8-format"
+    if not gathers_parameters(run):
+        yield "--fp8-param-gather needs --use-distributed-optimizer, or fully sharded data parallelism"
+
+
 def are_parameters_divided(run: RunConfig) -> bool:
     """Whether several processes hold parts of each parameter."""
     return run.ddp.use_torch_fsdp2 and _replicas(run) != 1
@@ -263,4 +279,5 @@ LAYOUT_RELATIONS = (
     documents_are_bounded_in_one_way, conversations_can_be_planned, planned_sequences_fit_the_ranks,
     copies_of_the_optimizer_state_divide_the_replicas, divided_parameters_stand_alone,
     registered_memory_is_not_counted, formats_of_divided_parameters_fit,
+    low_precision_gathers_have_something_to_gather,
 )  # fmt: skip

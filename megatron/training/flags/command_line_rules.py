@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from megatron.training.config.container import RunConfig
-from megatron.training.config.layout_relations import are_parameters_divided, sharding_flag
+from megatron.training.config.layout_relations import are_parameters_divided, gathers_parameters, sharding_flag
 from megatron.training.flags.declarations import Flag
 
 
 class PlannedFlags:
-    """The values of the flags that no config declares, by upstream's name: `planned["fp8"]`."""
+    """The values of the flags that no config declares, by upstream's name: `planned["fp4"]`."""
 
     def __init__(self, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> None:
         self._flags, self._given = flags, given
@@ -26,7 +26,7 @@ class PlannedFlags:
         return self._given.get(dest, self._flags[dest].default)
 
     def say(self, dest: str) -> str:
-        """The flag as a user writes it: `--fp8-format hybrid`."""
+        """The flag as a user writes it: `--fp4-format e2m1`."""
         return self._flags[dest].spell(self[dest])
 
     def name(self, dest: str) -> str:
@@ -41,17 +41,14 @@ def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
 
 
 def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    if planned["fp8"] and planned["fp4"]:
-        yield f"{planned.say('fp8')} and {planned.say('fp4')} contradict each other; keep one"
-    for gather, number_format in (("fp8_param_gather", "fp8"), ("fp4_param_gather", "fp4")):
-        if not planned[gather]:
-            continue
-        if not planned[number_format]:
-            yield f"{planned.say(gather)} needs {planned.name(number_format)}"
-        if not (run.ddp.use_distributed_optimizer or run.ddp.use_megatron_fsdp or run.ddp.use_torch_fsdp2):
-            yield f"{planned.say(gather)} needs --use-distributed-optimizer, or fully sharded data parallelism"
-    if planned["first_last_layers_bf16"] and planned["fp8"] and planned["fp8_recipe"] == "delayed":
-        yield "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
+    if run.model.fp8 and planned["fp4"]:
+        yield f"{run.say('fp8')} and {planned.say('fp4')} contradict each other; keep one"
+    if planned["fp4_param_gather"]:
+        asked = planned.say("fp4_param_gather")
+        if not planned["fp4"]:
+            yield f"{asked} needs {planned.name('fp4')}"
+        if not gathers_parameters(run):
+            yield f"{asked} needs --use-distributed-optimizer, or fully sharded data parallelism"
     if planned["optimizer_cpu_offload"] and not run.optimizer.use_precision_aware_optimizer:
         yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer"
 

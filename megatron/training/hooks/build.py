@@ -16,6 +16,7 @@ from megatron.training.hooks.dumps import (
 )
 from megatron.training.hooks.evaluation import EvaluationHook, NonLossDataHook
 from megatron.training.hooks.exits import ExitHook
+from megatron.training.hooks.fp8_measures import FP8Hook
 from megatron.training.hooks.guards import NonFiniteHook, OutlierHook
 from megatron.training.hooks.housekeeping import CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook
 from megatron.training.hooks.iterations import SkipIterationsHook
@@ -39,8 +40,8 @@ from megatron.training.run import Hook, HookContext
 HOOKS: tuple[type[Hook], ...] = (
     # Phase.MEASURE; values appear in the log in this order
     StepHook, PredictionHook,
-    ZerosHook, ExpertsHook, AttentionLogitsHook, TrafficHook, BalanceHook, LayerNormsHook, TimingHook, MemoryHook,
-    PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
+    ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, TimingHook,
+    MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cro
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
 from megatron.core.tensor_parallel.products import choose_product
+from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,6 +54,8 @@ class LanguageModule(MegatronModule):
         # Only the result is wider: operands and gradients have the format of the parameters.
         if self.config.logit_dtype == "fp32":
             layer.product = choose_product(self.config, out_dtype=torch.float32)
+        if self.config.fp8 is not None and self.config.fp8_output_proj:
+            layer.fp8_products = multiply_in_fp8(layer, self.config)
         if layer.weight is not None:
             placement = dataclasses.replace(get_placement(layer.weight), kind="head")
             if is_tied:

@@ -84,19 +84,20 @@ def get_gpt_layer_local_spec(
 ) -> ModuleSpec:
     """A GPT layer on plain torch; which norm, activation and attention kernel it gets is up to its config.
 
-    A layer takes num_experts, qk_layernorm, normalization and qk_l2_norm from its config (num_moe_experts, ...), so
-    that one spec serves all layers; where they are given here, building the layer raises ConfigError unless the config
-    says the same. multi_latent_attention: the layer is for a config with latent attention, and for no other.
+    A layer takes num_experts, qk_layernorm, normalization, qk_l2_norm and fp8 from its config (num_moe_experts, ...),
+    so that one spec serves all layers; where they are given here, building the layer raises ConfigError unless the
+    config says the same. multi_latent_attention: the layer is for a config with latent attention, and for no other.
     moe_grouped_gemm: how experts are computed is up to the config; the numbers are the same. Raises ConfigError for
-    what does not exist: fp8, moe_use_legacy_grouped_gemm.
+    what does not exist: moe_use_legacy_grouped_gemm.
     """
     # Refused rather than dropped: a layer without them would train another model than the caller asked for.
-    _refuse_unsupported(fp8, moe_use_legacy_grouped_gemm)
+    _refuse_unsupported(moe_use_legacy_grouped_gemm)
     self_attention = get_latent_attention_spec() if multi_latent_attention else get_self_attention_spec()
     asked = {
         "num_moe_experts": num_experts,
         "qk_layernorm": qk_layernorm,
         "qk_l2_norm": qk_l2_norm,
+        "fp8": fp8,
         "normalization": normalization,
     }
     # False and None are upstream's defaults, and say nothing.
@@ -217,8 +218,6 @@ def get_gpt_mtp_block_spec(
     )
 
 
-def _refuse_unsupported(fp8: str | None, legacy_gemm: bool | None) -> None:
-    if fp8:
-        raise ConfigError("fp8 waits for the FP8 recipes; leave it out")
+def _refuse_unsupported(legacy_gemm: bool | None) -> None:
     if legacy_gemm:
         raise ConfigError("moe_use_legacy_grouped_gemm has no meaning: experts have one grouped product; leave it out")

@@ -17,6 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, FP8Matmul
 from megatron.core.tensor_parallel.products import Product, accumulates_weight_grads, add_weight_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -115,6 +116,58 @@ class BatchedMatmul(ExpertByExpert):
 
     def _multiply_rows(self, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         return torch.bmm(x.reshape(matrices.shape[0], -1, x.shape[-1]), matrices).flatten(0, 1)
+
+
+class FP8Experts(FP8Matmul):
+    """The products of all experts in FP8, one after the other. With one scale for a whole matrix, all experts of a
+    layer share it; blocks of rows, as weight gradients have them, end with an expert's rows."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Rows of all experts [n, in] -> [n, out]."""
+        assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
+        return self._multiply_rows(INPUT, x, weight, ends, over_rows=False)
+
+    def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Output gradients [n, out] -> input gradients [n, in]."""
+        assert ends is not None
+        return self._multiply_rows(GRAD, grad, weight, ends, over_rows=True)
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
+        assert ends is not None
+        if not self.recipe.rounds_weight_grad:
+            return ExpertByExpert(accumulates=self.accumulates).weight_grad(grad, x, weight, main_grad, ends)
+        into = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+        # Scales of a whole matrix are those of all experts' rows; blocks along the rows are an expert's own.
+        whole = [self._round(GRAD, grad), self._round(INPUT, x)] if self.recipe.has_one_scale(GRAD) else None
+        start = 0
+        for of_expert, rows in zip(into, _count_rows(ends), strict=True):
+            part = slice(start, start + rows)
+            start += rows
+            if not rows:
+                continue
+            if whole is None:
+                left = self._round(GRAD, grad[part], over_rows=True)
+                right = self._round(INPUT, x[part], over_rows=True)
+            else:
+                left, right = (rounded.select_rows(part).transposed for rounded in whole)
+            of_expert.add_(self._multiply(left, right, torch.float32))
+        return into.to(weight.dtype) if main_grad is None else None
+
+    def _multiply_rows(self, operand: int, rows: Tensor, weight: Tensor, ends: Tensor, *, over_rows: bool) -> Tensor:
+        """[n, k] of one of OPERANDS times each expert's matrix; over_rows: summed over the matrix's rows."""
+        matrices, rounded = self._round_weight(weight, over_rows=over_rows), self._round(operand, rows)
+        result = rows.new_empty(rows.shape[0], matrices.values.shape[1])
+        start = 0
+        for index, count in enumerate(_count_rows(ends)):
+            part = slice(start, start + count)
+            start += count
+            if count:
+                matrix = matrices.select_matrix(index)
+                result[part] = self._multiply(rounded.select_rows(part), matrix, rows.dtype)
+        return result
 
 
 def _count_rows(ends: Tensor) -> list[int]:

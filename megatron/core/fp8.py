@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices in 8-bit floating point: rounding, scales, and their products, on any device.
+
+    values = saturate(x * scale) in e4m3 or e5m2          x ~ values / scale
+
+| recipe     | elements that share a scale                      | scale                                                |
+|------------|--------------------------------------------------|------------------------------------------------------|
+| delayed    | the whole matrix                                 | largest / amax of earlier steps / 2^margin           |
+| tensorwise | the whole matrix                                 | largest / amax                                       |
+| blockwise  | 128 along the sum; of weights, blocks 128 x 128  | largest / amax, rounded down to a power of two       |
+| mxfp8      | 32 along the sum                                 | the same, in E8M0                                    |
+
+amax is the greatest absolute value of those elements, and `largest` the greatest value of the format: 448 of e4m3,
+57344 of e5m2. Where amax is 0 or infinite the scale is 1. "Along the sum" is the dimension that a product adds up,
+the last one of both operands here.
+
+Sources: Micikevicius et al., "FP8 formats for deep learning", 2022 (formats, delayed scales); DeepSeek-AI, DeepSeek-V3,
+2024, section 3.3 (blocks of 128, powers of two); Open Compute Project, Microscaling Formats specification 1.0, 2023,
+and Mishra et al., "Recipes for pre-training LLMs with MXFP8", 2025 (scales rounded up instead of down).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.device import is_cpu
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MX_BLOCK, SCALED_BLOCK = 32, 128
+_SMALLEST_EXPONENT = -127
+"""Of a scale in E8M0, which has 8 bits of exponent and nothing else."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix [rows, k], or a stack [matrices, rows, k], in 8 bits with the factors that undo its scales."""
+
+    values: Tensor
+    inverse: Tensor
+    """float32: a scalar, or [..., rows / block rows, k / block columns], rounded up."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale; all when None."""
+
+    @property
+    def transposed(self) -> Operand:
+        """The same with its last two dimensions exchanged, to sum over the other one."""
+        if self.block is None:
+            return dataclasses.replace(self, values=self.values.transpose(-2, -1))
+        block = (self.block[1], self.block[0])
+        return Operand(self.values.transpose(-2, -1), self.inverse.transpose(-2, -1), block)
+
+    def select_rows(self, rows: slice) -> Operand:
+        """Some rows, where each row has scales of its own, or all share one."""
+        if self.block is None:
+            return dataclasses.replace(self, values=self.values[rows])
+        assert self.block[0] == 1, f"rows share scales in blocks {self.block}"
+        return Operand(self.values[rows], self.inverse[rows], self.block)
+
+    def select_matrix(self, index: int) -> Operand:
+        """One matrix of a stack."""
+        inverse = self.inverse if self.block is None else self.inverse[index]
+        return Operand(self.values[index], inverse, self.block)
+
+    def dequantise(self) -> Tensor:
+        """The values that are meant, in float32 and the shape of `values`."""
+        wide = widen(self.values)
+        if self.block is None:
+            return wide * self.inverse
+        return _blocks(wide, self.block).mul_(self.inverse.unsqueeze(-1).unsqueeze(-3)).flatten(-4, -3).flatten(-2)[
+            ..., : wide.shape[-2], : wide.shape[-1]
+        ]  # fmt: skip
+
+
+def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale, computed in float32 and rounded to the nearest value of an 8-bit format; what is greater than its
+    greatest value becomes that, infinity too. NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp_(-largest, largest).to(dtype)
+
+
+def find_amax(x: Tensor) -> Tensor:
+    """The greatest absolute value of all elements, float32 scalar; 0 of none."""
+    # One pass without a temporary, which abs() would make.
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low, high).float()
+
+
+def compute_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, margin: int = 0) -> Tensor:
+    """The scale that brings amax to the format's greatest value, or with a margin to 2^-margin of it.
+
+    amax: float32, of any shape. power_of_two: round the scale down to one.
+    """
+    # Divided by tensors: torch turns a division of or by a Python number into a product, which rounds twice.
+    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax / 2.0**margin
+    # Of values so small that their scale is no float32, the greatest one that is.
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    if power_of_two:
+        # Its mantissa without its last 23 bits; the sign is 0.
+        scale = ((scale.view(torch.int32) >> 23) << 23).view(torch.float32)
+    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
+
+
+def compute_mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The power of two by which values are multiplied in the microscaling format; its inverse is what E8M0 stores."""
+    # The exponent of amax / largest, rounded up: rounded down, as the specification has it, greatest values saturate.
+    of_largest, largest_exponent = math.frexp(torch.finfo(dtype).max)  # both mantissas are in [0.5, 1)
+    mantissa, exponent = torch.frexp(amax)
+    exponent = (exponent - largest_exponent + (mantissa > of_largest)).clamp(_SMALLEST_EXPONENT, 127)
+    scale = torch.ldexp(torch.ones_like(amax), -exponent)
+    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
+
+
+def quantise_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Operand:
+    """The whole matrix by one scale, a float32 scalar."""
+    return Operand(round_to(x, scale, dtype), 1.0 / scale)
+
+
+def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, mx: bool = False) -> Operand:
+    """Each block of rows and columns by a scale of its own; blocks at the end may be smaller. mx: see
+    compute_mx_scale; otherwise powers of two of compute_scale."""
+    blocks = _blocks(x.float(), block)  # [..., rows / block, block rows, columns / block, block columns]
+    amax = torch.maximum(-blocks.amin((-3, -1)), blocks.amax((-3, -1))) if blocks.numel() else blocks.sum((-3, -1))
+    scale = compute_mx_scale(amax, dtype) if mx else compute_scale(amax, dtype, power_of_two=True)
+    values = round_to(blocks, scale.unsqueeze(-1).unsqueeze(-3), dtype).flatten(-4, -3).flatten(-2)
+    return Operand(values[..., : x.shape[-2], : x.shape[-1]], 1.0 / scale, block)
+
+
+def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[..., rows, columns] -> a new [..., rows / block, block rows, columns / block, block columns], with zeros where
+    the last blocks are not full."""
+    rows, columns = (-size % length for size, length in zip(x.shape[-2:], block, strict=True))
+    x = F.pad(x, (0, columns, 0, rows)) if rows or columns else x.clone(memory_format=torch.contiguous_format)
+    return x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+
+
+# ---- products
+
+
+def multiply_emulated(a: Operand, b: Operand) -> Tensor:
+    """a [m, k] times b [n, k] transposed -> [m, n] in float32, on any device."""
+    # Products of 8-bit values are exact in float32, so that scales of whole matrices act on the finished sum, as tensor
+    # cores have it.
+    if a.block is None and b.block is None:
+        product = widen(a.values) @ widen(b.values).t()
+        return product.mul_(a.inverse * b.inverse)
+    return a.dequantise() @ b.dequantise().t()
+
+
+def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    """The same by the device's own 8-bit product, which takes whole matrices with one scale and multiples of 16."""
+    assert a.block is None and b.block is None, f"blocks {a.block} and {b.block}"
+    # Only what is summed may need padding: rows of a microbatch, or of an expert, in a weight gradient.
+    missing = -a.values.shape[1] % 16
+    left, right = (_pad_columns(operand.values, missing) for operand in (a, b))
+    scaled_mm: Any = torch._scaled_mm
+    result: Tensor = scaled_mm(left, right.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=out_dtype)
+    return result
+
+
+def _pad_columns(values: Tensor, missing: int) -> Tensor:
+    if not missing:
+        return values.contiguous()
+    # Padding has no kernel for 8-bit floats; as bytes, zeros are zeros.
+    return F.pad(values.contiguous().view(torch.uint8), (0, missing)).view(values.dtype)
+
+
+def widen(values: Tensor) -> Tensor:
+    """8-bit values in float32, exactly."""
+    if values.dtype == E4M3 and is_cpu(values):
+        if values.dim() > 1 and not values.is_contiguous() and values.transpose(-2, -1).is_contiguous():
+            return widen(values.transpose(-2, -1)).transpose(-2, -1)
+        # The CPU's conversion of e4m3 takes several times as long as looking up 256 values.
+        index = values.contiguous().view(torch.uint8).flatten().int()
+        return _list_e4m3().index_select(0, index).view(values.shape)
+    return values.float()
+
+
+@functools.cache
+def _list_e4m3() -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3).float()

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer's three products in FP8, and the state of their scales.
+
+    forward            Y  = X W^T       scales along `in`
+    input gradient     dX = dY W        scales along `out`
+    weight gradient    G += dY^T X      scales along the tokens
+
+Each operand is rounded to 8 bits (megatron/core/fp8.py), where scales belong to stretches of the sum once for each
+direction in which it is summed; where a matrix has one scale, once for both. A weight is rounded once per step.
+Products run on the device's own kernel, or are emulated in float32 from the same 8-bit values, with the same result up
+to the order of sums. Results have the number format of the operands that came in.
+
+With delayed scaling, amax of each operand is the greatest of the whole step: of all microbatches, and of all processes
+of the pipeline stage (`tp_dp_cp`, Transformer Engine's group, which the ranks of experts are a part of). Scales are
+thus the same in every layout. Transformer Engine, which changes them with every microbatch, begins with the scale 1;
+here an operand without a history is scaled by its own amax. The other recipes look at what a process multiplies, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce
+from megatron.core.device import current_device, device_name, has_fp8_products, is_cuda
+from megatron.core.errors import ConfigError
+from megatron.core.fp8 import (
+    E4M3,
+    E5M2,
+    MX_BLOCK,
+    SCALED_BLOCK,
+    Operand,
+    compute_scale,
+    find_amax,
+    multiply_emulated,
+    multiply_natively,
+    quantise_blocks,
+    quantise_tensor,
+)
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.products import Matmul, Product
+
+OPERANDS = ("input", "weight", "grad")
+INPUT, WEIGHT, GRAD = range(3)
+STATISTICS = ("amax", "signal", "noise", "overflow", "underflow", "elements")
+"""What is summed up of an operand with --log-fp8-stats; the first is a maximum. signal and noise are sums of squares;
+overflow counts values beyond the format's greatest one, underflow those that became 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Recipe:
+    """How operands become 8-bit numbers, and who multiplies them. The fields are those of the flags `--fp8-...`."""
+
+    name: str
+    hybrid: bool
+    margin: int = 0
+    interval: int = 1
+    history_length: int = 1
+    takes_largest: bool = False
+    """Of the remembered amaxes; otherwise the last one."""
+    rounds_weight_grad: bool = True
+    is_native: bool = False
+    measures: bool = False
+    """Whether to sum up STATISTICS."""
+
+    def format_of(self, operand: int) -> torch.dtype:
+        """The number format of one of OPERANDS."""
+        return E5M2 if self.hybrid and operand == GRAD else E4M3
+
+    def has_one_scale(self, operand: int) -> bool:
+        """Whether rounding is the same for either direction of the sum."""
+        return self.name in ("delayed", "tensorwise") or (self.name == "blockwise" and operand == WEIGHT)
+
+    def describe(self) -> str:
+        """For the log: `FP8 hybrid, delayed scales, emulated in float32`."""
+        how = "torch._scaled_mm" if self.is_native else "emulated in float32"
+        return f"FP8 {'hybrid' if self.hybrid else 'e4m3'}, {self.name} scales, {how}"
+
+
+def find_kernel(recipe: str, *, emulates: bool, device: torch.device) -> bool:
+    """Whether products run on the device's own kernel for 8 bits; False where they are emulated.
+
+    emulates: --fp8-emulation. Raises ConfigError for a GPU that cannot, unless it is to be emulated there.
+    """
+    if emulates or not is_cuda(device):
+        return False
+    if not has_fp8_products(device):
+        raise ConfigError(
+            f"{device_name()} has no FP8 products, which began with compute capability 8.9; train "
+            "with --bf16 alone, or add --fp8-emulation, which computes the same numbers more slowly"
+        )
+    if recipe not in ("delayed", "tensorwise"):
+        raise ConfigError(
+            f"--fp8-recipe {recipe} has no kernel for GPUs here; use --fp8-recipe delayed or tensorwise, or add "
+            "--fp8-emulation, which computes the same numbers more slowly"
+        )
+    return True
+
+
+class FP8Matmul(Product, nn.Module):
+    """The products of one weight [out, in] in FP8."""
+
+    amax_history: Tensor
+    """[3, length], with delayed scaling: amax of each of OPERANDS in the last steps, the last one first."""
+    scale: Tensor
+    """[3], with delayed scaling: scale of each of OPERANDS; 0 before the first step."""
+    steps: Tensor
+    """int64, with delayed scaling: how many steps have ended."""
+
+    def __init__(self, recipe: FP8Recipe, *, accumulates: bool = True, out_dtype: torch.dtype | None = None) -> None:
+        nn.Module.__init__(self)
+        self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
+        self.name = recipe.describe()
+        self._exact = Matmul(accumulates=accumulates)
+        if recipe.name == "delayed":
+            # On the device itself: they have values also where parameters have no memory yet.
+            device = current_device()
+            self.register_buffer("amax_history", torch.zeros(len(OPERANDS), recipe.history_length, device=device))
+            self.register_buffer("scale", torch.zeros(len(OPERANDS), device=device))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+        self._amax: list[Tensor | None] = [None] * len(OPERANDS)
+        self._statistics: list[Tensor | None] = [None] * len(OPERANDS)
+        # The weight in 8 bits, and which weight that was: its memory and how often that had been written to.
+        self._weight: tuple[tuple[int, int], Operand] | None = None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Multiply x [..., in] by the weight, and add the bias: -> [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+        dtype = x.dtype if self.out_dtype is None else self.out_dtype
+        y = self._multiply(self._round(INPUT, rows), self._round_weight(weight), dtype, bias)
+        # Not view(): whoever reads the output may overwrite it, which autograd forbids for views.
+        reshaped: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        return reshaped
+
+    def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Output gradients [tokens, out] -> input gradients [tokens, in]."""
+        return self._multiply(self._round(GRAD, grad), self._round_weight(weight, over_rows=True), grad.dtype)
+
+    def weight_grad(
+        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor | None:
+        """grad [tokens, out], x [..., in] -> [out, in], or None when added to main_grad."""
+        if not self.recipe.rounds_weight_grad:
+            return self._exact.weight_grad(grad, x, weight, main_grad)
+        rows = x.reshape(-1, x.shape[-1])
+        operands = self._round(GRAD, grad, over_rows=True), self._round(INPUT, rows, over_rows=True)
+        if main_grad is None:
+            return self._multiply(*operands, weight.dtype)
+        main_grad.add_(self._multiply(*operands, torch.float32))
+        return None
+
+    # ---- operands
+
+    def _multiply(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if self.recipe.is_native:
+            product = multiply_natively(a, b, dtype)
+            return product if bias is None else product.add_(bias)
+        product = multiply_emulated(a, b)
+        return (product if bias is None else product.add_(bias)).to(dtype)
+
+    def _round(self, operand: int, matrix: Tensor, *, over_rows: bool = False) -> Operand:
+        """A matrix [rows, columns] in 8 bits, to be summed over its columns; over_rows: over its rows, and then
+        transposed."""
+        transposes_first = over_rows and not self.recipe.has_one_scale(operand)
+        rounded = self._round_along_columns(operand, matrix.transpose(-2, -1) if transposes_first else matrix)
+        return rounded.transposed if over_rows and not transposes_first else rounded
+
+    def _round_along_columns(self, operand: int, matrix: Tensor) -> Operand:
+        recipe, dtype = self.recipe, self.recipe.format_of(operand)
+        if recipe.name == "blockwise":
+            rounded = quantise_blocks(matrix, dtype, (SCALED_BLOCK if operand == WEIGHT else 1, SCALED_BLOCK))
+        elif recipe.name == "mxfp8":
+            rounded = quantise_blocks(matrix, dtype, (1, MX_BLOCK), mx=True)
+        else:
+            amax = find_amax(matrix)
+            scale = compute_scale(amax, dtype)
+            if recipe.name == "delayed":
+                scale = self._look_up_scale(operand, amax, scale)
+            rounded = quantise_tensor(matrix, dtype, scale)
+        if recipe.measures and self.training:
+            self._measure(operand, matrix, rounded)
+        return rounded
+
+    def _look_up_scale(self, operand: int, amax: Tensor, own_scale: Tensor) -> Tensor:
+        """Delayed scaling: note the amax for steps to come, and return the scale that earlier ones gave."""
+        if self.training:  # a validation between two steps must leave no trace in them
+            noted = self._amax[operand]
+            self._amax[operand] = amax if noted is None else torch.maximum(noted, amax)
+        # No step has ended yet, or none had values of this operand.
+        return torch.where(self.scale[operand] > 0, self.scale[operand], own_scale)
+
+    def _round_weight(self, weight: Tensor, *, over_rows: bool = False) -> Operand:
+        """The weight in 8 bits, rounded once per step where its gradients lie in flat buffers."""
+        if not self.recipe.has_one_scale(WEIGHT):
+            return self._round(WEIGHT, weight.detach(), over_rows=over_rows)
+        which = (weight.data_ptr(), weight._version)
+        if self._weight is None or self._weight[0] != which:
+            self._weight = which, self._round(WEIGHT, weight.detach())
+        rounded = self._weight[1]
+        # Without a buffer nobody says when a step ends (`end_step`), and divided parameters are soon gone.
+        if not hasattr(weight, "main_grad"):
+            self._weight = None
+        return rounded.transposed if over_rows else rounded
+
+    # ---- statistics
+
+    def _measure(self, operand: int, matrix: Tensor, rounded: Operand) -> None:
+        exact, found = matrix.detach().float(), rounded.dequantise()
+        largest = torch.finfo(rounded.values.dtype).max
+        noise = (exact - found).square()
+        # Scales and their inverses are rounded: amax itself may come back a little smaller.
+        saturated = (rounded.values.float().abs() == largest) & (exact.abs() > found.abs() * (1 + 2.0**-12))
+        counted = torch.stack(
+            [
+                find_amax(exact).double(),
+                exact.square().sum(dtype=torch.float64),
+                noise.sum(dtype=torch.float64),
+                saturated.sum().double(),
+                ((found == 0) & (exact != 0)).sum().double(),
+                torch.full((), exact.numel(), dtype=torch.float64, device=exact.device),
+            ]
+        )
+        before = self._statistics[operand]
+        self._statistics[operand] = counted if before is None else add_statistics(before, counted)
+
+    def take_statistics(self, device: torch.device) -> Tensor:
+        """[3, 6] float64, STATISTICS of OPERANDS of this process since the last call."""
+        empty = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
+        taken = torch.stack([empty if found is None else found for found in self._statistics])
+        self._statistics = [None] * len(OPERANDS)
+        return taken
+
+    # ---- steps
+
+    def take_amax(self) -> Tensor:
+        """[3] float32, amax of OPERANDS on this process since the last call; 0 of what was not used."""
+        zero = self.scale.new_zeros(())
+        taken = torch.stack([zero if amax is None else amax for amax in self._amax])
+        self._amax = [None] * len(OPERANDS)
+        return taken
+
+    @torch.no_grad()
+    def end_step(self, amax: Tensor | None) -> None:
+        """Forget the rounded weight, which is about to change. amax: with delayed scaling, those of the step, [3]."""
+        self._weight = None
+        if amax is None:
+            return
+        # A step that overflowed says nothing about the next one.
+        amax = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+        self.amax_history.copy_(torch.cat((amax.unsqueeze(1), self.amax_history[:, :-1]), dim=1))
+        self.steps.add_(1)
+        recipe = self.recipe
+        chosen = self.amax_history.amax(1) if recipe.takes_largest else amax
+        formats = [recipe.format_of(operand) for operand in range(len(OPERANDS))]
+        scales = torch.stack(
+            [compute_scale(a, dtype, margin=recipe.margin) for a, dtype in zip(chosen, formats, strict=True)]
+        )
+        is_due = ((self.steps - 1) % recipe.interval == 0) & (chosen > 0)
+        self.scale.copy_(torch.where(is_due, scales, self.scale))
+
+
+def add_statistics(left: Tensor, right: Tensor) -> Tensor:
+    """STATISTICS of two sets of values together, [..., 6]."""
+    return torch.cat((torch.maximum(left[..., :1], right[..., :1]), left[..., 1:] + right[..., 1:]), dim=-1)
+
+
+def end_step(products: Sequence[FP8Matmul], group: Group) -> None:
+    """The microbatches of a step are over: with delayed scaling, agree over the group, and find the next scales."""
+    if not products or products[0].recipe.name != "delayed":
+        for product in products:
+            product.end_step(None)
+        return
+    # One message for all: each alone would be nothing but latency.
+    amax = torch.stack([product.take_amax() for product in products])
+    all_reduce(amax, group, op="max")
+    for product, of_product in zip(products, amax, strict=True):
+        product.end_step(of_product)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matrix products are computed in 8 bits, and how their scales are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config_base import flag
+from megatron.core.setting import Needs
+from megatron.core.transformer.config_fields.architecture import ArchitectureFields
+
+_FP8 = Needs("--fp8-format", lambda run: run.fp8 is not None)
+_DELAYED = Needs("--fp8-recipe delayed", lambda run: run.fp8_recipe == "delayed")
+_BF16_LAYERS = Needs("--first-last-layers-bf16", lambda run: run.first_last_layers_bf16)
+
+MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+"""Recipe -> what the widths of linear layers must be multiples of."""
+
+
+@dataclass(kw_only=True, init=False, repr=False, eq=False)
+class PrecisionFields(ArchitectureFields):
+    """Training in FP8 (Micikevicius et al., 2022; docs/fp8.md)."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = flag(None, names=("--fp8-format",), kind="numerics")
+    """Multiply in FP8 in the linear layers and experts of all transformer layers. e4m3: all operands; hybrid: output
+    gradients in e5m2, which has more range and less precision. Weights, gradients and everything else keep their
+    number formats."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
+        "delayed", unsupported_choices=("custom",), kind="numerics", needs=_FP8
+    )
+    """Where the scales of operands come from. delayed: from the largest values of earlier steps; tensorwise: from those
+    of the operand; blockwise: for each 128 values along the sum, and each 128 x 128 of a weight, a power of two; mxfp8:
+    for each 32 values along the sum, a power of two."""
+    fp8_margin: int = flag(0, minimum=0, maximum=64, kind="numerics", needs=(_FP8, _DELAYED))
+    """Bits of room: scales are divided by two to this power, against values that grow between steps."""
+    fp8_interval: int = flag(1, minimum=1, unit="steps", kind="numerics", needs=(_FP8, _DELAYED))
+    """Compute scales anew every so many steps; largest values are noted in each."""
+    fp8_amax_history_len: int = flag(1, minimum=1, maximum=2**20, unit="steps", kind="numerics", needs=(_FP8, _DELAYED))
+    """Steps of which the largest value of each operand is remembered."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", kind="numerics", needs=(_FP8, _DELAYED))
+    """Which of the remembered largest values gives the scale: that of the last step, or the largest."""
+    fp8_wgrad: bool = flag(
+        True, names=("--fp8-wgrad",), off_names=("--no-fp8-wgrad", "--disable-fp8-wgrad"), kind="numerics", needs=_FP8
+    )
+    """Compute weight gradients in FP8, too; switched off, from the operands as they were before rounding."""
+    fp8_output_proj: bool = flag(False, kind="numerics", needs=_FP8)
+    """Multiply in FP8 in the output layer, too."""
+    fp8_emulation: bool = flag(False, kind="kernel", needs=_FP8)
+    """On a GPU, compute FP8 products in float32 from the same 8-bit values: for GPUs without FP8, and for recipes
+    without a kernel here. Slower than bfloat16; a CPU does so anyway."""
+    fp8_param_gather: bool = flag(False, kind="kernel")
+    """Gather parameters in FP8. Here they are gathered in the number format of the model, as a note says."""
+    first_last_layers_bf16: bool = flag(False, kind="numerics", needs=_FP8)
+    """Leave the first and last layers out of FP8."""
+    num_layers_at_start_in_bf16: int = flag(1, minimum=0, unit="layers", kind="numerics", needs=(_FP8, _BF16_LAYERS))
+    """With --first-last-layers-bf16, layers at the beginning."""
+    num_layers_at_end_in_bf16: int = flag(1, minimum=0, unit="layers", kind="numerics", needs=(_FP8, _BF16_LAYERS))
+    """With --first-last-layers-bf16, layers at the end."""
+
+    log_fp8_stats: bool = flag(False, kind="report", needs=_FP8)
+    """Log how well each operand of FP8 products survives: the ratio of signal to quantisation noise in dB, the largest
+    absolute value, and the shares of values that are cut off or become zero."""
+
+    def is_fp8_layer(self, layer_number: int) -> bool:
+        """Whether a layer, counted from 1, multiplies in FP8; those of multi-token prediction come behind the last."""
+        if self.fp8 is None:
+            return False
+        if not self.first_last_layers_bf16:
+            return True
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
+        return first < layer_number <= last or layer_number > self.num_layers
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.fp8 is None:
+            return
+        if self.first_last_layers_bf16 and self.fp8_recipe == "delayed":
+            yield (
+                "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
+            )
+        if getattr(self, "compile", False):
+            yield f"{self.say('fp8')} cannot be combined with --compile, which takes products apart; leave one out"

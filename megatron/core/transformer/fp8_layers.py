@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model multiply in FP8, and the end of their steps.
+
+A transformer layer exchanges, when it is built, the products of its linear layers and experts (`multiply_in_fp8`). What
+lies outside of transformer layers keeps its number format: embedding, router, norms, core attention, and the output
+layer unless --fp8-output-proj asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.device import current_device
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, end_step, find_kernel
+from megatron.core.tensor_parallel.products import Matmul
+from megatron.core.transformer.config_fields.precision import PrecisionFields
+from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
+
+
+class FP8Products(nn.Module):
+    """The FP8 products of a layer, which end their step together (`FinishesStep`)."""
+
+    def __init__(self, products: Mapping[str, FP8Matmul]) -> None:
+        super().__init__()
+        # In a list, so that they are registered where they belong, in their linear layers.
+        self._products = list(products.items())
+
+    @property
+    def products(self) -> Mapping[str, FP8Matmul]:
+        """Name of the linear layer, as in `self_attention.linear_qkv` -> its product."""
+        return dict(self._products)
+
+    def finish_step(self, groups: ProcessGroupCollection) -> None:
+        """Find the scales of the next step; every process of the pipeline stage takes part."""
+        end_step([product for _, product in self._products], groups.tp_dp_cp)
+
+
+def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None) -> FP8Recipe:
+    """The recipe that the settings ask for, on `device` (this process's when None).
+
+    Raises ConfigError where the device has no FP8 products, and --fp8-emulation was not given.
+    """
+    device = current_device() if device is None else device
+    return FP8Recipe(
+        name=config.fp8_recipe,
+        hybrid=config.fp8 == "hybrid",
+        margin=config.fp8_margin,
+        interval=config.fp8_interval,
+        history_length=config.fp8_amax_history_len,
+        takes_largest=config.fp8_amax_compute_algo == "max",
+        rounds_weight_grad=config.fp8_wgrad,
+        is_native=find_kernel(config.fp8_recipe, emulates=config.fp8_emulation, device=device),
+        measures=config.log_fp8_stats,
+    )
+
+
+def multiply_in_fp8(module: nn.Module, config: PrecisionFields) -> FP8Products:
+    """Exchange the product of every linear layer and of the experts inside the module, or of itself."""
+    recipe = read_fp8_recipe(config)
+    exchanged: dict[str, FP8Matmul] = {}
+    for name, part in list(module.named_modules()):
+        # Asked of the dictionary: embeddings and norms have no product, or another kind.
+        plain: Any = part.__dict__.get("product")
+        if isinstance(plain, Matmul | ExpertByExpert):
+            kind = FP8Experts if isinstance(plain, ExpertByExpert) else FP8Matmul
+            part.product = kind(recipe, accumulates=plain.accumulates, out_dtype=plain.out_dtype)
+            exchanged[name] = part.product
+    return FP8Products(exchanged)

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8: rounding and scales equal their definitions bit for bit, products are those of the rounded operands, and each
+flag has its effect on the layers of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.fp8 import (
+    E4M3,
+    E5M2,
+    Operand,
+    compute_mx_scale,
+    compute_scale,
+    find_amax,
+    multiply_emulated,
+    multiply_natively,
+    quantise_blocks,
+    quantise_tensor,
+    round_to,
+    widen,
+)
+from megatron.core.process_groups_config import SingleRankGroup
+from megatron.core.tensor_parallel.fp8_products import (
+    GRAD,
+    INPUT,
+    OPERANDS,
+    WEIGHT,
+    FP8Matmul,
+    FP8Recipe,
+    end_step,
+    find_kernel,
+)
+from megatron.core.tensor_parallel.products import Matmul, Product
+from megatron.core.transformer.moe.grouped_products import FP8Experts
+from tests.unit.gpt_models import build_model, read_config, token_batch
+
+FORMATS = [E4M3, E5M2]
+RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+ONE = torch.ones(())
+WIDE = "--hidden-size 128 --num-attention-heads 2 --vocab-size 127 --make-vocab-size-divisible-by 128"
+"""Widths that every recipe takes."""
+
+
+def all_finite(dtype: torch.dtype) -> Tensor:
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return values[values.isfinite()].unique()
+
+
+# ---- rounding
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rounding_is_to_the_nearest_value_and_to_even_between_two(dtype: torch.dtype) -> None:
+    values = all_finite(dtype)
+    assert torch.equal(round_to(values, ONE, dtype).float(), values)
+    low, high = values[:-1], values[1:]
+    middle = (low + high) / 2  # exact: one bit more
+    expected = torch.where(low.to(dtype).view(torch.uint8) % 2 == 0, low, high)
+    assert torch.equal(round_to(middle, ONE, dtype).float(), expected)
+    infinity = torch.full_like(middle, torch.inf)
+    assert torch.equal(round_to(torch.nextafter(middle, infinity), ONE, dtype).float(), high)
+    assert torch.equal(round_to(torch.nextafter(middle, -infinity), ONE, dtype).float(), low)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rounding_is_that_of_torch_and_saturates(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.randn(1000).mul(torch.logspace(-6, 3, 1000)).to(torch.bfloat16)
+    scale = torch.tensor(3.7)
+    inside = x[(x.float() * scale).abs() <= largest]
+    assert torch.equal(
+        round_to(inside, scale, dtype).view(torch.uint8), (inside.float() * scale).to(dtype).view(torch.uint8)
+    )
+    beyond = torch.tensor([largest * 1.01, -2 * largest, torch.inf, -torch.inf, 3e38])
+    assert round_to(beyond, ONE, dtype).float().tolist() == [largest, -largest, largest, -largest, largest]
+    assert round_to(torch.tensor([torch.nan]), ONE, dtype).float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_widening_is_exact_for_every_value_and_memory_order(dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+    for view in (values, values.t(), values[:, ::2], values[3:5], values[:0]):
+        torch.testing.assert_close(widen(view), view.float(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- scales
+
+
+def test_scale_of_a_tensor() -> None:
+    amax = torch.tensor([1.0, 3.0, 448.0, 1e30, 0.0, torch.inf, torch.nan, 1e-45])
+    found = compute_scale(amax, E4M3)
+    expected = torch.cat((torch.full((4,), 448.0) / amax[:4], torch.ones(3), torch.tensor([3.4028234663852886e38])))
+    assert torch.equal(found, expected)
+    assert torch.equal(compute_scale(amax[:4], E5M2, margin=3), torch.full((4,), 57344.0) / amax[:4] / 8)
+    power = compute_scale(amax, E4M3, power_of_two=True)
+    assert torch.equal(power[:4], 2.0 ** expected[:4].log2().floor()) and torch.equal(power[4:7], ONE.expand(3))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_microscaling_factor_is_the_largest_that_saturates_nothing_and_fits_e8m0(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    amax = torch.cat((torch.rand(500) * torch.logspace(-20, 20, 500), largest * 2.0 ** torch.arange(-9.0, 9.0)))
+    scale = compute_mx_scale(amax, dtype)
+    assert (amax * scale <= largest).all() and (amax * scale * 2 > largest).all()
+    stored = (1 / scale).to(torch.float8_e8m0fnu)
+    assert torch.equal(1 / stored.float(), scale)
+    assert compute_mx_scale(torch.tensor([0.0, torch.inf]), dtype).tolist() == [1.0, 1.0]
+    # The exponents that 8 bits hold end at -127.
+    assert compute_mx_scale(torch.tensor([1e-44]), dtype).item() == 2.0**127
+
+
+@pytest.mark.parametrize(("block", "mx"), [((1, 128), False), ((128, 128), False), ((1, 32), True)])
+@pytest.mark.parametrize("shape", [(5, 300), (130, 128), (2, 3, 64), (0, 64)])
+def test_blocks_have_scales_of_their_own(shape: tuple[int, ...], block: tuple[int, int], mx: bool) -> None:
+    x = torch.randn(shape).mul(torch.rand(shape[-1]) * 100).to(torch.bfloat16)
+    found = quantise_blocks(x, E4M3, block, mx=mx)
+    assert found.values.shape == x.shape
+    whole = found.dequantise()
+    for index in torch.cartesian_prod(*(torch.arange(size) for size in shape[:-2])) if len(shape) > 2 else [()]:
+        matrix, values, result = x[index], found.values[index], whole[index]
+        for row in range(0, shape[-2], block[0]):
+            for column in range(0, shape[-1], block[1]):
+                place = (slice(row, row + block[0]), slice(column, column + block[1]))
+                amax = matrix[place].abs().max().float()
+                scale = compute_mx_scale(amax, E4M3) if mx else compute_scale(amax, E4M3, power_of_two=True)
+                assert torch.equal(values[place].float(), round_to(matrix[place], scale, E4M3).float())
+                assert torch.equal(result[place], values[place].float() / scale)
+    assert torch.equal(found.transposed.dequantise(), whole.transpose(-2, -1))
+
+
+# ---- products
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Operand:
+    return quantise_tensor(x, dtype, compute_scale(find_amax(x), dtype))
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])
+@pytest.mark.parametrize("columns", [32, 27])
+def test_the_device_multiplies_what_emulation_multiplies(
+    formats: tuple[torch.dtype, torch.dtype], columns: int
+) -> None:
+    """torch._scaled_mm computes on the CPU as well; a sum over 27 columns, of an expert's rows, is padded to 32."""
+    a, b = rounded(torch.randn(12, columns), formats[0]), rounded(torch.randn(48, columns), formats[1])
+    exact = a.dequantise().double() @ b.dequantise().double().t()
+    for found in (multiply_emulated(a, b), multiply_natively(a, b, torch.float32)):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    turned = rounded(torch.randn(columns, 48), formats[1]).transposed
+    torch.testing.assert_close(multiply_natively(a, turned, torch.float32), multiply_emulated(a, turned))
+
+
+def recipe(name: str, **changes: object) -> FP8Recipe:
+    return dataclasses.replace(FP8Recipe(name=name, hybrid=True), **changes)  # type: ignore[arg-type]
+
+
+def definition(name: str, operand: int, matrix: Tensor) -> Tensor:
+    """A matrix as its recipe rounds it, summed over its last dimension; float32."""
+    dtype = E5M2 if operand == GRAD else E4M3
+    if name in ("blockwise", "mxfp8"):
+        block = {"mxfp8": (1, 32), "blockwise": (128, 128) if operand == WEIGHT else (1, 128)}[name]
+        return quantise_blocks(matrix, dtype, block, mx=name == "mxfp8").dequantise()
+    return rounded(matrix, dtype).dequantise()
+
+
+def expected_products(name: str, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    """Y, dX, dW from their definitions, operands rounded along what is summed."""
+    y = definition(name, INPUT, x) @ definition(name, WEIGHT, weight).t()
+    along_out = definition(name, WEIGHT, weight.t())
+    return [
+        y,
+        definition(name, GRAD, grad) @ along_out.t(),
+        definition(name, GRAD, grad.t()) @ definition(name, INPUT, x.t()).t(),
+    ]
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_three_products(name: str, native: bool) -> None:
+    if native and name in ("blockwise", "mxfp8"):
+        with pytest.raises(AssertionError, match="blocks"):
+            FP8Matmul(recipe(name, is_native=True)).forward(torch.ones(2, 128), torch.ones(128, 128))
+        return
+    x, weight, grad = torch.randn(3, 7, 128), torch.randn(256, 128), torch.randn(21, 256)
+    product, bias = FP8Matmul(recipe(name, is_native=native)), torch.randn(256)
+    main_grad = torch.ones(256, 128)
+    y, dx, dw = expected_products(name, x.flatten(0, 1), weight, grad)
+    torch.testing.assert_close(product.forward(x, weight, bias), (y + bias).view(3, 7, 256), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product.input_grad(grad, weight), dx, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product.weight_grad(grad, x, weight, None), dw, rtol=1e-5, atol=1e-4)
+    assert product.weight_grad(grad, x, weight, main_grad) is None
+    torch.testing.assert_close(main_grad, dw + 1, rtol=1e-5, atol=1e-4)
+    exact = FP8Matmul(recipe(name, rounds_weight_grad=False)).weight_grad(grad, x, weight, None)
+    assert torch.equal(exact, grad.t() @ x.flatten(0, 1))
+    half = product.forward(x.bfloat16(), weight.bfloat16())
+    assert half.dtype == torch.bfloat16 and not half._is_view()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts(name: str) -> None:
+    """Rows of an expert are rounded as if they stood alone; scales of whole matrices are those of all rows."""
+    ends = torch.tensor([21, 21, 30], dtype=torch.int32)
+    x, weight, grad = torch.randn(30, 128), torch.randn(3, 256, 128), torch.randn(30, 256)
+    product, main_grad = FP8Experts(recipe(name)), torch.zeros(3, 256, 128)
+    has_one_scale = name in ("delayed", "tensorwise")
+
+    def of_expert(operand: int, whole: Tensor, part: Tensor) -> Tensor:
+        if not has_one_scale:
+            return definition(name, operand, part)
+        dtype = E5M2 if operand == GRAD else E4M3
+        return quantise_tensor(part, dtype, compute_scale(find_amax(whole), dtype)).dequantise()
+
+    y, dx = product.forward(x, weight, ends=ends), product.input_grad(grad, weight, ends)
+    dw = product.weight_grad(grad, x, weight, None, ends)
+    assert product.weight_grad(grad, x, weight, main_grad, ends) is None and dw is not None
+    assert torch.equal(dw, main_grad)
+    for expert, rows in enumerate((slice(0, 21), slice(21, 21), slice(21, 30))):
+        w = weight[expert]
+        close = {"rtol": 1e-5, "atol": 1e-4}
+        forward = of_expert(INPUT, x, x[rows]) @ of_expert(WEIGHT, weight, w).t()
+        torch.testing.assert_close(y[rows], forward, **close)
+        backward = of_expert(GRAD, grad, grad[rows]) @ of_expert(WEIGHT, weight, w.t()).t()
+        torch.testing.assert_close(dx[rows], backward, **close)
+        if rows.start == rows.stop:
+            assert not dw[expert].any()
+            continue
+        gradient = of_expert(GRAD, grad, grad[rows].t()) @ of_expert(INPUT, x, x[rows].t()).t()
+        torch.testing.assert_close(dw[expert], gradient, **close)
+
+
+def test_a_weight_is_rounded_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    product, weight = FP8Matmul(recipe("tensorwise")), torch.randn(32, 16)
+    original = FP8Matmul._round_along_columns
+
+    def counted(self: FP8Matmul, operand: int, matrix: Tensor) -> Operand:
+        asked.append(operand)
+        return original(self, operand, matrix)
+
+    monkeypatch.setattr(FP8Matmul, "_round_along_columns", counted)
+
+    def microbatch() -> int:
+        asked.clear()
+        product.forward(torch.randn(4, 16), weight)
+        product.input_grad(torch.randn(4, 32), weight)
+        return asked.count(WEIGHT)
+
+    assert [microbatch(), microbatch()] == [2, 2], "without a gradient buffer nobody says when the weight changes"
+    weight.main_grad = torch.zeros(32, 16)  # type: ignore[attr-defined]
+    assert [microbatch(), microbatch()] == [1, 0]
+    end_step([product], SingleRankGroup())
+    assert [microbatch(), microbatch()] == [1, 0]
+    weight.mul_(2)
+    assert microbatch() == 1, "a weight that was loaded is another one"
+
+
+# ---- delayed scaling
+
+
+def list_histories(
+    steps: int, changes: dict[str, object]
+) -> Iterator[tuple[FP8Matmul, list[list[float]], list[float]]]:
+    """After each step: the product, and by definition the history of each operand and its scale."""
+    torch.manual_seed(3)
+    product, weight = FP8Matmul(recipe("delayed", **changes)), torch.randn(32, 16)
+    length, margin = product.recipe.history_length, product.recipe.margin
+    histories: list[list[float]] = [[] for _ in OPERANDS]
+    scales = [0.0] * len(OPERANDS)
+    for step in range(steps):
+        weight.mul_(1 + 0.1 * math.sin(step))
+        amax = [0.0] * len(OPERANDS)
+        for _ in range(2):
+            x, grad = torch.randn(4, 16) * (1 + step % 7), torch.randn(4, 32) * 2.0 ** -(step % 5)
+            product.forward(x, weight)
+            product.input_grad(grad, weight)
+            product.weight_grad(grad, x, weight, None)
+            amax = [max(a, m.abs().max().item()) for a, m in zip(amax, (x, weight, grad), strict=True)]
+        product.eval()
+        product.forward(torch.full((1, 16), 1e6), weight)
+        product.train()
+        end_step([product], SingleRankGroup())
+        for operand, history in enumerate(histories):
+            history.insert(0, amax[operand])
+            del history[length:]
+            if step % product.recipe.interval == 0:
+                chosen = max(history) if product.recipe.takes_largest else history[0]
+                largest = 57344.0 if operand == GRAD else 448.0
+                scales[operand] = (torch.tensor(largest) / torch.tensor(chosen) / 2.0**margin).item()
+        yield product, histories, scales
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"history_length": 16, "takes_largest": True}, {"history_length": 4, "margin": 2}, {"interval": 3}],
+    ids=str,
+)
+def test_fifty_steps_of_delayed_scaling(changes: dict[str, object]) -> None:
+    for product, histories, scales in list_histories(50, changes):
+        assert product.scale.tolist() == scales
+        for found, expected in zip(product.amax_history.tolist(), histories, strict=True):
+            assert found == expected + [0.0] * (len(found) - len(expected))
+
+
+def test_an_overflow_leaves_the_scales_alone() -> None:
+    product, weight = FP8Matmul(recipe("delayed", history_length=3, takes_largest=True)), torch.randn(32, 16)
+    for x in (torch.ones(4, 16), torch.full((4, 16), torch.inf)):
+        product.forward(x, weight)
+        end_step([product], SingleRankGroup())
+    assert product.amax_history[INPUT].tolist() == [0.0, 1.0, 0.0] and product.scale[INPUT] == 448.0
+
+
+# ---- in a model
+
+
+def list_products(flags: str) -> dict[str, Product]:
+    found = {name: getattr(module, "product", None) for name, module in build_model(flags).named_modules()}
+    return {name: product for name, product in found.items() if isinstance(product, Matmul | FP8Matmul)}
+
+
+def list_fp8(flags: str) -> list[str]:
+    return [name for name, product in list_products(flags).items() if isinstance(product, FP8Matmul)]
+
+
+@pytest.mark.flags("--fp8-format", "--fp8-output-proj")
+def test_linear_layers_of_transformer_layers_multiply_in_fp8() -> None:
+    inside = [
+        f"decoder.layers.{layer}.{linear}"
+        for layer in range(2)
+        for linear in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    ]
+    assert list_fp8("") == []
+    assert sorted(list_fp8("--fp8-format e4m3")) == sorted(inside)
+    assert sorted(list_fp8("--fp8-format e4m3 --fp8-output-proj")) == sorted([*inside, "output_layer"])
+    further = "--mtp-num-layers 1 --position-embedding-type rope --fp8-format hybrid"
+    names = [name for name in list_fp8(further) if "mtp" in name]
+    assert any(name.endswith("eh_proj") for name in names) and len(names) == 5
+    latent = (
+        "--multi-latent-attention --position-embedding-type rope --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 "
+        "--qk-pos-emb-head-dim 16 --v-head-dim 16 --fp8-format hybrid --num-experts 4 --moe-ffn-hidden-size 32 "
+        "--disable-bias-linear"
+    )
+    kinds = {name.split(".", 3)[-1]: type(product) for name, product in list_products(latent).items()}
+    assert kinds["self_attention.linear_kv_down_proj"] is FP8Matmul and kinds["output_layer"] is Matmul
+    assert kinds["mlp.experts.linear_fc1"] is FP8Experts
+
+
+@pytest.mark.flags("--fp8-format")
+def test_only_hybrid_has_gradients_in_e5m2() -> None:
+    for name, expected in (("hybrid", E5M2), ("e4m3", E4M3)):
+        product = next(p for p in list_products(f"--fp8-format {name}").values() if isinstance(p, FP8Matmul))
+        assert [product.recipe.format_of(operand) for operand in (INPUT, WEIGHT, GRAD)] == [E4M3, E4M3, expected]
+
+
+@pytest.mark.flags("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
+def test_first_and_last_layers_may_stay_in_bf16() -> None:
+    def layers(flags: str) -> set[int]:
+        return {
+            int(n.split(".")[2]) for n in list_fp8(f"--num-layers 6 --fp8-format e4m3 --fp8-recipe tensorwise {flags}")
+        }
+
+    assert layers("") == {0, 1, 2, 3, 4, 5}
+    assert layers("--first-last-layers-bf16") == {1, 2, 3, 4}
+    assert layers("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0") == {0, 1, 2, 3, 4}
+    assert layers("--first-last-layers-bf16 --num-layers-at-end-in-bf16 3") == {1, 2}
+    assert layers("--num-layers-at-end-in-bf16 3") == {0, 1, 2, 3, 4, 5}, "a count alone says nothing"
+
+
+def losses_and_grads(flags: str) -> list[Tensor]:
+    model = build_model(flags)
+    ids, positions, labels = token_batch()
+    losses = model(ids, positions, labels=labels)
+    losses.mean().backward()
+    return [losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.flags("--fp8-recipe", "--no-fp8-wgrad")
+def test_every_recipe_computes_other_numbers_close_to_those_without() -> None:
+    exact = losses_and_grads(WIDE)
+    found = {name: losses_and_grads(f"{WIDE} --fp8-format hybrid --fp8-recipe {name}") for name in RECIPES}
+    found["no wgrad"] = losses_and_grads(f"{WIDE} --fp8-format hybrid --fp8-recipe tensorwise --no-fp8-wgrad")
+    for numbers in found.values():
+        torch.testing.assert_close(numbers[0], exact[0], rtol=0.02, atol=0.0)
+        assert not torch.equal(numbers[0], exact[0])
+        for grad, plain in zip(numbers[1:], exact[1:], strict=True):
+            assert (grad - plain).norm() <= 0.2 * plain.norm() + 1e-7
+    # Before any step delayed scaling has nothing but the operand's own amax.
+    assert all(map(torch.equal, found["delayed"], found["tensorwise"]))
+    grads = {name: torch.cat([grad.flatten() for grad in numbers[1:]]) for name, numbers in found.items()}
+    distinct = [grad for name, grad in grads.items() if name != "delayed"]
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(distinct, 2))
+    assert torch.equal(found["no wgrad"][0], found["tensorwise"][0])
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
+def test_recomputation_gives_the_same_numbers(name: str) -> None:
+    flags = f"{WIDE} --fp8-format hybrid --fp8-recipe {name}"
+    again = f"{flags} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert all(map(torch.equal, losses_and_grads(flags), losses_and_grads(again)))
+
+
+@pytest.mark.flags("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin", "--fp8-interval")
+def test_flags_of_delayed_scaling_reach_the_products() -> None:
+    flags = "--fp8-format hybrid --fp8-amax-history-len 9 --fp8-amax-compute-algo max --fp8-margin 2 --fp8-interval 3"
+    for flags_given, expected in ((flags, (9, True, 2, 3)), ("--fp8-format hybrid", (1, False, 0, 1))):
+        product = next(p for p in list_products(flags_given).values() if isinstance(p, FP8Matmul))
+        used = product.recipe
+        assert (used.history_length, used.takes_largest, used.margin, used.interval) == expected
+        assert product.amax_history.shape == (3, expected[0])
+
+
+@pytest.mark.flags("--fp8-emulation")
+def test_a_gpu_without_fp8_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for name in RECIPES:
+            emulates = read_config(f"{WIDE} --fp8-format e4m3 --fp8-emulation").model.fp8_emulation
+            assert find_kernel(name, emulates=emulates, device=cuda) is False
+            assert find_kernel(name, emulates=False, device=torch.device("cpu")) is False
+            if capability == (9, 0) and name in ("delayed", "tensorwise"):
+                assert find_kernel(name, emulates=False, device=cuda) is True
+                continue
+            said = "no FP8 products" if capability == (8, 0) else f"--fp8-recipe {name} has no kernel"
+            with pytest.raises(ConfigError, match=f"{said}.*--fp8-emulation"):
+                find_kernel(name, emulates=False, device=cuda)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--hidden-size 72 --num-attention-heads 4", "--hidden-size 72 is no multiple of 16, as --fp8-recipe delayed"),
+        ("--fp8-recipe blockwise", "--hidden-size 32 is no multiple of 128, as --fp8-recipe blockwise"),
+        ("--fp8-recipe mxfp8 --ffn-hidden-size 48", "--ffn-hidden-size 48 is no multiple of 32"),
+        ("--ffn-hidden-size 40", "--ffn-hidden-size 40 is no multiple of 16"),
+        ("--fp8-recipe custom", "--fp8-recipe custom is not supported"),
+        ("--first-last-layers-bf16", "--first-last-layers-bf16 does not work with --fp8-recipe delayed"),
+        ("--compile", "cannot be combined with --compile"),
+        ("--fp4-format e2m1", "--fp8-format hybrid and --fp4-format e2m1 contradict each other"),
+        ("--fp8-param-gather", "--fp8-param-gather needs --use-distributed-optimizer"),
+        ("--num-experts 2 --moe-ffn-hidden-size 24 --disable-bias-linear", "--moe-ffn-hidden-size 24 is no multiple"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(f"--fp8-format hybrid {flags}")
+    assert sum(sentence in line for line in str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.flags("--fp8-param-gather")
+def test_parameters_are_gathered_as_they_are() -> None:
+    config = read_config("--bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer")
+    assert any("--fp8-param-gather has no effect" in note for note in config.notes)
+    with pytest.raises(ConfigError, match="--fp8-param-gather needs --fp8-format"):
+        read_config("--fp8-param-gather --use-distributed-optimizer")
+
+
+def test_what_has_nothing_to_do_is_noted() -> None:
+    notes = (
+        read_config("--fp8-margin 1").notes + read_config("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-margin 1").notes
+    )
+    assert any("--fp8-margin 1 has no effect without --fp8-format" in note for note in notes)
+    assert any("--fp8-margin 1 has no effect without --fp8-recipe delayed" in note for note in notes)
