@@ -5,7 +5,8 @@
 #   bash examples/quickstart.sh
 #
 # Every command is printed before it runs. Run it again and it resumes from the last checkpoint and trains on.
-# ITERATIONS=50 bash examples/quickstart.sh makes it shorter; QUICKSTART_DIR is where everything is written.
+# ITERATIONS=50 bash examples/quickstart.sh makes it shorter; QUICKSTART_DIR is where everything is written. On a folder of
+# text files of your own:  TEXT_DIR=my_texts QUICKSTART_DIR=mine PROMPT="Once" bash examples/quickstart.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,8 +24,9 @@ step "1. Python packages"
 source tools/install.sh plot
 mkdir -p "$out"
 
-step "2. Corpus: the Python standard library of this machine"
-[ -f "$out/corpus.jsonl" ] || run python examples/quickstart/build_corpus.py --output "$out/corpus.jsonl" --megabytes "${CORPUS_MEGABYTES:-12}"
+step "2. Corpus: ${TEXT_DIR:-the Python standard library of this machine}"
+[ -f "$out/corpus.jsonl" ] || run python examples/quickstart/build_corpus.py \
+    --output "$out/corpus.jsonl" --megabytes "${CORPUS_MEGABYTES:-12}" ${TEXT_DIR:+--from "$TEXT_DIR"}
 
 step "3. Tokenizer: a byte-level BPE trained on that corpus"
 [ -f "$out/tokenizer/tokenizer.json" ] || run python examples/quickstart/train_tokenizer.py \
@@ -48,7 +50,7 @@ fi
 # One run trains `iterations` more than the last complete one; an interrupted run is finished first.
 reached="$(cat "$out/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)"
 target=$(((reached / iterations + 1) * iterations))
-run torchrun --standalone --nproc_per_node 1 pretrain_gpt.py "${model[@]}" \
+run python pretrain_gpt.py "${model[@]}" \
     --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope \
     --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights \
     --attention-dropout 0 --hidden-dropout 0 \
@@ -56,13 +58,14 @@ run torchrun --standalone --nproc_per_node 1 pretrain_gpt.py "${model[@]}" \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" \
     --train-iters "$target" --lr-decay-style cosine --lr-warmup-iters $((iterations / 10)) --lr-decay-iters "$iterations" \
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234 \
-    --eval-interval 100 --eval-iters 10 --eval-sample-prompt "import os" --log-interval 10 --log-throughput \
+    --eval-interval 100 --eval-iters 10 --eval-sample-prompt "${PROMPT:-import os}" --log-interval 10 --log-throughput \
     --save "$out/checkpoints" --load "$out/checkpoints" --save-interval 100 --save-hf "$out/hf" \
     --tensorboard-dir "$out/tensorboard" --metrics-dir "$out/metrics"
 
 step "6. Text from the model"
+code=$'def read_file(path):\n    """'
 run python tools/generate.py --load "$out/checkpoints" --max-new-tokens 120 --temperature 0.7 --seed 1 \
-    --prompt $'def read_file(path):\n    """'
+    --prompt "${PROMPT:-$code}"
 
 step "7. What it learnt"
 run python examples/quickstart/report.py --metrics-dir "$out/metrics" --data-path "$out/stdlib_text_document" \

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step 1 of the quickstart: a JSONL corpus from the Python standard library that is on every machine.
+"""Step 2 of the quickstart: a JSONL corpus from the Python standard library that is on every machine, or with --from
+from text files of your own.
 
-Each line is `{"text": source of one file, "path": its name}`. The order is a fixed shuffle, so that the validation
+Each line is `{"text": content of one file, "path": its name}`. The order is a fixed shuffle, so that the validation
 split is a fair sample and the same machine always gives the same corpus.
 """
 
@@ -19,13 +20,13 @@ from pathlib import Path
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-def list_source_files(root: Path) -> list[Path]:
-    """Every .py file of the standard library but its tests and installed packages, sorted."""
+def list_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Every file below a folder with one of these endings, but tests and installed packages, sorted."""
     found = []
     for folder, subfolders, names in os.walk(root):
         # In place: os.walk then does not enter them.
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes)]
     return sorted(found)
 
 
@@ -48,13 +49,21 @@ def documents(files: list[Path], root: Path, max_bytes: int) -> Iterator[dict[st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
+    parser.add_argument(
+        "--from", dest="folder", type=Path, help="a folder of text files, instead of the library's sources"
+    )
+    parser.add_argument("--suffix", action="append", help="of these files, may be repeated (default: .txt and .md)")
     parser.add_argument("--megabytes", type=float, default=12, help="stop after about this much text (default: 12)")
     arguments = parser.parse_args()
 
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = list_source_files(root)
+    root = arguments.folder or Path(sysconfig.get_paths()["stdlib"])
+    suffixes = tuple(arguments.suffix or (".txt", ".md")) if arguments.folder else (".py",)
+    files = list_files(root, suffixes)
     if not files:
-        print(f"error: no Python sources under {root}; this Python has no readable standard library", file=sys.stderr)
+        remedy = (
+            "give the folder with --from and the endings with --suffix" if arguments.folder else "give --from FOLDER"
+        )
+        print(f"error: {root} has no files that end with {' or '.join(suffixes)}; {remedy}", file=sys.stderr)
         return 2
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = arguments.output.with_name(arguments.output.name + ".tmp")

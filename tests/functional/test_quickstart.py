@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_quickstart_trains_and_then_resumes(tmp_path: Path) -> None:
     first = run_quickstart(out)
     assert iterations(out) == list(range(1, 4))
     assert "unigram entropy of corpus" in first
-    assert "+ torchrun" in first, "each step's command is echoed"
+    assert "+ python pretrain_gpt.py" in first, "each step's command is echoed"
     assert (out / "loss.png").stat().st_size > 5_000
     assert list((out / "tensorboard").iterdir())
 
@@ -82,3 +83,36 @@ assert tokenizer.eos_token_id == model.config.eos_token_id
         timeout=300,
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def test_the_page_leads_from_a_folder_of_texts_to_a_run_on_two_processes(tmp_path: Path) -> None:
+    """Its last commands, which the run's summary prints as well, are those of tests/functional/test_summary.py."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith("."):
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("\n\n")):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    section = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("## Your own text, step by step")[1]
+    prepare, train = (block.split("```")[0] for block in section.split("```sh\n")[1:3])
+    # The environment is the one of this test.
+    commands = prepare.replace("source tools/install.sh\n", "") + train.replace("--train-iters 200", "--train-iters 4")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(tmp_path), "MEGATRON_DEVICE": "cpu",
+    }  # fmt: skip
+    finished = subprocess.run(
+        ["bash", "-e", "-c", commands.replace("--lr-warmup-iters 20", "--lr-warmup-iters 1")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    following = finished.stdout.split("What to do next:\n")[1]
+    assert re.match("train on +torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 4 ", following)
+    assert (tmp_path / "mine" / "checkpoints" / "iter_0000004").is_dir()
+
+
+def test_a_folder_without_texts_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/quickstart/build_corpus.py", "--from", tmp_path, "--output", tmp_path / "x"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith(f"error: {tmp_path} has no files that end with .txt or .md; give the folder")
