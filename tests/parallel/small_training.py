@@ -41,7 +41,8 @@ EXPERTS = {
     "narrow": """--squared-relu --ffn-hidden-size 48 --num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24
         --moe-latent-size 12 --use-fused-weighted-squared-relu --moe-expert-capacity-factor 0.9
         --moe-pad-expert-input-to-capacity
-        --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 24""",
+        --moe-router-load-balancing-type aux_loss quantile_balancing --moe-aux-loss-coeff 0.1 0
+        --moe-shared-expert-intermediate-size 24""",
 }
 
 # Multi-token prediction: two further tokens, tied and with biases; one, untied and without; and with experts whose

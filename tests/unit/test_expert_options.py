@@ -12,9 +12,11 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Split, get_placement
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import list_gate_and_up
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import pad_slots, permute, permute_reference, sort_slots, unpermute
+from megatron.core.transformer.moe.routing import score_choice
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_whole
 from megatron.planner.throughput import count_products
@@ -167,9 +169,56 @@ def test_forced_bias_is_one_number_for_each_expert() -> None:
     assert not torch.equal(weights[0], weights[3])  # layers differ
 
 
+@pytest.mark.flags("--moe-router-load-balancing-type", "--moe-router-quantile-balancing-ema")
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--moe-router-score-function sigmoid --moe-router-topk 3", "--moe-router-pre-softmax --moe-router-topk 1"],
+)
+def test_quantile_balancing(flags: str) -> None:
+    """The bias is that of a loop over tokens and experts, and after some steps experts have even loads."""
+    base = f"--moe-router-load-balancing-type quantile_balancing {flags}"
+    router, slow = layer_of(base).router, layer_of(f"{base} --moe-router-quantile-balancing-ema 0.75").router
+    with torch.no_grad():
+        router.expert_bias.zero_()
+        slow.expert_bias.zero_()
+    k, groups = router.config.moe_router_topk, ProcessGroupCollection.current()
+    x = torch.randn(64, 4, 32, generator=torch.Generator().manual_seed(5)) + 0.5  # a common part: some are preferred
+    tokens_of = 64 * 4
+    scores = score_choice(router.compute_logits(x).detach(), router.config).double()
+    above = []
+    for row in scores.tolist():
+        ranked = sorted(row, reverse=True)
+        above.append([score - (ranked[k - 1] + ranked[k]) / 2 for score in row])
+    prices = []
+    for expert in range(E):
+        ordered = sorted((row[expert] for row in above), reverse=True)
+        share = tokens_of * k // E
+        prices.append((ordered[share - 1] + ordered[share]) / 2)
+    expected = torch.tensor([sum(prices) / E - price for price in prices])
+    loads = []
+    for step in range(12):
+        loads.append(router(x).experts.flatten().bincount(minlength=E).max() * E / (tokens_of * k))
+        router.finish_step(groups)
+        if step == 0:
+            torch.testing.assert_close(router.expert_bias.detach(), expected, rtol=1e-4, atol=1e-5)
+    assert loads[0] > 1.5
+    assert loads[-1] < 1.15
+    before = router.expert_bias.detach().clone()
+    router.eval()(x)
+    router.finish_step(groups)
+    assert torch.equal(router.expert_bias, before)  # evaluation moves no bias
+    slow(x)
+    slow.finish_step(groups)
+    torch.testing.assert_close(slow.expert_bias.detach(), expected / 4, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (
+            f"{MOE} --moe-router-load-balancing-type quantile_balancing sinkhorn --moe-aux-loss-coeff 0 0",
+            "cannot be combined with sinkhorn; leave one of the two out",
+        ),
         (f"{MOE} --moe-apply-probs-on-input", "needs one expert for a token; found --moe-router-topk 2, use 1"),
         (f"{MOE} --use-fused-weighted-squared-relu", "relu needs experts with --squared-relu"),
         (f"{MOE} --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),

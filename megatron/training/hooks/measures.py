@@ -200,7 +200,7 @@ class ExpertsHook(Hook):
         found["expert_entropy"] = torch.special.entr(shares).sum(1) / math.log(max(experts, 2))
         if model.moe_expert_capacity_factor is not None:
             found["tokens_dropped"] = dropped / total
-        if model.moe_router_enable_expert_bias:
+        if model.has_expert_bias:
             biases = own[:, experts + 1 : -1] / own[:, -1:].clamp(min=1)
             found["expert_bias"] = biases.amax(1) - biases.amin(1)
         return found

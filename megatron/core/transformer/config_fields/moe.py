@@ -20,6 +20,10 @@ _AUXILIARY_LOSS = Needs(
 )
 _SOFTMAX = Needs("--moe-router-score-function softmax", lambda run: run.moe_router_score_function == "softmax")
 _EXPERT_BIAS = Needs("--moe-router-enable-expert-bias", lambda run: run.moe_router_enable_expert_bias)
+_QUANTILE = Needs(
+    "--moe-router-load-balancing-type quantile_balancing",
+    lambda run: "quantile_balancing" in run.moe_router_load_balancing_type,
+)
 _GROUP_TOPK = Needs("--moe-router-group-topk", lambda run: run.moe_router_group_topk is not None)
 _CHOICE_BY_SCORE = Needs(
     "a --moe-router-load-balancing-type other than sinkhorn",
@@ -45,14 +49,12 @@ class MoEFields(ArchitectureFields):
     moe_router_load_balancing_type: list[str] = flag(
         default_factory=lambda: ["aux_loss"],
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"),
-        planned_choices=("quantile_balancing",),
-        coming="quantile balancing of experts",
         kind="numerics",
         needs=_EXPERTS,
     )
     """What keeps experts busy alike: a loss over each microbatch (Fedus et al., 2021), over each sequence, or over the
-    microbatches of a step so far; an even assignment by Sinkhorn's algorithm; or nothing. Several losses may be
-    named."""
+    microbatches of a step so far; an even assignment by Sinkhorn's algorithm; a bias in the choice with which the last
+    step's tokens would have been shared evenly (quantile_balancing); or nothing. Several may be named."""
     moe_aux_loss_coeff: list[float] = flag(
         default_factory=lambda: [0.0], minimum=0, kind="numerics", needs=(_EXPERTS, _AUXILIARY_LOSS)
     )
@@ -83,6 +85,10 @@ class MoEFields(ArchitectureFields):
     the chosen ones are the scores without it."""
     moe_router_bias_update_rate: float = flag(1e-3, minimum=0, kind="numerics", needs=(_EXPERTS, _EXPERT_BIAS))
     """What --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
+    moe_router_quantile_balancing_ema: float = flag(
+        0.0, minimum=0, maximum=1, kind="numerics", needs=(_EXPERTS, _QUANTILE)
+    )
+    """Share of the old bias in the new one after a step; 0: the last step alone decides."""
     moe_router_force_load_balancing: bool = flag(False, kind="function", needs=_EXPERTS)
     """Choose experts at random, to measure speed with equal loads."""
     moe_router_force_biased: float | None = flag(None, kind="function", needs=_EXPERTS)
@@ -156,6 +162,11 @@ class MoEFields(ArchitectureFields):
         """Width of what an expert reads and writes."""
         assert self.hidden_size is not None
         return self.moe_latent_size or self.hidden_size
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether experts are chosen with a bias that moves after each step."""
+        return self.moe_router_enable_expert_bias or "quantile_balancing" in self.moe_router_load_balancing_type
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -309,6 +320,12 @@ class MoEFields(ArchitectureFields):
             yield (
                 f"{self.say('moe_router_load_balancing_type')} names {len(kinds)} losses, "
                 f"{self.say('moe_aux_loss_coeff')} {len(weights)}"
+            )
+        if "quantile_balancing" in kinds and ("sinkhorn" in kinds or self.moe_router_enable_expert_bias):
+            other = "sinkhorn" if "sinkhorn" in kinds else "--moe-router-enable-expert-bias"
+            yield (
+                f"--moe-router-load-balancing-type quantile_balancing chooses experts by a bias of its own, and "
+                f"cannot be combined with {other}; leave one of the two out"
             )
         if "sinkhorn" in kinds and any(weights):
             yield (

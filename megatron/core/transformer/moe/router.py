@@ -26,7 +26,9 @@ from megatron.core.transformer.moe.routing import (
     choose_experts,
     compute_affinities,
     compute_capacity,
+    find_even_bias,
     fit_into_capacity,
+    score_choice,
     sinkhorn,
     weigh_experts,
 )
@@ -83,11 +85,14 @@ class TopKRouter(MegatronModule):
             )
         self.product_dtype = {"fp32": torch.float32, "fp64": torch.float64, None: None}[config.moe_router_dtype]
         self.expert_bias: Tensor | None = None
-        if config.moe_router_enable_expert_bias:
+        self.finds_bias = config.has_expert_bias and not config.moe_router_enable_expert_bias
+        if config.has_expert_bias:
             self.expert_bias = declare_parameter((self.num_experts,), init=zeros).requires_grad_(False)
         self.losses: dict[str, Tensor] = {}
         self._tokens_per_expert: Tensor | None = None
         """[E], tokens of this process that chose each expert since the bias was last updated."""
+        self._even_biases: Tensor | None = None
+        """[E + 1], for quantile_balancing: the sum of each microbatch's even bias since then, and their number."""
         self._load: Tensor | None = None
         """[E + 1], for the log: the same since it was last taken, and how many of these choices were dropped."""
         self._step_counts = (0, torch.empty(0), 0)
@@ -127,6 +132,10 @@ class TopKRouter(MegatronModule):
     def _count_tokens(self, routing: Routing, logits: Tensor) -> None:
         """Add this microbatch's tokens per expert to those of the step, where the bias or the log needs them."""
         config = self.config
+        if self.expert_bias is not None and self.finds_bias:
+            scores = _take_rows(score_choice(logits.detach(), config), self.groups.tp_cp)
+            even = torch.cat((find_even_bias(scores, self.expert_bias, self.topk), self.expert_bias.new_ones(1)))
+            self._even_biases = even if self._even_biases is None else self._even_biases + even
         if self.expert_bias is None and not config.moe_per_layer_logging:
             return
         counts = torch.zeros_like(logits, dtype=torch.int64).scatter_(1, routing.experts, 1).sum(dim=0)  # [E]
@@ -269,6 +278,9 @@ class TopKRouter(MegatronModule):
         `megatron.core.finish_step`."""
         if self.expert_bias is None:
             return
+        if self.finds_bias:
+            self._take_mean_bias(self.expert_bias, groups)
+            return
         tokens_per_expert = self._tokens_per_expert
         if tokens_per_expert is None:
             # Without a microbatch of its own a process still takes part in the all-reduce.
@@ -278,6 +290,16 @@ class TopKRouter(MegatronModule):
         # Times the number of experts instead of divided by it: in whole numbers an exact balance has the sign 0.
         missing = tokens_per_expert.sum() - tokens_per_expert * self.num_experts
         self.expert_bias.add_(missing.sign(), alpha=self.config.moe_router_bias_update_rate)
+
+    def _take_mean_bias(self, bias: Tensor, groups: ProcessGroupCollection) -> None:
+        """Move the bias to the mean of the even biases of this step's microbatches, on all replicas."""
+        summed, self._even_biases = self._even_biases, None
+        if summed is None:
+            summed = bias.new_zeros(self.num_experts + 1)
+        all_reduce(summed, groups.tp_dp_cp)
+        mean = summed[:-1] / summed[-1].clamp(min=1.0)
+        kept = torch.where(summed[-1] > 0, self.config.moe_router_quantile_balancing_ema, 1.0)
+        bias.copy_(torch.lerp(mean, bias, kept.to(bias.dtype)))
 
 
 def _take_rows(rows: Tensor, group: Group) -> Tensor:

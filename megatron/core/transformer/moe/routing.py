@@ -59,7 +59,7 @@ def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None
     # Softmax keeps the order, so the choice can be made by the logits themselves.
     if function == "softmax" and not config.moe_router_pre_softmax:
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        experts = choose_best(wide, k, *groups)
+        experts = choose_best(wide if expert_bias is None else wide + expert_bias, k, *groups)
         weights = wide.gather(1, experts).softmax(dim=-1)
     else:
         scores = score_experts(logits, function)
@@ -70,6 +70,35 @@ def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None
         if function != "softmax" and k > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return Routing(experts, _scaled(weights, config))
+
+
+def score_choice(logits: Tensor, config: MoEFields) -> Tensor:
+    """What the choice goes by, before a bias: logits [T, E] -> [T, E], as `choose_experts` compares them."""
+    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        return logits if logits.dtype == torch.float64 else logits.float()
+    return score_experts(logits, config.moe_router_score_function)
+
+
+@torch.no_grad()
+def find_even_bias(scores: Tensor, bias: Tensor, k: int) -> Tensor:
+    """Find a bias [E] with which each expert is among the k best of about T k / E tokens, one step on from `bias` [E].
+
+    scores: [T, E] of all tokens. Experts and tokens have prices, the dual variables of the best even assignment (Lewis
+    et al., 2021): a token's is what the last expert that it gets is worth to it, an expert's the quantile of its scores
+    above the tokens' prices that leaves it its share (Su, 2026, "quantile balancing"). Step by step both settle.
+    """
+    tokens, experts = scores.shape
+    if k >= experts:
+        return torch.zeros_like(bias)
+    # Between the last that is chosen and the first that is not.
+    best = (scores + bias).topk(k + 1, dim=-1).values
+    above = scores - best[:, k - 1 :].mean(dim=-1, keepdim=True)
+    ordered = above.sort(dim=0, descending=True).values  # [T, E]
+    place = min(max(tokens * k / experts - 0.5, 0.0), tokens - 1.0)
+    low = int(place)
+    price = torch.lerp(ordered[low], ordered[min(low + 1, tokens - 1)], place - low)
+    # Only differences count: a common part would wander.
+    return (price.mean() - price).to(bias.dtype)
 
 
 @torch.no_grad()
