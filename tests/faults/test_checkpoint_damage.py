@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import json
 import pickle
 import random
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.legacy import read_rank_file
@@ -179,6 +182,37 @@ def test_L13_table_of_contents_that_is_none(tmp_path: Path, pickled: bytes) -> N
     path.write_bytes(pickled)
     with pytest.raises(CheckpointError, match="metadata"):
         read_metadata(path)
+
+
+class _EarlyPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, obj: object) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_a_table_of_contents_of_an_early_python_3_11_is_read(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "ckpt", 10)
+    expected = read_metadata(checkpoint / ".metadata")
+    stream = io.BytesIO()
+    _EarlyPickler(stream).dump(expected)
+    assert b"getattr" in stream.getvalue()
+    (tmp_path / "early").write_bytes(stream.getvalue())
+    assert read_metadata(tmp_path / "early") == expected
+    # Nothing else is looked up like this.
+    for arguments in ((type(expected), "__init__"), (torch.Size, "numel"), (_MEM_FORMAT_ENCODING, "mro")):
+        content = pickle.dumps(_Gadget(getattr, arguments))
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(CheckpointError, match="refused class builtins.getattr"):
+            read_metadata(tmp_path / "bad")
+
+
+class _Gadget:
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
 
 
 @pytest.mark.parametrize("name", list(gadgets(Path("/nonexistent/canary"))))
