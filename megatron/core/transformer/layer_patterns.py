@@ -54,7 +54,9 @@ def find_window_of_layer(config: HasPatterns, layer_number: int) -> int | None:
 
 def find_chunk_of_layer(config: HasPatterns, layer_number: int) -> int | None:
     """Return how many tokens a chunk of this layer has, of which a token sees only its own; None where it sees all."""
-    return None if _sees_everything(config, layer_number) else config.attention_chunk_size
+    if config.attention_chunk_size is None or _sees_everything(config, layer_number):
+        return None
+    return config.attention_chunk_size
 
 
 def _sees_everything(config: HasPatterns, layer_number: int) -> bool:
