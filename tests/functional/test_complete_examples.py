@@ -41,31 +41,47 @@ def script(name: str, directory: Path, **variables: str) -> subprocess.Completed
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(COMPLETE / name)], cwd=directory, env=environment({"PATH": path, **variables}),
-        capture_output=True, text=True, timeout=280,
+        capture_output=True, text=True, timeout=800,
     )  # fmt: skip
 
 
 # ---- 1 and 6: the whole way, and conversion
 
 
-def test_from_text_to_a_converted_model(tmp_path: Path) -> None:
-    """Every step of both scripts; a second start of the first continues its run."""
-    work = tmp_path / "work"
-    done = script("train_pipeline.sh", tmp_path, LAPTOP="1", WORK_DIR=str(work), ITERATIONS="10", CORPUS_MEGABYTES="1")
+# Both start a dozen programs, each of which imports torch.
+MINUTES = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory that the first script has filled, and what it printed."""
+    work = tmp_path_factory.mktemp("pipeline") / "work"
+    variables = {"LAPTOP": "1", "WORK_DIR": str(work), "ITERATIONS": "10", "CORPUS_MEGABYTES": "1"}
+    done = script("train_pipeline.sh", work.parent, **variables)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return work, done.stdout
+
+
+@MINUTES
+def test_from_text_to_a_model_that_others_open(pipeline: tuple[Path, str]) -> None:
+    work, printed = pipeline
     for title in ("1. Raw", "2. Token", "3. The var", "4. Train", "5. How", "6. Text", "7. For"):
-        assert f"=== {title}" in done.stdout
-    assert "continues from iter_0000010" in done.stdout and "import os" in done.stdout
+        assert f"=== {title}" in printed
+    assert "continues from iter_0000010" in printed and "import os" in printed
+    assert "verified: every weight bit for bit" in printed
     assert (work / "hf" / "model.safetensors").is_file()
 
-    places = {"HF_DIR": str(work / "hf"), "WORK_DIR": str(tmp_path / "converted")}
-    # The export above was verified, which is most of a conversion's time.
-    converted = script("convert_checkpoint.sh", tmp_path, CONVERT_FLAGS="--no-verify", **places)
-    assert converted.returncode == 0, converted.stdout[-2000:] + converted.stderr
-    assert "15 tensors are the same, 0 differ" in converted.stdout
-    assert "verified: every weight bit for bit" in done.stdout
-    assert_same_tensors(read_all(tmp_path / "converted" / "hf"), read_all(work / "hf"))
-    assert (tmp_path / "converted" / "hf-tuned" / "config.json").is_file()
+
+@MINUTES
+def test_there_and_back_with_training_between(pipeline: tuple[Path, str], tmp_path: Path) -> None:
+    source, converted = pipeline[0] / "hf", tmp_path / "converted"
+    variables = {"HF_DIR": str(source), "WORK_DIR": str(converted)}
+    # The export of the first script was verified, which is most of a conversion's time.
+    done = script("convert_checkpoint.sh", tmp_path, CONVERT_FLAGS="--no-verify", **variables)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert "15 tensors are the same, 0 differ" in done.stdout
+    assert_same_tensors(read_all(converted / "hf"), read_all(source))
+    assert (converted / "hf-tuned" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from tests.functional.pretrain_runs import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = {command.name: command for group in COMMANDS.values() for command in group}
-FOR_THE_REPOSITORY = {"list_flags.py", "write_docs.py", "check_benchmark.py", "loss_by_position.py"}
-"""Tools for those who have a checkout: they write or check its pages, or belong to a recipe of its examples."""
+FOR_THE_REPOSITORY = {"check_benchmark.py", "list_flags.py", "write_docs.py"}
+"""Tools for those who have a checkout: they write or check its pages."""
 
 
 def call(*arguments: str, directory: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
