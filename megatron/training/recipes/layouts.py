@@ -79,6 +79,8 @@ LAYOUTS: Mapping[str, Sequence[Layout]] = {
         Layout(32, 4 * _K, tp=2, pp=2, layers_per_chunk=6, ep=8),
     ],
     "gpt-oss-20b": [Layout(16, 4 * _K, ep=8)],
+    "llama4-scout": [Layout(64, 8 * _K, tp=4, pp=4, layers_per_chunk=3, ep=16)],
+    "llama4-maverick": [Layout(256, 8 * _K, tp=4, pp=8, layers_per_chunk=3, ep=32)],
     "deepseek-v2-lite": [Layout(8, 4 * _K, ep=8)],
     "deepseek-v3": [
         Layout(
