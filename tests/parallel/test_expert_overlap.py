@@ -106,9 +106,11 @@ def test_the_shared_expert_is_computed_while_tokens_travel() -> None:
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 DELAY = "--delay-wgrad-compute"
+EXPERTS_ONLY = "--overlap-dispatch-backward-with-experts-wgrad"
 BESIDE = [
     (f"dp2,ep2,{ALLTOALL}", OVERLAP),
     (f"dp2,ep2,{ALLTOALL}", f"{OVERLAP},{DELAY}"),
+    (f"dp2,ep2,{ALLTOALL},--moe-shared-expert-overlap", EXPERTS_ONLY),
     (f"dp2,ep2,{ALLTOALL},dist-opt,--overlap-grad-reduce,--moe-permute-fusion,--recompute-granularity=selective,"
      "--recompute-modules moe,--attention-dropout=0.1,--hidden-dropout=0.1", f"{OVERLAP},{DELAY}"),
     (f"tp2,sp,ep2,etp1,{ALLTOALL},--no-gradient-accumulation-fusion", OVERLAP),
@@ -125,7 +127,7 @@ def trains_alike(cases: list[tuple[str, str]]) -> None:
         assert_same_bits(train(f"{layout},{flags}"), train(layout))
 
 
-@pytest.mark.flags(OVERLAP, DELAY)
+@pytest.mark.flags(OVERLAP, DELAY, EXPERTS_ONLY)
 def test_hidden_exchanges_change_no_bit() -> None:
     run_distributed(trains_alike, 2, BESIDE, timeout=400.0)
 
@@ -184,3 +186,11 @@ def test_an_exchange_begins_before_what_it_hides_behind(flags: str) -> None:
     last = ["begin", *weights, "end", *products, *dispatch, *weights, *ends]
     for events in run_distributed(order_of_events, 2, flags, timeout=240.0):
         assert events == alone + pair + last
+
+
+@pytest.mark.flags(EXPERTS_ONLY)
+def test_weight_gradients_of_experts_are_computed_while_gradients_travel() -> None:
+    forward = ["begin", "begin", "end", "end", "product", "product", "begin", "end"]
+    backward = ["begin", "end", "product", "product", "begin", "begin", "weights", "end", "end"]
+    for events in run_distributed(order_of_events, 2, EXPERTS_ONLY, timeout=240.0):
+        assert events == 2 * (forward + backward)

@@ -155,9 +155,36 @@ def test_the_flags_choose_the_schedule() -> None:
     assert write(evaluation) == "F0 F1 F2"
 
 
+EXPERTS_ONLY = "--overlap-dispatch-backward-with-experts-wgrad"
+
+
+@pytest.mark.flags("--overlap-dispatch-backward-with-experts-wgrad")
+def test_weight_gradients_of_experts_beside_a_backward_alone() -> None:
+    chosen = pipeline(f"{EXPERTS} {EXPERTS_ONLY}", replicas=2)
+    assert write([step for step in chosen.program(1, 2) if isinstance(step, Action)]) == "F0 B0+W0 F1 B1+W1"
+    assert chosen.delays_experts_only and not chosen.side_by_side
+    both = pipeline(f"{EXPERTS} {EXPERTS_ONLY} {FLAGS} --delay-wgrad-compute", replicas=2)
+    assert both.delays_weights and both.side_by_side and not both.delays_experts_only
+
+
+@pytest.mark.flags("--ep-overlap-early-attn-memory-release")
+def test_what_is_not_needed_is_noted() -> None:
+    flag = "--ep-overlap-early-attn-memory-release"
+    assert any(
+        "frees what it has read as it goes" in note for note in read(f"{EXPERTS} {FLAGS} {flag}", replicas=2).notes
+    )
+    assert f"{flag} has no effect without {FLAGS}" in read(f"{EXPERTS} {flag}", replicas=2).notes
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (EXPERTS_ONLY, "needs --num-experts and --expert-model-parallel-size above 1"),
+        (
+            f"{EXPERTS} {EXPERTS_ONLY} --pipeline-schedule zb-h1",
+            "zb-h1 defers weight gradients already; leave out --overlap-dispatch-backward-with-experts-wgrad",
+        ),
+        (f"{EXPERTS} {EXPERTS_ONLY} --compile", "computes weight gradients later, which --compile rules out"),
         (FLAGS, "needs --num-experts and --expert-model-parallel-size above 1"),
         (f"--num-experts 4 {FLAGS}", "needs --num-experts and --expert-model-parallel-size above 1"),
         (

@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.side_by_side import SideBySide
 from megatron.core.pipeline_parallel.weight_grad_queue import (
     WeightGradQueue,
     attach_queue,
-    list_deferrable,
+    list_delayable,
     list_output_weights,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -91,14 +91,21 @@ class Executor:
         if self.pipeline.defers_weight_gradients:
             self._queue = WeightGradQueue()
             for chunk in self.chunks:
-                attach_queue(list_deferrable(chunk, keeps_order=self.pipeline.delays_weights), self._queue)
+                attach_queue(self._list_deferrable(chunk), self._queue)
         elif self.pipeline.defers_head(pg_collection.pp.rank()):
             self._queue = WeightGradQueue()
             # Only the output layer's weight: every other layer finds no queue and computes its gradient at once.
             attach_queue(list_output_weights(self.chunks[-1]), self._queue)
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
-        self._turns = SideBySide(find_exchange_gaps(self.chunks)) if self.pipeline.side_by_side else None
+        has_gaps = self.pipeline.side_by_side or self.pipeline.delays_weights
+        self._turns = SideBySide(find_exchange_gaps(self.chunks)) if has_gaps else None
         connect_neighbours(pg_collection.pp, self.stages, current_device())
+
+    def _list_deferrable(self, chunk: nn.Module) -> list[nn.Parameter]:
+        pipeline = self.pipeline
+        if not pipeline.delays_weights:
+            return list(chunk.parameters())
+        return list_delayable(chunk, of_experts=pipeline.delays_experts_only)
 
     def start_clock(self) -> None:
         """Time the actions of the steps that follow, until `read_clock`."""

@@ -69,7 +69,9 @@ class Pipeline:
     side_by_side: bool = False
     """Backwards run beside forwards, each while the other's tokens travel to experts on other ranks."""
     delays_weights: bool = False
-    """With the former: weight gradients have actions of their own beside their backward."""
+    """Weight gradients have actions of their own beside their backward."""
+    delays_experts_only: bool = False
+    """These are the experts' alone."""
     head_deferral: int | None = None
     """Microbatches whose output layer gets its weight gradient after the last backward; 0: all; None: none."""
 
@@ -87,7 +89,8 @@ class Pipeline:
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             overlap=getattr(config, "overlap_p2p_comm", True),
             side_by_side=getattr(config, "overlap_moe_expert_parallel_comm", False),
-            delays_weights=getattr(config, "delay_wgrad_compute", False),
+            delays_weights=getattr(config, "delays_weight_gradients", False),
+            delays_experts_only=not getattr(config, "delay_wgrad_compute", False),
             head_deferral=config.wgrad_deferral_limit
             if getattr(config, "defer_embedding_wgrad_compute", False)
             else None,

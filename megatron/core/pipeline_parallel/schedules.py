@@ -58,7 +58,7 @@ def build_tables(
     delays_weights: bool = False,
 ) -> list[list[Action]]:
     """Build the actions of every rank: rank -> its actions in order. group_size: of the interleaved schedule; the
-    number of stages when None. side_by_side: backwards run beside forwards. delays_weights: and weight gradients beside
+    number of stages when None. side_by_side: backwards run beside forwards. delays_weights: weight gradients run beside
     their backward.
 
     Raises ConfigError where the schedule does not exist for these numbers.
@@ -70,6 +70,8 @@ def build_tables(
         problem = side_by_side_problem(name)
     if problem is not None:
         raise ConfigError(problem)
+    if delays_weights and not side_by_side:
+        return [_with_weights_beside(table) for table in build_tables(name, shape, microbatches, group_size)]
     if side_by_side:
         chunk_group = (chunks, group_size) if name == "interleaved" else ()
         plain = interleaved if name == "interleaved" else one_f_one_b

@@ -82,14 +82,13 @@ def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
         parameter.weight_grad_queue = queue
 
 
-def list_deferrable(chunk: nn.Module, *, keeps_order: bool = False) -> list[nn.Parameter]:
-    """The weights of a chunk whose gradients may be computed later. keeps_order: those of which each still is the same
-    sum in the same order."""
-    if not keeps_order:
-        return list(chunk.parameters())
+def list_delayable(chunk: nn.Module, *, of_experts: bool) -> list[nn.Parameter]:
+    """The weights of a chunk whose gradients, computed later, still are the same sums in the same order; of_experts:
+    those of experts alone."""
     # A tied weight gets its gradients as output layer and as embedding, in the order of backward.
     ends = ("embedding", "head")
-    return [param for name, param in chunk.named_parameters() if get_placement(param, name).kind not in ends]
+    found = [(param, get_placement(param, name)) for name, param in chunk.named_parameters()]
+    return [param for param, place in found if (place.is_expert if of_experts else place.kind not in ends)]
 
 
 def list_output_weights(chunk: nn.Module) -> list[nn.Parameter]:

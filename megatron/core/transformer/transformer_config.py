@@ -104,6 +104,8 @@ class TransformerConfig(
             yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
         if self.overlap_moe_expert_parallel_comm:
             yield from self._exchanges_can_be_hidden()
+        elif self.overlap_dispatch_backward_with_experts_wgrad:
+            yield from self.token_exchange_problems("--overlap-dispatch-backward-with-experts-wgrad")
         if self.compile:
             yield from self._compiled_layers_are_whole()
 
@@ -203,8 +205,10 @@ class TransformerConfig(
 
     def _exchanges_can_be_hidden(self) -> Iterator[str]:
         """What stands against running the exchanges of experts beside another micro-batch."""
-        yield from self.overlap_problems()
         asked = "--overlap-moe-expert-parallel-comm"
+        yield from self.token_exchange_problems(asked)
+        if self.moe_shared_expert_overlap:
+            yield f"{asked} and --moe-shared-expert-overlap hide the same exchanges; keep one"
         # Layers that are repeated in backward exchange their tokens once more, with nothing at their side.
         if self.recompute_granularity == "full":
             yield (

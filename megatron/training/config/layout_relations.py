@@ -178,6 +178,11 @@ def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
     if ddp.use_distributed_optimizer:
         yield f"{asked} already divides the optimizer state; leave out --use-distributed-optimizer"
     # A layer's weights are gathered for one micro-batch and let go before the next one comes to it.
+    if model.overlap_dispatch_backward_with_experts_wgrad:
+        yield (
+            f"--overlap-dispatch-backward-with-experts-wgrad cannot be combined with {asked}, which adds up weight "
+            "gradients itself; use --use-distributed-optimizer"
+        )
     if model.overlap_moe_expert_parallel_comm:
         yield f"--overlap-moe-expert-parallel-comm cannot be combined with {asked}; use --use-distributed-optimizer"
     if model.pipeline_model_parallel_size > 1:

@@ -42,6 +42,11 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
         model.sequence_parallel = False
     if model.overlap_p2p_comm_warmup_flush:
         yield "--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already"
+    if model.ep_overlap_early_attn_memory_release:
+        yield (
+            "--ep-overlap-early-attn-memory-release has no effect: a backward frees what it has read as it goes, and "
+            "both micro-batches take turns at every exchange"
+        )
     if "use_layer_wise_param_layout" in given:
         yield (
             "--use-layer-wise-param-layout has no effect: matrices that lie on a cut are put together for their update"

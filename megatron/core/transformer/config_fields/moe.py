@@ -193,9 +193,8 @@ class MoEFields(ArchitectureFields):
         if self.moe_use_upcycling:
             yield from self._dense_layers_become_experts(self.num_moe_experts)
 
-    def overlap_problems(self) -> Iterator[str]:
-        """What of the experts stands against --overlap-moe-expert-parallel-comm."""
-        asked = "--overlap-moe-expert-parallel-comm"
+    def token_exchange_problems(self, asked: str) -> Iterator[str]:
+        """What stands against hiding the experts' exchanges. asked: the flag that does."""
         if self.num_moe_experts is None or self.expert_model_parallel_size == 1:
             yield f"{asked} needs --num-experts and --expert-model-parallel-size above 1, or nothing is exchanged"
         elif self.moe_token_dispatcher_type == "allgather":
@@ -203,8 +202,6 @@ class MoEFields(ArchitectureFields):
                 f"{asked} does not work with {self.say('moe_token_dispatcher_type')}; use "
                 "--moe-token-dispatcher-type alltoall or flex"
             )
-        if self.moe_shared_expert_overlap:
-            yield f"{asked} and --moe-shared-expert-overlap hide the same exchanges; keep one"
 
     def _planned_microbatches_are_not_judged(self) -> Iterator[str]:
         """--hybrid-context-parallel: a plan, and with it the number of ranks, decides what is one microbatch; nothing

@@ -77,6 +77,20 @@ class PipelineFields(MTPFields):
     in flight."""
     delay_wgrad_compute: bool = flag(False, kind="layout")
     """With --overlap-moe-expert-parallel-comm, compute weight gradients while the backward's own gradients travel."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, kind="layout")
+    """Compute the experts' weight gradients while the gradients of their inputs travel back (alltoall), with or without
+    another micro-batch at their side."""
+    ep_overlap_early_attn_memory_release: bool = flag(
+        False,
+        kind="layout",
+        needs=Needs("--overlap-moe-expert-parallel-comm", lambda run: run.overlap_moe_expert_parallel_comm),
+    )
+    """Free what attention keeps earlier in each pair of micro-batches. Not needed here, as a note says."""
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether weight gradients are computed while the backward's gradients travel to other ranks."""
+        return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
 
     @property
     def defers_weight_gradients(self) -> bool:
@@ -312,10 +326,19 @@ class PipelineFields(MTPFields):
             )
 
     def _backward_runs_beside_forward(self) -> Iterator[str]:
-        if self.delay_wgrad_compute and not self.overlap_moe_expert_parallel_comm:
-            yield "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"
-        if self.delay_wgrad_compute and self.defer_embedding_wgrad_compute:
-            yield "--delay-wgrad-compute and --defer-embedding-wgrad-compute both move weight gradients; keep one"
+        hides = self.overlap_moe_expert_parallel_comm or self.overlap_dispatch_backward_with_experts_wgrad
+        if self.delay_wgrad_compute and not hides:
+            yield (
+                "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm, or "
+                "--overlap-dispatch-backward-with-experts-wgrad"
+            )
+        asked = (
+            "--delay-wgrad-compute" if self.delay_wgrad_compute else "--overlap-dispatch-backward-with-experts-wgrad"
+        )
+        if self.delays_weight_gradients and self.defer_embedding_wgrad_compute:
+            yield f"{asked} and --defer-embedding-wgrad-compute both move weight gradients; keep one"
+        if self.delays_weight_gradients and self.defers_weight_gradients:
+            yield f"{self.say('pipeline_schedule')} defers weight gradients already; leave out {asked}"
         if self.overlap_moe_expert_parallel_comm and self.pipeline_schedule is not None:
             problem = side_by_side_problem(self.pipeline_schedule)
             if problem is not None:
@@ -325,7 +348,8 @@ class PipelineFields(MTPFields):
         """What a flag rules out under which the layers' products cannot be split into two halves."""
         if self.defers_weight_gradients:
             yield f"{self.say('pipeline_schedule')} computes weight gradients later, which {flag} rules out; keep one"
-        if self.delay_wgrad_compute:
-            yield f"--delay-wgrad-compute computes weight gradients later, which {flag} rules out; keep one"
+        for name in ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"):
+            if getattr(self, name):
+                yield f"{self.say(name)} computes weight gradients later, which {flag} rules out; keep one"
         if self.defer_embedding_wgrad_compute:
             yield (f"--defer-embedding-wgrad-compute computes weight gradients later, which {flag} rules out; keep one")
