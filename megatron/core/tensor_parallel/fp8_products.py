@@ -65,6 +65,9 @@ class FP8Recipe:
     is_native: bool = False
     measures: bool = False
     """Whether to sum up STATISTICS."""
+    replicas: int = 1
+    """By how much output gradients are larger here than in one process: a process divides its loss by its own
+    microbatches, and the mean over replicas comes later. Histories and scales are kept as in one process."""
 
     def format_of(self, operand: int) -> torch.dtype:
         """The number format of one of OPERANDS."""
@@ -104,7 +107,8 @@ class FP8Matmul(Product, nn.Module):
     """The products of one weight [out, in] in FP8."""
 
     amax_history: Tensor
-    """[3, length], with delayed scaling: amax of each of OPERANDS in the last steps, the last one first."""
+    """[3, length], with delayed scaling: amax of each of OPERANDS in the last steps, the last one first; that of
+    gradients as it would be in one process."""
     scale: Tensor
     """[3], with delayed scaling: scale of each of OPERANDS; 0 before the first step."""
     steps: Tensor
@@ -189,8 +193,9 @@ class FP8Matmul(Product, nn.Module):
         if self.training:  # a validation between two steps must leave no trace in them
             noted = self._amax[operand]
             self._amax[operand] = amax if noted is None else torch.maximum(noted, amax)
+        scale = self.scale[operand] / self.recipe.replicas if operand == GRAD else self.scale[operand]
         # No step has ended yet, or none had values of this operand.
-        return torch.where(self.scale[operand] > 0, self.scale[operand], own_scale)
+        return torch.where(scale > 0, scale, own_scale)
 
     def _round_weight(self, weight: Tensor, *, over_rows: bool = False) -> Operand:
         """The weight in 8 bits, rounded once per step where its gradients lie in flat buffers."""
@@ -239,6 +244,7 @@ class FP8Matmul(Product, nn.Module):
         """[3] float32, amax of OPERANDS on this process since the last call; 0 of what was not used."""
         zero = self.scale.new_zeros(())
         taken = torch.stack([zero if amax is None else amax for amax in self._amax])
+        taken[GRAD] /= self.recipe.replicas
         self._amax = [None] * len(OPERANDS)
         return taken
 

@@ -40,8 +40,8 @@ class FP8Products(nn.Module):
         end_step([product for _, product in self._products], groups.tp_dp_cp)
 
 
-def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None) -> FP8Recipe:
-    """The recipe that the settings ask for, on `device` (this process's when None).
+def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None, replicas: int = 1) -> FP8Recipe:
+    """The recipe that the settings ask for, on `device` (this process's when None); replicas: see FP8Recipe.
 
     Raises ConfigError where the device has no FP8 products, and --fp8-emulation was not given.
     """
@@ -56,12 +56,14 @@ def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None)
         rounds_weight_grad=config.fp8_wgrad,
         is_native=find_kernel(config.fp8_recipe, emulates=config.fp8_emulation, device=device),
         measures=config.log_fp8_stats,
+        replicas=replicas,
     )
 
 
-def multiply_in_fp8(module: nn.Module, config: PrecisionFields) -> FP8Products:
+def multiply_in_fp8(module: nn.Module, config: PrecisionFields, groups: ProcessGroupCollection) -> FP8Products:
     """Exchange the product of every linear layer and of the experts inside the module, or of itself."""
-    recipe = read_fp8_recipe(config)
+    # With a loss per token gradients are sums, which nobody divides before the end of the step.
+    recipe = read_fp8_recipe(config, replicas=1 if config.calculate_per_token_loss else groups.dp_cp.size())
     exchanged: dict[str, FP8Matmul] = {}
     for name, part in list(module.named_modules()):
         # Asked of the dictionary: embeddings and norms have no product, or another kind.

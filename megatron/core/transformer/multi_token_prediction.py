@@ -148,7 +148,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             tp_group=groups.tp,
         )
         if config.is_fp8_layer(number):
-            self.fp8_products = multiply_in_fp8(self.eh_proj, config)
+            self.fp8_products = multiply_in_fp8(self.eh_proj, config, groups)
         self.mtp_model_layer = build_module(
             submodules.mtp_model_layer, config=config, layer_number=number, pg_collection=groups
         )
