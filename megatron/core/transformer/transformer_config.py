@@ -140,7 +140,7 @@ class TransformerConfig(
         if self.multi_latent_attention:
             widths += [(name, getattr(self, name), 1) for name in ("q_lora_rank", "kv_lora_rank")]
             widths += [("num_attention_heads", heads * width, tp) for width in (self.query_width, self.value_width)]
-        else:
+        elif self.kv_channels is not None:
             query, key_value = heads * self.query_width, 2 * max(groups, tp) * self.query_width
             widths += [("kv_channels", query, tp), ("kv_channels", query + key_value, tp)]
         if has_dense_layers(self):
