@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import verify_files
@@ -24,11 +26,14 @@ from megatron.core.dist_checkpointing.state_dicts import load_tensors_metadata
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, SingleRankGroup
 from megatron.training.checkpoint.save_and_load import CONFIG, STATE
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.hf_config import read_json
 from megatron.training.run import Progress
+
+ALONE = SingleRankGroup()
+"""The group of a conversion by one process."""
 
 
 @dataclass(frozen=True)
@@ -50,30 +55,33 @@ class DeferredTensor(ShardedTensor):
 
 
 def write_checkpoint(
-    root: Path, tensors: Mapping[str, ShardedTensor], config: RunConfig, attachments: Mapping[str, Path]
+    root: Path,
+    tensors: Mapping[str, ShardedTensor],
+    config: RunConfig,
+    attachments: Mapping[str, Path],
+    group: Group = ALONE,
 ) -> Path:
     """Save a model as iteration 0 of the directory `root`: weights and settings, without an optimizer.
 
-    attachments: name in the checkpoint -> file to copy. Returns the checkpoint's directory. Raises StorageError.
+    attachments: name in the checkpoint -> file to copy. group: processes that all call this with all tensors, of which
+    each makes and writes an equal share. Returns the checkpoint's directory. Raises StorageError.
     """
     # A checkpoint that was never trained: what is None, a run begins anew.
     state = {"progress": Progress(0).state_dict(), "optimizer": None, "scheduler": None}
     return serialization.save(
-        dict(tensors), root, 0, documents={STATE: state, CONFIG: config.to_dict()}, attachments=attachments,
-        group=ProcessGroupCollection.single().world,
-    )  # fmt: skip
+        dict(tensors), root, 0, documents={STATE: state, CONFIG: config.to_dict()}, attachments=attachments, group=group
+    )
 
 
 class OpenCheckpoint:
     """A checkpoint of ours: its settings, the names of its weights, and each weight on demand."""
 
-    def __init__(self, root: Path, iteration: int | None = None) -> None:
+    def __init__(self, root: Path, iteration: int | None = None, group: Group = ALONE) -> None:
         """root: a directory of checkpoints, of which the latest is taken, or one of them. Every file is verified.
 
-        Raises CheckpointError.
+        group: processes that open it together, and verify a share each. Raises CheckpointError.
         """
-        self._group = ProcessGroupCollection.single().world
-        found = serialization.find(root, iteration, self._group)
+        found = serialization.find(root, iteration, group)
         if found is None:
             raise CheckpointError(f"{root} {explain_no_directory(root) or 'holds no checkpoint'}")
         self.found: FoundCheckpoint = found
@@ -104,7 +112,7 @@ class OpenCheckpoint:
         tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
         whole = ShardedTensor.whole(key, tensor)
         # One weight at a time, so that the model need not fit into memory; the others are not missed.
-        serialization.load({key: whole}, self.found, self._group, may_have_more=True)
+        serialization.load({key: whole}, self.found, ALONE, may_have_more=True)
         return tensor[: self.valid_rows.get(key, len(tensor))] if tensor.dim() else tensor
 
     def read_shape(self, key: str) -> tuple[int, ...]:
@@ -123,12 +131,34 @@ class OpenCheckpoint:
 
 
 @contextlib.contextmanager
-def fresh_directory(path: Path, asked_by: str = "--output-path") -> Iterator[Path]:
+def fresh_directory(path: Path, asked_by: str = "--output-path", group: Group = ALONE) -> Iterator[Path]:
     """A directory to write into, which gets the name `path` when the block ends, and is removed when it fails.
 
-    asked_by: what named the path, for errors. Raises ConfigError where `path` is anything but missing or an empty
-    directory.
+    asked_by: what named the path, for errors. group: processes that write into it together. Raises ConfigError where
+    `path` is anything but missing or an empty directory.
     """
+    temporary = on_first_rank(group, lambda: _make_beside(path, asked_by))
+    try:
+        yield temporary
+        on_first_rank(group, lambda: _rename(temporary, path.absolute()))
+    except BaseException:
+        if group.rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def staged_directory(beside: Path, group: Group = ALONE) -> Iterator[Path]:
+    """An empty directory on the disk of the path `beside`, of all processes of `group`; it goes when the block ends."""
+    path = Path(on_first_rank(group, lambda: tempfile.mkdtemp(dir=beside.absolute().parent)))
+    try:
+        yield path
+    finally:
+        if group.rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_beside(path: Path, asked_by: str) -> Path:
     problem = explain_unmakeable_directory(path)
     if problem is None and path.is_dir() and next(path.iterdir(), None) is not None:
         problem = "is not empty; give a directory that does not exist yet"
@@ -139,15 +169,14 @@ def fresh_directory(path: Path, asked_by: str = "--output-path") -> Iterator[Pat
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     with storage_errors(f"making {temporary}"):
         temporary.mkdir()
-    try:
-        yield temporary
-        with storage_errors(f"writing {path}"):
-            sync_directory(temporary)
-            os.rename(temporary, path)  # POSIX replaces an empty directory, and refuses any other
-            sync_directory(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    return temporary
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    with storage_errors(f"writing {path}"):
+        sync_directory(temporary)
+        os.rename(temporary, path)  # POSIX replaces an empty directory, and refuses any other
+        sync_directory(path.parent)
 
 
 def read_carried(checkpoint: OpenCheckpoint, directory: str, name: str) -> dict[str, Any] | None:

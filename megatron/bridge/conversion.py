@@ -15,23 +15,40 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron.bridge.checkpoints import DeferredTensor, OpenCheckpoint, fresh_directory, read_carried, write_checkpoint
+from megatron.bridge.checkpoints import (
+    ALONE,
+    DeferredTensor,
+    OpenCheckpoint,
+    fresh_directory,
+    read_carried,
+    write_checkpoint,
+)
 from megatron.bridge.entries import Entry, count_values, list_entries, list_their_shapes
 from megatron.bridge.progress import Progress
 from megatron.bridge.quantised import DequantisedTensors
 from megatron.bridge.settings import build_config_json, read_settings
-from megatron.bridge.tensor_files import TensorDirectory, is_buffer, open_tensors, write_tensors
+from megatron.bridge.tensor_files import (
+    Shapes,
+    TensorDirectory,
+    is_buffer,
+    list_own_names,
+    open_tensors,
+    plan_files,
+    write_tensors,
+)
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
+from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint.tokenizer_assets import DIRECTORY as TOKENIZER
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
@@ -199,15 +216,21 @@ def _is_tied_head(family: Family, name: str, expected: Mapping[str, object]) -> 
 
 
 def import_model(
-    source: Source, output: Path, *, verify: bool = True, check: Callable[[Path], object] | None = None
+    source: Source,
+    output: Path,
+    *,
+    verify: bool = True,
+    check: Callable[[Path], object] | None = None,
+    group: Group = ALONE,
 ) -> Path:
     """Write the model of a Hugging Face directory as a checkpoint directory `output`. Returns `output`.
 
-    verify: read it again and compare. check: called with the directory while it still has another name. Raises
-    CheckpointError, ConfigError or StorageError; `output` then does not exist.
+    verify: read it again and compare. check: called with the directory while it still has another name, by the first
+    process. group: processes that all call this and do an equal share each. Raises CheckpointError, ConfigError or
+    StorageError on all of them; `output` then does not exist.
     """
-    with fresh_directory(output) as temporary:
-        progress = Progress("converting", count_values(source.entries))
+    with fresh_directory(output, group=group) as temporary:
+        progress = Progress("converting", count_values(source.entries), group)
 
         def make(entry: Entry) -> Tensor:
             ours = entry.join(source.read)
@@ -220,12 +243,13 @@ def import_model(
         }
         carried = {f"{CARRIED}/{name}": source.path / name for name in _CARRIED_FILES}
         files = {name: file for name, file in carried.items() if file.is_file()}
-        write_checkpoint(temporary, tensors, source.config, list_tokenizer_files(source.config.tokenizer) | files)
+        attachments = list_tokenizer_files(source.config.tokenizer) | files
+        write_checkpoint(temporary, tensors, source.config, attachments, group)
         progress.end()
         if verify:
-            verify_weights(source.entries, OpenCheckpoint(temporary).read, source.read)
+            verify_weights(source.entries, OpenCheckpoint(temporary, group=group).read, source.read, group)
         if check is not None:
-            check(temporary)
+            on_first_rank(group, lambda: check(temporary))
     return output
 
 
@@ -242,13 +266,19 @@ class Model:
     config_json: Mapping[str, object]
 
 
-def open_model(root: Path, iteration: int | None = None, families: Sequence[Family] = FAMILIES) -> Model:
+def open_model(
+    root: Path, iteration: int | None = None, families: Sequence[Family] = FAMILIES, group: Group = ALONE
+) -> Model:
     """Look at a checkpoint of ours: which family's model it is.
 
-    root: a directory of checkpoints, or one of them. families: those that are known. Raises CheckpointError or
-    ConfigError.
+    root: a directory of checkpoints, or one of them. families: those that are known. group: processes that all call
+    this. Raises CheckpointError or ConfigError on all of them.
     """
-    checkpoint = OpenCheckpoint(root, iteration)
+    checkpoint = OpenCheckpoint(root, iteration, group)
+    return with_everyone(group, lambda: _describe(checkpoint, families))
+
+
+def _describe(checkpoint: OpenCheckpoint, families: Sequence[Family]) -> Model:
     config = checkpoint.read_config()
     if _EMBEDDING not in checkpoint.contents:
         raise CheckpointError(f"{checkpoint.path} has no {_EMBEDDING}; it is no checkpoint of a GPT model")
@@ -270,26 +300,42 @@ def open_model(root: Path, iteration: int | None = None, families: Sequence[Fami
 
 
 def export_model(
-    model: Model, output: Path, *, verify: bool = True, check: Callable[[Path], object] | None = None
+    model: Model,
+    output: Path,
+    *,
+    verify: bool = True,
+    check: Callable[[Path], object] | None = None,
+    group: Group = ALONE,
 ) -> Path:
     """Write a checkpoint of ours as a Hugging Face directory `output`. Returns `output`.
 
-    verify: read it again and compare. check: called with the directory while it still has another name. Raises
-    CheckpointError, ConfigError or StorageError; `output` then does not exist.
+    verify: read it again and compare. check: called with the directory while it still has another name, by the first
+    process. group: processes that all call this; each writes some of the files, and compares a share. Raises
+    CheckpointError, ConfigError or StorageError on all of them; `output` then does not exist.
     """
     checkpoint = model.checkpoint
     carried = {name: file for name, file in checkpoint.list_attachments(CARRIED).items() if name != CONFIG_JSON}
-    files = carried | checkpoint.list_attachments(TOKENIZER)
-    with fresh_directory(output) as temporary:
-        write_hf_directory(
-            temporary, model.entries, model.config_json, files, split_all(model.entries, checkpoint.read),
-            lambda key: checkpoint.contents[key].dtype,
-        )  # fmt: skip
+    others = carried | checkpoint.list_attachments(TOKENIZER)
+    shapes = list_shapes(model.entries, lambda key: checkpoint.contents[key].dtype)
+    files = plan_files(shapes, group.size())
+    share = (group.rank(), group.size())
+    own = list_own_names(files, share)
+
+    def write(directory: Path) -> None:
+        progress = Progress("converting", count_values(model.entries), group)
+        if group.rank() == 0:
+            write_json_and_files(directory, model.config_json, others)
+        tensors = split_all(model.entries, checkpoint.read, own)
+        write_tensors(directory, shapes, watch(tensors, progress), files, share=share)
+        progress.end()
+
+    with fresh_directory(output, group=group) as temporary:
+        on_every_rank(group, lambda: write(temporary))
         if verify:
-            tensors = open_tensors(temporary)
-            verify_weights(model.entries, checkpoint.read, tensors.read)
+            tensors = with_everyone(group, lambda: open_tensors(temporary))
+            verify_weights(model.entries, checkpoint.read, tensors.read, group)
         if check is not None:
-            check(temporary)
+            on_first_rank(group, lambda: check(temporary))
     return output
 
 
@@ -308,49 +354,72 @@ def write_hf_directory(
     tensors: theirs with their names, in the order of the entries. get_dtype: number format of a parameter of ours, by
     our name. by_a_run: a later run may replace the directory. Raises StorageError.
     """
-    shapes = {
+    progress = Progress("converting", count_values(entries))
+    write_json_and_files(directory, config_json, files)
+    write_tensors(directory, list_shapes(entries, get_dtype), watch(tensors, progress), by_a_run=by_a_run)
+    progress.end()
+
+
+def list_shapes(entries: Iterable[Entry], get_dtype: Callable[[str], torch.dtype]) -> Shapes:
+    """Number format and shape of their tensors, by name. get_dtype: of a parameter of ours, by our name."""
+    return {
         name: (get_dtype(entry.key), shape)
         for entry in entries
         for name, shape in list_their_shapes([entry]).items()
     }  # fmt: skip
-    progress = Progress("converting", count_values(entries))
 
-    def watch() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            yield name, tensor
-            progress.advance(tensor)
 
+def watch(tensors: Iterator[tuple[str, Tensor]], progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; each is counted once it has been used."""
+    for name, tensor in tensors:
+        yield name, tensor
+        progress.advance(tensor)
+
+
+def write_json_and_files(directory: Path, config_json: Mapping[str, object], files: Mapping[str, Path]) -> None:
+    """Write config.json, and copy other files to their names there. Raises StorageError."""
     with storage_errors(f"writing {directory}"):
         # Sorted and indented, as transformers writes it.
         content = json.dumps(config_json, indent=2, sort_keys=True) + "\n"
         write_file(directory / CONFIG_JSON, content.encode())
         for name, file in files.items():
             shutil.copyfile(file, directory / name)
-    write_tensors(directory, shapes, watch(), by_a_run=by_a_run)
-    progress.end()
 
 
-def split_all(entries: Iterable[Entry], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield their names and tensors. read: a parameter of ours, by our name."""
+def split_all(
+    entries: Iterable[Entry], read: Callable[[str], Tensor], wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield their names and tensors. read: a parameter of ours, by our name. wanted: their names; all when None."""
     for entry in entries:
-        yield from entry.split(read(entry.key))
+        if wanted is None or any(name in wanted for name in list_their_shapes([entry])):
+            yield from ((n, tensor) for n, tensor in entry.split(read(entry.key)) if wanted is None or n in wanted)
 
 
 # ---- the proof
 
 
 def verify_weights(
-    entries: list[Entry], read_ours: Callable[[str], Tensor], read_theirs: Callable[[str], Tensor]
+    entries: list[Entry],
+    read_ours: Callable[[str], Tensor],
+    read_theirs: Callable[[str], Tensor],
+    group: Group = ALONE,
 ) -> None:
-    """Compare a checkpoint of ours with their files, bit for bit. Raises CheckpointError that lists what differs."""
-    progress, differing = Progress("comparing", count_values(entries)), []
-    for entry in entries:
-        ours = read_ours(entry.key)
-        for name, tensor in entry.split(ours):
-            if describe := _compare(tensor, read_theirs(name)):
-                differing.append(f"{name} {describe}")
-        progress.advance(ours)
-    progress.end()
+    """Compare a checkpoint of ours with their files, bit for bit; each process of `group` compares a share. Raises
+    CheckpointError that lists what differs, on all."""
+    progress = Progress("comparing", count_values(entries), group)
+
+    def compare() -> list[str]:
+        differing = []
+        for entry in entries[group.rank() :: group.size()]:
+            ours = read_ours(entry.key)
+            for name, tensor in entry.split(ours):
+                if describe := _compare(tensor, read_theirs(name)):
+                    differing.append(f"{name} {describe}")
+            progress.advance(ours)
+        progress.end()
+        return differing
+
+    differing = sum(on_every_rank(group, compare), [])
     if differing:
         raise CheckpointError(
             f"the result is not the source, {len(differing)} tensors differ: {'; '.join(differing[:5])}; "

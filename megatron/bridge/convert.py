@@ -6,23 +6,28 @@
 
 A checkpoint has no layout, so sizes such as --tensor-model-parallel-size are only checked against the model, but with
 --ckpt-format torch: then it is upstream's format with a file for each rank of the target's layout. The result is
-compared with the source, and appears under its name only when it is complete.
+compared with the source, and appears under its name only when it is complete. Several processes share the work:
+
+    torchrun --nproc_per_node 4 -m megatron.bridge.convert --source hf ...
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.bridge.own_family import read_family
-from megatron.core.errors import ConfigError, command_line, say
+from megatron.core.errors import ConfigError, MegatronError, command_line, say
 from megatron.training.flags.parser import path
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import Group
 
 _SIZES = {
     "--tensor-model-parallel-size": "ranks that share each layer",
@@ -83,15 +88,20 @@ def _list_families(arguments: argparse.Namespace) -> Sequence[Family]:
     return FAMILIES if arguments.family is None else (read_family(arguments.family), *FAMILIES)
 
 
-def _from_hf(arguments: argparse.Namespace) -> None:
+def _from_hf(arguments: argparse.Namespace, group: Group) -> None:
+    from megatron.bridge.checkpoints import staged_directory
     from megatron.bridge.conversion import import_model, open_source
     from megatron.bridge.logits import compare_logits
+    from megatron.core.dist_checkpointing.agreement import with_everyone
 
     tensor_ranks, stages = _get_target_layout(arguments)
     families = _list_families(arguments)
-    source = open_source(arguments.input_path, tensor_ranks=tensor_ranks, stages=stages, families=families)
+    source = with_everyone(
+        group,
+        lambda: open_source(arguments.input_path, tensor_ranks=tensor_ranks, stages=stages, families=families),
+    )
     for note in source.notes:
-        say(f"note: {note}")
+        _say(group, f"note: {note}")
 
     def check(result: Path) -> None:
         say(f"verified: every weight bit for bit; {compare_logits(arguments.input_path, result, families)}")
@@ -99,98 +109,139 @@ def _from_hf(arguments: argparse.Namespace) -> None:
     verify = not arguments.no_verify
     if arguments.ckpt_format == "torch":
         # In two steps, so that what is verified is what the files are made of.
-        with tempfile.TemporaryDirectory(dir=arguments.output_path.absolute().parent) as staged:
-            whole = Path(staged) / "whole"
-            import_model(source, whole, verify=verify, check=check if verify else None)
-            _write_ranks(whole, None, arguments.output_path, tensor_ranks, stages)
+        with staged_directory(arguments.output_path, group) as staged:
+            whole = staged / "whole"
+            import_model(source, whole, verify=verify, check=check if verify else None, group=group)
+            _write_ranks(whole, None, arguments.output_path, tensor_ranks, stages, group)
         return
-    import_model(source, arguments.output_path, verify=verify, check=check if verify else None)
-    _note_layout(tensor_ranks, stages)
+    import_model(source, arguments.output_path, verify=verify, check=check if verify else None, group=group)
+    _note_layout(tensor_ranks, stages, group)
 
 
-def _write_ranks(root: Path, iteration: int | None, output: Path, tensor_ranks: int, stages: int) -> None:
+def _write_ranks(root: Path, iteration: int | None, output: Path, tensor_ranks: int, stages: int, group: Group) -> None:
     from megatron.bridge.checkpoints import OpenCheckpoint
     from megatron.bridge.rank_files import note_rank_files, write_rank_files
 
-    checkpoint = OpenCheckpoint(root, iteration)
-    write_rank_files(checkpoint, output, tensor_ranks, stages)
+    checkpoint = OpenCheckpoint(root, iteration, group)
+    write_rank_files(checkpoint, output, tensor_ranks, stages, group)
     if (note := note_rank_files(checkpoint)) is not None:
-        say(f"note: {note}")
+        _say(group, f"note: {note}")
 
 
-def _to_hf(arguments: argparse.Namespace) -> None:
-    from megatron.bridge.upstream_source import as_ours
-
-    verify = not arguments.no_verify
-    with as_ours(arguments.input_path, arguments.ckpt_step, arguments.output_path, verify=verify) as (root, iteration):
-        _export(arguments, root, iteration)
-
-
-def _export(arguments: argparse.Namespace, root: Path, iteration: int | None) -> None:
+def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
     from megatron.bridge.conversion import export_model, open_model
     from megatron.bridge.logits import compare_logits
+    from megatron.bridge.upstream_source import as_ours
 
     families = _list_families(arguments)
-    model = open_model(root, iteration, families)
+    verify, place = not arguments.no_verify, (arguments.input_path, arguments.ckpt_step)
+    with as_ours(*place, arguments.output_path, verify=verify, group=group) as (root, iteration):
+        model = open_model(root, iteration, families, group)
 
-    def check(result: Path) -> None:
-        say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path, families)}")
+        def check(result: Path) -> None:
+            say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path, families)}")
 
-    verify = not arguments.no_verify
-    export_model(model, arguments.output_path, verify=verify, check=check if verify else None)
+        export_model(model, arguments.output_path, verify=verify, check=check if verify else None, group=group)
 
 
-def _copy(arguments: argparse.Namespace) -> None:
+def _to_megatron(arguments: argparse.Namespace, group: Group) -> None:
     from megatron.bridge.checkpoints import OpenCheckpoint, copy_checkpoint, refuse_layout
     from megatron.bridge.upstream_source import as_ours, import_upstream, open_upstream
+    from megatron.core.dist_checkpointing.agreement import on_first_rank, with_everyone
 
-    verify, (tensor_ranks, stages) = not arguments.no_verify, _get_target_layout(arguments)
+    verify, sizes = not arguments.no_verify, _get_target_layout(arguments)
     place = (arguments.input_path, arguments.ckpt_step)
-    if arguments.ckpt_format == "torch_dist" and (source := open_upstream(*place)) is not None:
-        refuse_layout(source.config, tensor_ranks, stages)
-        import_upstream(source, arguments.output_path, verify=verify)
-        say(
-            "note: weights alone; pretrain_gpt.py --load takes upstream's checkpoint as it is, with its optimizer state"
+    source = None
+    if arguments.ckpt_format == "torch_dist":
+        source = with_everyone(group, lambda: open_upstream(*place))
+    if source is not None:
+        refuse_layout(source.config, *sizes)
+        if source.note is not None:
+            _say(group, f"note: {source.note}")
+        import_upstream(source, arguments.output_path, verify=verify, group=group)
+        _say(
+            group,
+            "note: weights alone; pretrain_gpt.py --load takes upstream's checkpoint as it is, with its optimizer",
         )
-        _note_layout(tensor_ranks, stages)
+        _note_layout(*sizes, group)
         return
-    with as_ours(*place, arguments.output_path, verify=verify) as (root, iteration):
-        checkpoint = OpenCheckpoint(root, iteration)
-        refuse_layout(checkpoint.read_config(), tensor_ranks, stages)
+    with as_ours(*place, arguments.output_path, verify=verify, group=group) as (root, iteration):
+        checkpoint = OpenCheckpoint(root, iteration, group)
+        with_everyone(group, lambda: refuse_layout(checkpoint.read_config(), *sizes))
         given, saved = (arguments.source_tp, arguments.source_pp), checkpoint.read_saved_layout()
         for name, size, found in zip(("--source-tp", "--source-pp"), given, saved, strict=True):
             if size is not None and size != found:
-                say(f"note: {name} is {size}, and the checkpoint was saved with {found}; that makes no difference")
+                note = f"{name} is {size}, and the checkpoint was saved with {found}; that makes no difference"
+                _say(group, f"note: {note}")
         if arguments.ckpt_format == "torch":
-            _write_ranks(root, iteration, arguments.output_path, tensor_ranks, stages)
+            _write_ranks(root, iteration, arguments.output_path, *sizes, group)
             return
-        copy_checkpoint(checkpoint, arguments.output_path)
-    _note_layout(tensor_ranks, stages)
+        on_first_rank(group, lambda: copy_checkpoint(checkpoint, arguments.output_path))
+    _note_layout(*sizes, group)
 
 
-def _note_layout(tensor_ranks: int, stages: int) -> None:
+def _note_layout(tensor_ranks: int, stages: int, group: Group) -> None:
     if tensor_ranks * stages > 1:
-        say(
+        _say(
+            group,
             f"note: the checkpoint has no layout: it loads with tensor-parallel size {tensor_ranks} and "
-            f"pipeline-parallel size {stages}, and with any other that the model can have"
+            f"pipeline-parallel size {stages}, and with any other that the model can have",
         )
 
 
-def convert(arguments: argparse.Namespace) -> None:
-    """Do what the command line says, and print what was written. Raises ConfigError, CheckpointError, StorageError."""
+def _say(group: Group, sentence: str) -> None:
+    if group.rank() == 0:
+        say(sentence)
+
+
+def convert(arguments: argparse.Namespace, group: Group | None = None) -> None:
+    """Do what the command line says, and print what was written.
+
+    group: processes that all call this and share the work. Raises ConfigError, CheckpointError, StorageError on all.
+    """
+    if group is None:
+        from megatron.bridge.checkpoints import ALONE
+
+        group = ALONE
     if arguments.source == "hf":
-        _from_hf(arguments)
+        _from_hf(arguments, group)
     elif arguments.target == "hf":
-        _to_hf(arguments)
+        _to_hf(arguments, group)
     else:
-        _copy(arguments)
-    say(f"wrote {arguments.output_path}")
+        _to_megatron(arguments, group)
+    _say(group, f"wrote {arguments.output_path}")
+
+
+@contextlib.contextmanager
+def _joined_job() -> Iterator[Group]:
+    """The processes that torchrun has started; this one alone without it."""
+    import torch.distributed as dist
+
+    from megatron.bridge.checkpoints import ALONE
+
+    if not dist.is_torchelastic_launched():
+        yield ALONE
+        return
+    dist.init_process_group("gloo")
+    try:
+        group = dist.group.WORLD
+        yield ALONE if group is None or group.size() == 1 else group
+    finally:
+        dist.destroy_process_group()
 
 
 @command_line
 def main() -> int:
     """Read the command line, convert, print."""
-    convert(parse_arguments(sys.argv[1:]))
+    arguments = parse_arguments(sys.argv[1:])
+    with _joined_job() as group:
+        try:
+            convert(arguments, group)
+        except MegatronError as error:
+            # All processes have the same one.
+            if group.rank() == 0:
+                raise
+            return error.exit_code
     return 0
 
 

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from megatron.bridge.checkpoints import OpenCheckpoint, fresh_directory
+from megatron.bridge.checkpoints import ALONE, OpenCheckpoint, fresh_directory
+from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
 from megatron.core.dist_checkpointing.legacy import FILE_NAME
@@ -27,7 +28,7 @@ from megatron.core.dist_checkpointing.legacy_write import (
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import get_placement
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.to_upstream import CHECKPOINT_VERSION, build_args
 from megatron.training.config.container import RunConfig
@@ -45,11 +46,14 @@ class _Vocabulary:
     vocab_size: int
 
 
-def write_rank_files(checkpoint: OpenCheckpoint, output: Path, tensor_ranks: int, stages: int) -> Path:
+def write_rank_files(
+    checkpoint: OpenCheckpoint, output: Path, tensor_ranks: int, stages: int, group: Group = ALONE
+) -> Path:
     """Write the weights into a new directory of checkpoints `output`, for this layout; returns `output`.
 
-    One rank's weights are in memory at a time. Raises ConfigError for a layout that the model cannot have,
-    CheckpointError or StorageError; `output` then does not exist.
+    One rank's weights are in memory at a time; each process of `group` writes the files of some ranks. Raises
+    ConfigError for a layout that the model cannot have, CheckpointError or StorageError on all; `output` then does not
+    exist.
     """
     saved = checkpoint.read_config()
     config = _divide(saved, tensor_ranks, stages)
@@ -57,10 +61,11 @@ def write_rank_files(checkpoint: OpenCheckpoint, output: Path, tensor_ranks: int
     rows = compute_padded_vocab_size(config, cast(Any, _Vocabulary(vocab_size)))
     iteration = checkpoint.found.manifest.iteration
     grid = RankGrid(tensor_ranks * stages, tp=tensor_ranks, pp=stages)
-    with fresh_directory(output) as temporary, storage_errors(f"writing {output}"):
+
+    def write(temporary: Path) -> None:
         # Upstream takes no iteration 0: what was never trained is a release.
         directory = iteration_directory(temporary, iteration) if iteration else temporary / "release"
-        for rank in range(grid.world_size):
+        for rank in range(grid.world_size)[group.rank() :: group.size()]:
             groups = ProcessGroupCollection.pretend(grid, rank)
             name = name_rank_directory(groups.tp.rank(), groups.pp.rank() if stages > 1 else None, None)
             tensors = list(_read_rank(checkpoint, config, rows, vocab_size, groups))
@@ -73,7 +78,11 @@ def write_rank_files(checkpoint: OpenCheckpoint, output: Path, tensor_ranks: int
                 **build_models([chunk]),
             }
             write_torch_file(directory / name / FILE_NAME, content)
-        write_file(temporary / TRACKER_NAME, str(iteration or "release").encode())
+        if group.rank() == 0:
+            write_file(temporary / TRACKER_NAME, str(iteration or "release").encode())
+
+    with fresh_directory(output, group=group) as temporary, storage_errors(f"writing {output}"):
+        on_every_rank(group, lambda: write(temporary))
     return output
 
 

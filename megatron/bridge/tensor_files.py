@@ -15,7 +15,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -252,39 +252,59 @@ class _TorchFiles:
 # ---- writing
 
 
-def write_tensors(
-    directory: Path,
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterator[tuple[str, Tensor]],
-    shard_bytes: int = _SHARD_BYTES,
-    *,
-    by_a_run: bool = False,
-) -> None:
-    """Write tensors into a directory as safetensors: one file, or numbered shards with an index.
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Number format and shape of tensors by name."""
 
-    shapes: of every tensor, in the order in which `tensors` yields them; so that each file's header can be written
-    before its data, and no more than one tensor is in memory. by_a_run: `is_written_by_a_run` is to be true of the
-    directory. Raises StorageError.
-    """
+
+def plan_files(shapes: Shapes, num_writers: int = 1, shard_bytes: int = _SHARD_BYTES) -> dict[str, list[str]]:
+    """The files of a directory and the names of their tensors, in the order of `shapes`: one file, or numbered shards,
+    at least one for each writer where there is enough."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
+    most = min(shard_bytes, -(-sum(sizes.values()) // num_writers))
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, (dtype, shape) in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
-        if shards[-1] and filled + size > shard_bytes:
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > most:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += size
-    files: dict[str, str] = {}
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    count = len(shards)
+    return {f"model-{number:05d}-of-{count:05d}.safetensors": names for number, names in enumerate(shards, 1)}
+
+
+def write_tensors(
+    directory: Path,
+    shapes: Shapes,
+    tensors: Iterator[tuple[str, Tensor]],
+    files: Mapping[str, Sequence[str]] | None = None,
+    *,
+    share: tuple[int, int] = (0, 1),
+    by_a_run: bool = False,
+) -> None:
+    """Write tensors into a directory as safetensors: one file, or numbered shards with an index.
+
+    shapes: of every tensor, in order, so that each file's header can be written before its data, and no more than one
+    tensor is in memory. files: as plan_files() returned them. share: this writer's number and how many there are; it
+    writes the files that list_own_names() means, and `tensors` yields theirs. by_a_run: `is_written_by_a_run` is to be
+    true of the directory. Raises StorageError.
+    """
+    files = plan_files(shapes) if files is None else files
     with storage_errors(f"writing {directory}"):
-        for number, names in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for file, names in list(files.items())[share[0] :: share[1]]:
             _write_file(directory / file, {name: shapes[name] for name in names}, tensors, by_a_run)
-            files |= dict.fromkeys(names, file)
-        if len(shards) > 1:
+        if len(files) > 1 and share[0] == 0:
             total = sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+            places = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (directory / _INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def list_own_names(files: Mapping[str, Sequence[str]], share: tuple[int, int]) -> set[str]:
+    """The tensors in the files that one writer of several writes."""
+    return {name for names in list(files.values())[share[0] :: share[1]] for name in names}
 
 
 def _write_file(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.bridge.checkpoints import DeferredTensor, OpenCheckpoint, fresh_directory, write_checkpoint
+from megatron.bridge.checkpoints import (
+    ALONE,
+    DeferredTensor,
+    OpenCheckpoint,
+    fresh_directory,
+    staged_directory,
+    write_checkpoint,
+)
 from megatron.bridge.progress import Progress
+from megatron.core.dist_checkpointing.agreement import on_every_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import find_directory
 from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
@@ -33,6 +40,7 @@ from megatron.core.dist_checkpointing.upstream_dist import (
 )
 from megatron.core.errors import CheckpointError, MegatronError, say
 from megatron.core.placement import Placement
+from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
@@ -55,6 +63,8 @@ class UpstreamCheckpoint:
     """By our names."""
     vocab_size: int | None
     """Rows of the embedding that are no padding; None where the tokenizer's files are not at hand to tell."""
+    note: str | None
+    """What is to be said of it."""
 
     def read(self, key: str) -> Tensor:
         """A weight without its rows of padding. Raises CheckpointError."""
@@ -97,9 +107,8 @@ def open_upstream(root: Path, iteration: int | None = None) -> UpstreamCheckpoin
     step = [] if iteration is None else ["--ckpt-step", str(iteration)]
     config = read_run_config([*_ANY_RUN, "--load", str(root), *step], {})
     weights = {key: tensor for key, tensor in tensors.items() if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))}
-    return UpstreamCheckpoint(
-        path, config.with_groups(checkpoint=CheckpointConfig()), weights, _find_vocab_size(config, weights)
-    )
+    vocab_size, note = _find_vocab_size(config, weights)
+    return UpstreamCheckpoint(path, config.with_groups(checkpoint=CheckpointConfig()), weights, vocab_size, note)
 
 
 def _list_weights(path: Path) -> dict[str, LazyTensor]:
@@ -120,35 +129,38 @@ def _read(reader: BoxReader, table: UpstreamTable, key: str) -> Tensor:
     return reader.read_region(saved, ((layer, 1), *((0, size) for size in reader.find(saved).size[1:])))[0]
 
 
-def _find_vocab_size(config: RunConfig, weights: Mapping[str, LazyTensor]) -> int | None:
+def _find_vocab_size(config: RunConfig, weights: Mapping[str, LazyTensor]) -> tuple[int | None, str | None]:
     embedding = next((tensor for key, tensor in weights.items() if key.startswith(_VOCABULARY)), None)
     rows = 0 if embedding is None else embedding.shape[0]
     try:
         known = compute_vocab_size(config, build_tokenizer(config))
     except MegatronError as error:
-        say(f"note: how many of {rows} rows of the embedding are padding is not known, and all are kept: {error}")
-        return None
-    return known if known <= rows else None
+        return None, f"how many of {rows} rows of the embedding are padding is not known, and all are kept: {error}"
+    return (known if known <= rows else None), None
 
 
-def import_upstream(source: UpstreamCheckpoint, output: Path, *, verify: bool = True) -> Path:
+def import_upstream(source: UpstreamCheckpoint, output: Path, *, verify: bool = True, group: Group = ALONE) -> Path:
     """Write the weights as a checkpoint directory `output`, as iteration 0; returns `output`.
 
-    verify: read it again and compare, bit for bit. Raises CheckpointError, StorageError; `output` then does not exist.
+    verify: read it again and compare, bit for bit. group: processes that all call this and do an equal share each.
+    Raises CheckpointError, StorageError on all of them; `output` then does not exist.
     """
-    with fresh_directory(output) as temporary:
-        progress = Progress("converting", sum(torch.Size(tensor.shape).numel() for tensor in source.tensors.values()))
+    with fresh_directory(output, group=group) as temporary:
+        progress = Progress(
+            "converting", sum(torch.Size(tensor.shape).numel() for tensor in source.tensors.values()), group
+        )
 
         tensors = {key: source.describe(key, progress.advance) for key in source.tensors}
-        write_checkpoint(temporary, tensors, source.config, list_tokenizer_files(source.config.tokenizer))
+        write_checkpoint(temporary, tensors, source.config, list_tokenizer_files(source.config.tokenizer), group)
         progress.end()
         if verify:
-            _compare(source, OpenCheckpoint(temporary))
+            result = OpenCheckpoint(temporary, group=group)
+            on_every_rank(group, lambda: _compare(source, result, list(source.tensors)[group.rank() :: group.size()]))
     return output
 
 
-def _compare(source: UpstreamCheckpoint, result: OpenCheckpoint) -> None:
-    for key in source.tensors:
+def _compare(source: UpstreamCheckpoint, result: OpenCheckpoint, keys: list[str]) -> None:
+    for key in keys:
         theirs, ours = (
             values.contiguous().view(-1).view(torch.uint8) for values in (source.read(key), result.read(key))
         )
@@ -158,12 +170,16 @@ def _compare(source: UpstreamCheckpoint, result: OpenCheckpoint) -> None:
 
 
 @contextlib.contextmanager
-def as_ours(root: Path, iteration: int | None, beside: Path, *, verify: bool) -> Iterator[tuple[Path, int | None]]:
+def as_ours(
+    root: Path, iteration: int | None, beside: Path, *, verify: bool, group: Group = ALONE
+) -> Iterator[tuple[Path, int | None]]:
     """(directory, iteration) of a checkpoint of ours: those that are given, or, where they name one of upstream's, that
     of a copy of its weights beside the path `beside`, which is removed when the block ends. Raises CheckpointError."""
-    source = open_upstream(root, iteration)
+    source = with_everyone(group, lambda: open_upstream(root, iteration))
     if source is None:
         yield root, iteration
         return
-    with tempfile.TemporaryDirectory(dir=beside.absolute().parent) as staged:
-        yield import_upstream(source, Path(staged) / "ours", verify=verify), None
+    if source.note is not None and group.rank() == 0:
+        say(f"note: {source.note}")
+    with staged_directory(beside, group) as staged:
+        yield import_upstream(source, staged / "ours", verify=verify, group=group), None

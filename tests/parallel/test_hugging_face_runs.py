@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.bridge.auto_bridge import AutoBridge
-from megatron.bridge.conversion import export_model, open_model
+from megatron.bridge.conversion import Source, export_model, open_model
+from megatron.bridge.convert import convert, parse_arguments
 from megatron.bridge.running import HuggingFaceFiles
 from megatron.bridge.tensor_files import open_tensors
-from megatron.core.errors import StorageError
+from megatron.core.errors import CheckpointError, StorageError
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.flags.read import read_run_config
@@ -105,3 +107,53 @@ def test_from_hugging_face_and_back(name: str, tmp_path: Path) -> None:
     assert_same_tensors(trained, read_all(tmp_path / "expected"))
     assert any(not torch.equal(tensor, trained[name]) for name, tensor in read_all(tmp_path / "hf").items())
     assert sorted(entry.name for entry in (tmp_path / "result").iterdir()) == ["hf", "ours"]
+
+
+def convert_together(source: Path, result: Path, broken_rank: int | None) -> tuple[str, int]:
+    """There, to two ranks of upstream's and back, as torchrun's processes do; what this one was told, and how many
+    values it has read of the source."""
+    count, read = 0, Source.read
+
+    def counting(opened: Source, name: str) -> Tensor:
+        nonlocal count
+        if dist.get_rank() == broken_rank:
+            raise CheckpointError("it cannot be read")
+        tensor = read(opened, name)
+        count += tensor.numel()
+        return tensor
+
+    Source.read = counting  # type: ignore[method-assign]
+    assert dist.group.WORLD is not None
+    try:
+        for kinds, ours, theirs in (
+            ("hf megatron", source, result / "ours"),
+            ("megatron megatron --ckpt-format torch --target-tp 2", result / "ours", result / "ranks"),
+            ("megatron hf", result / "ours", result / "hf"),
+        ):
+            first, second, *more = kinds.split()
+            argv = ["--source", first, "--target", second, "--input-path", str(ours), "--output-path", str(theirs)]
+            convert(parse_arguments([*argv, *more]), dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error), count
+    return "", count
+
+
+def test_several_processes_convert_a_share_each(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.unit.test_model_families import make
+
+    directory = tmp_path / "source"
+    make("Llama", **LLAMA).save_pretrained(directory)
+    expected = read_all(directory)
+    shares = run_distributed(convert_together, 2, directory, tmp_path, None)
+    assert [told for told, _ in shares] == ["", ""]
+    assert_same_tensors(read_all(tmp_path / "hf"), expected)
+    # Once to write it, and once to compare.
+    total = 2 * sum(tensor.numel() for tensor in expected.values())
+    assert sum(read for _, read in shares) == total and all(read < 0.7 * total for _, read in shares)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) >= 2
+    assert len(list((tmp_path / "ranks").glob("release/mp_rank_0?/*.pt"))) == 2
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    told = run_distributed(convert_together, 2, directory, failed, 1)
+    assert told[0][0] == told[1][0] and "cannot be read" in told[0][0] and list(failed.iterdir()) == []

@@ -21,7 +21,7 @@ from megatron.bridge.conversion import Model, export_model, import_model, open_m
 from megatron.bridge.convert import main
 from megatron.bridge.logits import compare_logits
 from megatron.bridge.settings import build_config_json, build_empty_model, read_settings
-from megatron.bridge.tensor_files import open_tensors, write_tensors
+from megatron.bridge.tensor_files import open_tensors, plan_files, write_tensors
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.checkpoint.trained_model import load_trained_model
@@ -29,7 +29,6 @@ from megatron.training.recipes.families import FAMILIES, find_family
 from tests.unit.gpt_models import read_config
 from tests.unit.huggingface_models import SIZES, randomised, token_ids
 from tests.unit.test_model_families import GEMMA, make
-from tests.unit.tiny_training import train_tiny
 
 transformers = pytest.importorskip("transformers")
 
@@ -280,33 +279,6 @@ def test_the_program_in_both_directions(
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (hf_directory / "tokenizer.json").read_bytes()
 
 
-def test_what_upstream_saved_is_converted_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The same model in our format and in two of upstream's: each becomes the same, without its rows of padding."""
-    llama = """--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --train-iters 1
-        --untie-embeddings-and-output-weights --ffn-hidden-size 40 --num-layers 3""".split()
-    for kind in ("torch_dist", "upstream_torch_dist", "torch"):
-        train_tiny(*llama, "--ckpt-format", kind, "--save", tmp_path / kind)
-        assert convert(monkeypatch, tmp_path / kind, tmp_path / f"{kind} hf", "megatron hf") == 0
-        assert "verified: every weight bit for bit; logits of 48" in capsys.readouterr().out
-        found, expected = (read_all(tmp_path / f"{name} hf") for name in (kind, "torch_dist"))
-        assert_same_tensors(found, expected)
-        assert len(found["lm_head.weight"]) == 50
-    assert len(list(tmp_path.iterdir())) == 6, "nothing else is left"
-    source = tmp_path / "upstream_torch_dist"
-    assert convert(monkeypatch, source, tmp_path / "ours", "megatron megatron", "--target-tp", "2") == 0
-    assert convert(monkeypatch, tmp_path / "ours", tmp_path / "back", "megatron hf") == 0
-    assert_same_tensors(read_all(tmp_path / "back"), expected)
-    ranks = ("--target-tp", "2", "--ckpt-format", "torch")
-    assert convert(monkeypatch, source, tmp_path / "ranks", "megatron megatron", *ranks) == 0
-    assert len(list((tmp_path / "ranks").glob("release/mp_rank_0*/*.pt"))) == 2
-    file = next(source.glob("iter_*/*.distcp"))
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert convert(monkeypatch, source, tmp_path / "damaged", "megatron hf") == 2
-    assert f"{file.name} is damaged" in capsys.readouterr().err and not (tmp_path / "damaged").exists()
-
-
 def test_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of docs/conversion.md, as they stand there."""
     text = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text(encoding="utf-8")
@@ -347,7 +319,7 @@ def test_shards_that_we_write_and_bin_shards(hf_directory: Path, tmp_path: Path)
     weights = read_all(hf_directory)
     shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
     (tmp_path / "written").mkdir()
-    write_tensors(tmp_path / "written", shapes, iter(weights.items()), shard_bytes=100_000)
+    write_tensors(tmp_path / "written", shapes, iter(weights.items()), plan_files(shapes, shard_bytes=100_000))
     assert len(list((tmp_path / "written").glob("model-*-of-*.safetensors"))) > 2
     assert_same_tensors(read_all(tmp_path / "written"), weights)
     shutil.copy(hf_directory / "config.json", tmp_path / "written")
