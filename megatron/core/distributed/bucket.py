@@ -240,30 +240,53 @@ class ParamGather:
 
     buckets: in the order in which forward needs them, each with its parameters. With `overlap`, hooks on the module's
     layers wait for them; otherwise `finish` must be called before the parameters are used.
+
+    A gather begins when the one before it has been waited for, and so runs beside the layers of that one. Begun all at
+    once they would hold up the kernels behind them, too, where a GPU has a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1,
+    which the order of tensor parallelism's collectives needs).
     """
 
     def __init__(
         self, module: nn.Module, buckets: Sequence[tuple[Bucket, Sequence[nn.Parameter]]], *, overlap: bool
     ) -> None:
         self.buckets = [bucket for bucket, _ in buckets]
+        self._next = len(self.buckets)
         if not overlap:
             return
         # A bucket may end in the middle of a layer: a layer waits for all buckets that hold some of it.
-        owner = {param: bucket for bucket, params in buckets for param in params}
+        owner = {param: number for number, (_, params) in enumerate(buckets) for param in params}
         for unit in _find_waiting_units(module):
-            needed = list(dict.fromkeys(owner[param] for param in unit.parameters() if param in owner))
+            needed = sorted({owner[param] for param in unit.parameters() if param in owner})
             if needed:
-                unit.register_forward_pre_hook(_make_wait_hook(needed))
+                unit.register_forward_pre_hook(self._make_wait_hook(needed))
 
     def start(self) -> None:
-        """Begin to gather everything; the parameters must be updated."""
-        for bucket in self.buckets:
-            bucket.start_gather()
+        """Begin to gather; the parameters must be updated."""
+        self._next = 0
+        self._start_up_to(0)
 
     def finish(self) -> None:
         """Wait until all parameters are there."""
+        self._start_up_to(len(self.buckets) - 1)
         for bucket in self.buckets:
             bucket.finish_gather()
+
+    def _start_up_to(self, number: int) -> None:
+        while self._next <= min(number, len(self.buckets) - 1):
+            self.buckets[self._next].start_gather()
+            self._next += 1
+
+    def _make_wait_hook(self, needed: list[int]) -> Callable[..., Any]:
+        """A forward pre-hook that waits for the buckets of these numbers; a compiler leaves it as it is."""
+
+        @torch.compiler.disable
+        def wait(module: nn.Module, inputs: Any) -> None:
+            self._start_up_to(needed[-1])
+            for number in needed:
+                self.buckets[number].finish_gather()
+            self._start_up_to(needed[-1] + 1)
+
+        return wait
 
 
 def _find_waiting_units(module: nn.Module) -> Iterator[nn.Module]:
@@ -279,14 +302,3 @@ def _find_waiting_units(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from _find_waiting_units(child)
-
-
-def _make_wait_hook(buckets: list[Bucket]) -> Callable[..., Any]:
-    """A forward pre-hook that waits for the buckets; a compiler leaves it as it is."""
-
-    @torch.compiler.disable
-    def wait(module: nn.Module, inputs: Any) -> None:
-        for bucket in buckets:
-            bucket.finish_gather()
-
-    return wait

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device that does nothing, in a process of its own: real training steps without numbers.
+
+Tensors are torch's fake ones: they have shapes, dtypes and a device, and no values. `install` must come before torch is
+imported, because torch asks once whether there is a GPU; so this file imports torch in functions only.
+
+    library = build(directory)             # a second or two; None without a compiler
+    install(library)                       # torch.cuda says that there are eight H200
+    with record() as recorder: ...         # recorder.py: kernels, waits, memory and collectives of what runs inside
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+MEMORY_BYTES = 141 << 30
+
+
+def build(directory: Path) -> Path | None:
+    """Compile the device; None where no C++ compiler is installed."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return None
+    specification = importlib.util.find_spec("torch")
+    assert specification is not None and specification.origin is not None, "torch is not installed"
+    torch = Path(specification.origin).parent
+    library = directory / "libfake_cuda.so"
+    subprocess.run(
+        [
+            compiler, *"-O0 -std=c++20 -shared -fPIC".split(), SOURCE, "-o", library, f"-I{torch}/include",
+            f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib",
+        ],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return library
+
+
+def install(library: Path) -> None:
+    """From now on this process has eight GPUs."""
+    fake = ctypes.CDLL(str(library))
+    fake.register_fake_guard()
+    import torch
+
+    # It makes a table of torch's functions, in which each has to be there once.
+    import torch._dynamo
+
+    for name, stand_in in _STAND_INS.items():
+        setattr(torch.cuda, name, stand_in)
+    host_generator = torch.Generator
+
+    class Generator(host_generator):  # type: ignore[misc,valid-type]
+        """The host's, which fake tensors take as well."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return host_generator("cpu")
+
+    torch.Generator = Generator  # type: ignore[misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _STREAM  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[method-assign,assignment]
+
+
+class Properties:
+    """Of an H200."""
+
+    name = "NVIDIA H200"
+    total_memory = MEMORY_BYTES
+    major, minor = 9, 0
+    multi_processor_count = 132
+    uuid = "fake"
+
+
+class Event:
+    """A moment at which everything is done."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _note_wait("Event.synchronize")
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1.0
+
+
+class Stream:
+    """A queue in which nothing waits."""
+
+    def __init__(self, *device: Any, **options: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _note_wait("Stream.synchronize")
+
+
+_STREAM = Stream()
+
+WAITS: list[str] = []
+"""Waits that no operation of a tensor makes, by name; recorder.py empties it."""
+
+
+def _note_wait(name: str) -> None:
+    WAITS.append(name)
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    pass
+
+
+_STAND_INS: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": lambda: 8,
+    "current_device": lambda: 0,
+    "set_device": _nothing,
+    "init": _nothing,
+    "_lazy_init": _nothing,
+    "synchronize": lambda *device: _note_wait("cuda.synchronize"),
+    "set_rng_state": _nothing,
+    "manual_seed": _nothing,
+    "manual_seed_all": _nothing,
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+    "memory_stats": lambda device=None: {},
+    "reset_peak_memory_stats": _nothing,
+    "empty_cache": _nothing,
+    "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
+    "get_device_name": lambda device=None: Properties.name,
+    "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
+    "get_device_properties": lambda device=None: Properties,
+    "device": lambda device: contextlib.nullcontext(),
+    "stream": lambda stream: contextlib.nullcontext(),
+    "Event": Event,
+    "Stream": Stream,
+}

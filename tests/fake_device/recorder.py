@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a piece of a program asks of the fake device: kernels, waits of the host, copies, memory and collectives.
+
+Imports torch: device.install() comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Registers results of torch's collectives that need no other process.
+import torch.distributed._tools.fake_collectives
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tests.fake_device import device
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# They make or name memory without a kernel, beside the views, which torch itself marks.
+NO_KERNELS = frozenset(
+    """
+    alias as_strided detach device empty empty_like empty_strided is_pinned lift_fresh new_empty new_empty_strided
+    record_stream resize_ set_ _unsafe_view _record_function_enter_new _record_function_exit wait_tensor
+    """.split()
+)
+# Their result's size, or the next Python line, depends on values on the device.
+WAITING = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero _unique2".split())
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operation below autograd, in forward and backward. Enter it inside FakeTensorMode.
+
+    answer: the value that the host reads where it reads one, given the tensor; zeros when it returns None.
+    """
+
+    def __init__(self, answer: Callable[[Tensor], Any] = lambda tensor: None) -> None:
+        super().__init__()
+        self.answer = answer
+        self.live_bytes = self.peak_bytes = 0
+        self._live: dict[int, int] = {}
+        self.kernels: Counter[str] = Counter()
+        """Name of the operation -> how often."""
+        self.waits: Counter[str] = Counter()
+        """Operation and place in the program -> how often the host waited."""
+        self.collectives: list[tuple[str, tuple[int, ...], int, str]] = []
+        """Operation, ranks, elements, dtype of each, in order; of a transfer the sender and the receiver."""
+        self.events: list[str] = []
+        """What kernels and collectives there were, in order: "kernel", or the name of the collective."""
+
+    def restart(self) -> None:
+        """Count from here."""
+        self.kernels.clear()
+        self.waits.clear()
+        self.collectives.clear()
+        self.events.clear()
+        device.WAITS.clear()
+        self.peak_bytes = self.live_bytes
+
+    def find_longest_row(self) -> list[str]:
+        """The longest row of collectives that were started without a kernel between them."""
+        rows: list[list[str]] = [[]]
+        for event in self.events:
+            if event == "kernel":
+                rows.append([])
+            else:
+                rows[-1].append(event)
+        return max(rows, key=len)
+
+    def count_waits(self) -> Counter[str]:
+        """Of operations on tensors, and of streams and events."""
+        return self.waits + Counter(device.WAITS)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d":
+            return self._take_part(name, func, args, kwargs)
+        before = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_device = any(is_on_device(tensor) for tensor in before)
+        if name == "_local_scalar_dense":
+            return self.read(before[0], "item")
+        if name in WAITING and on_device:
+            self.waits[f"{name} in {find_place()}"] += 1
+        if name == "equal":
+            return True
+        self._note_copy(name, before, args, kwargs)
+        if name == "_to_copy" and _leaves_the_host(before, kwargs):
+            # Torch has no kernel for it without CUDA, and the values do not matter.
+            result = torch.empty(before[0].shape, dtype=kwargs.get("dtype") or before[0].dtype, device=kwargs["device"])
+        else:
+            result = func(*args, **kwargs)
+        after = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if (on_device or any(is_on_device(t) for t in after)) and not func.is_view and name not in NO_KERNELS:
+            self.kernels[name] += 1
+            self.events.append("kernel")
+        for tensor in after:
+            self._remember(tensor)
+        return result
+
+    def __enter__(self) -> Recorder:
+        _active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        _active.remove(self)
+
+    def read(self, tensor: Tensor, operation: str) -> Any:
+        """Count a wait of the host, and return what it reads: numbers in lists for a tensor with dimensions."""
+        self.waits[f"{operation} in {find_place()}"] += 1
+        value = self.answer(tensor)
+        if value is not None:
+            return value
+        zero = tensor.dtype == torch.bool or (0.0 if tensor.dtype.is_floating_point else 0)
+        for size in reversed(tensor.shape if operation == "tolist" else ()):
+            zero = [zero] * size
+        return zero
+
+    def _note_copy(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> None:
+        """Copies between host and device that the host waits for."""
+        if name == "copy_":
+            places = [is_on_device(args[0]), is_on_device(args[1])]
+            is_blocking = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        elif name == "_to_copy" and kwargs.get("device") is not None:
+            places = [torch.device(kwargs["device"]).type == "cuda", is_on_device(args[0])]
+            is_blocking = not kwargs.get("non_blocking", False)
+        else:
+            return
+        if places[0] != places[1] and is_blocking:
+            direction = "to the device" if places[0] else "to the host"
+            self.waits[f"copy {direction} in {find_place()}"] += 1
+
+    def _take_part(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        group = next(
+            (leaf for leaf in tree_leaves((args, kwargs)) if type(leaf).__name__ == "ScriptObject" and _is_group(leaf)),
+            None,
+        )
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        if name in ("send", "recv_"):
+            partner = ranks[args[2]]
+            own = dist.get_rank()
+            ranks = (own, partner) if name == "send" else (partner, own)
+        elements = sum(tensor.numel() for tensor in tensors)
+        kind = str(tensors[0].dtype) if tensors else ""
+        self.note_collective(name, ranks, elements, kind)
+        return func(*args, **kwargs)
+
+    def note_collective(self, name: str, ranks: Sequence[int], elements: int = 0, kind: str = "") -> None:
+        """A communication of these ranks begins."""
+        self.collectives.append((name, tuple(ranks), elements, kind))
+        self.events.append(name)
+
+    def _remember(self, tensor: Tensor) -> None:
+        """Count the tensor's memory until nothing uses it."""
+        if not is_on_device(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = storage.nbytes()
+        self.live_bytes += self._live[key]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._live.pop(key, 0)
+
+
+def _is_group(leaf: Any) -> bool:
+    return bool(leaf._type().qualified_name().endswith("ProcessGroup"))
+
+
+def _leaves_the_host(tensors: list[Tensor], kwargs: Any) -> bool:
+    target = kwargs.get("device")
+    return target is not None and torch.device(target).type == "cuda" and not is_on_device(tensors[0])
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Whether the fake GPU has it."""
+    return tensor.device.type == "cuda"
+
+
+def find_place() -> str:
+    """The nearest function of ours: `file:function`."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT / "megatron"):
+            return f"{path.relative_to(ROOT)}:{frame.name}"
+    return "elsewhere"
+
+
+# ---- what a CPU build of torch would take apart
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel forward and one backward, which keeps a number for each row, as torch's CUDA kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        rows = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.relu(grads[0]), None if weight is None else torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    result: Tensor = _RMSNorm.apply(x, weight)
+    return result
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The flash kernel where it takes such operands, else the efficient one, else elementary operations."""
+    is_square = not is_causal or query.shape[-2] == key.shape[-2]
+    if attn_mask is None and query.element_size() == 2 and query.shape[-1] == value.shape[-1] and is_square:
+        result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result
+    if enable_gqa and query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device).masked_fill(~attn_mask, -1e9)
+        bias = bias.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_torch_tolist = FakeTensor.tolist
+
+
+def _tolist(tensor: Tensor) -> Any:
+    """On the device: one wait, and what the recorder answers, or zeros."""
+    if _active and is_on_device(tensor):
+        return _active[-1].read(tensor, "tolist")
+    return _torch_tolist(tensor)
+
+
+_active: list[Recorder] = []
+
+
+def _make_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.tensor or torch.as_tensor: of Python's numbers it makes a tensor on the host, and waits for its copy."""
+
+    def copy_numbers(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        if isinstance(data, Tensor) or target.type != "cuda":
+            return make(data, dtype=dtype, device=device, **options)
+        if _active:
+            _active[-1].waits[f"copy to the device in {find_place()}"] += 1
+        on_host = make(data, dtype=dtype, device="cpu")
+        return torch.empty(on_host.shape, dtype=on_host.dtype, device=target)
+
+    return copy_numbers
+
+
+def _all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+    """Every other rank has what this one has."""
+    _active[-1].note_collective("all_gather_object", dist.get_process_group_ranks(group))
+    values[:] = [value] * len(values)
+
+
+def _broadcast_object_list(values: list[Any], src: Any = None, group: Any = None, **options: Any) -> None:
+    """The source has what this rank has; where that is nothing, the names of the losses, which the last stage tells."""
+    values[:] = [value or ["lm loss"] for value in values]
+    _active[-1].note_collective("broadcast_object_list", dist.get_process_group_ranks(group))
+
+
+@functools.cache
+def replace_operations() -> None:
+    """From now on torch's composite operations are those of a CUDA build, and objects come from ranks like this one."""
+    from_group = DeviceMesh.from_group
+
+    def build_mesh(*arguments: Any, **options: Any) -> DeviceMesh:
+        """A mesh is numbers of ranks, which are read."""
+        with _disable_current_modes():
+            return from_group(*arguments, **options)
+
+    DeviceMesh.from_group = build_mesh  # type: ignore[method-assign]
+    dist.all_gather_object = _all_gather_object
+    dist.broadcast_object_list = _broadcast_object_list
+    F.rms_norm = _rms_norm
+    F.scaled_dot_product_attention = _attend
+    FakeTensor.tolist = _tolist  # type: ignore[method-assign]
+    torch.tensor = _make_tensor(torch.tensor)
+    torch.as_tensor = _make_tensor(torch.as_tensor)

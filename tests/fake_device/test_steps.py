@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts on a GPU that does nothing: what a step asks of the device, of the host's time and of the other ranks.
+
+Numbers are proven on the CPU; here are the kernels, waits, memory and collectives that only a GPU has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_device.device import build
+
+# All layouts are trained by the first test.
+pytestmark = pytest.mark.timeout(1200)
+
+ROOT = Path(__file__).resolve().parents[2]
+MICROBATCHES = 4
+DENSE = f"""
+    --num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --num-query-groups 4
+    --group-query-attention --seq-length 1024 --max-position-embeddings 1024 --vocab-size 32000 --lr 1e-4 --mock-data
+    --tokenizer-type NullTokenizer --bf16 --swiglu --normalization RMSNorm --disable-bias-linear --hidden-dropout 0
+    --attention-dropout 0 --position-embedding-type rope --untie-embeddings-and-output-weights
+    --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES}
+"""
+EXPERTS = f"""{DENSE} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 704 --moe-grouped-gemm
+    --moe-permute-fusion --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"""
+ALLTOALL = "--moe-token-dispatcher-type=alltoall"
+SIX_LAYERS = "--num-layers 6"
+
+REQUESTS = {
+    "1": ("1", DENSE), "six layers": ("1", f"{DENSE} {SIX_LAYERS}"), "tp2,sp": ("tp2,sp", DENSE),
+    "vpp2": ("pp2,vpp2", DENSE), "zb-v": ("pp2,--pipeline-schedule=zb-v", DENSE),
+    "dp2": ("dp2,dist-opt,overlap-all", DENSE), "fsdp2": ("dp2,--use-torch-fsdp2", DENSE), "cp2": ("cp2", DENSE),
+    "moe": ("1", EXPERTS), "moe, six layers": ("1", f"{EXPERTS} {SIX_LAYERS}"), "ep2": (f"dp2,ep2,{ALLTOALL}", EXPERTS),
+    "tp2,pp2,ep2": (f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL}", EXPERTS),
+}  # fmt: skip
+if os.environ.get("MEGATRON_ALL_LAYOUTS"):
+    REQUESTS |= {
+        "tp2": ("tp2", DENSE), "pp2": ("pp2", DENSE),
+        "tp2,pp2,dp2": ("tp2,sp,pp2,dp2,dist-opt,overlap-all", DENSE),
+        "tp overlap": ("tp2,sp,--tp-comm-overlap,--no-tp-comm-overlap-split", DENSE),
+        "tp2,vpp2": ("tp2,sp,pp2,vpp2", DENSE), "zb-h1": ("pp2,--pipeline-schedule=zb-h1", DENSE),
+        "cp2,pp2": ("cp2,pp2", DENSE), "cp all-to-all": ("cp2,--cp-comm-type=a2a", DENSE),
+        "cp gathered": ("cp2,--cp-comm-type=all_gather", DENSE), "pp2,ep2": (f"pp2,dp2,ep2,{ALLTOALL}", EXPERTS),
+        "ep2 gathered": ("dp2,ep2", EXPERTS), "experts, fsdp2": ("dp2,--use-torch-fsdp2", EXPERTS),
+    }  # fmt: skip
+
+EXCHANGE = "tolist in megatron/core/transformer/moe/token_dispatcher.py:dispatch"
+GATHERED = "item in megatron/core/transformer/moe/token_dispatcher.py:_permute_to_experts"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank of every layout did, all in one process."""
+    library = build(tmp_path_factory.mktemp("fake_device"))
+    if library is None:
+        pytest.skip("no C++ compiler")
+    requests = {name: (layout, " ".join(flags.split())) for name, (layout, flags) in REQUESTS.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_device", library], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=json.dumps(requests), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+def of_layout(seen: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    assert isinstance(seen[name], list), f"{name}: {seen[name]}"
+    return seen[name]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_step_without_a_log_line_waits_for_sizes_of_experts_only(seen: Any, name: str) -> None:
+    for rank in of_layout(seen, name):
+        exchanges = ("ep" in name or "gathered" in name) and "cp" not in name
+        assert set(rank["waits"]) <= ({EXCHANGE, GATHERED} if exchanges else set())
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_weights_and_optimizer_take_18_bytes_each_and_setting_up_no_more(seen: Any, name: str) -> None:
+    replicas = 2 if name in ("dp2", "fsdp2", "tp2,pp2,dp2", "experts, fsdp2") else 1
+    for rank in of_layout(seen, name):
+        expected = rank["parameters"] * (6 + 12 / replicas)
+        assert rank["live_bytes"] == pytest.approx(expected, rel=0.03)
+        assert rank["setup_peak_bytes"] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_ranks_meet_in_the_same_order(seen: Any, name: str) -> None:
+    """NCCL waits for ever where members of a group begin its collectives in different orders."""
+    by_group: dict[tuple[int, ...], list[list[Any]]] = defaultdict(list)
+    sent, received = defaultdict(list), defaultdict(list)
+    for number, rank in enumerate(of_layout(seen, name)):
+        own: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+        for operation, ranks, *what in rank["collectives"]:
+            if operation == "send":
+                sent[tuple(ranks)].append(what)
+            elif operation == "recv_":
+                received[tuple(ranks)].append(what)
+            else:
+                assert number in ranks
+                own[tuple(ranks)].append([operation, *what])
+        for ranks, sequence in own.items():
+            by_group[ranks].append(sequence)
+    for ranks, sequences in by_group.items():
+        assert len(sequences) == len(ranks), f"{ranks}: {len(sequences)} of them take part"
+        assert all(sequence == sequences[0] for sequence in sequences), ranks
+    assert sent == received
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2,sp", "fsdp2"])
+def test_no_collectives_are_begun_in_a_row(seen: Any, name: str) -> None:
+    """With a single queue of the GPU each of them would hold up the kernels behind it."""
+    for rank in of_layout(seen, name):
+        assert len(rank["back_to_back"]) <= 1, rank["back_to_back"]
+
+
+@pytest.mark.parametrize(("four", "six", "budget"), [("1", "six layers", 53), ("moe", "moe, six layers", 117)])
+def test_kernels_of_a_layer(seen: Any, four: str, six: str, budget: int) -> None:
+    """Forward and backward of one microbatch: each kernel costs the host about ten microseconds."""
+    fewer, more = (sum(of_layout(seen, name)[0]["kernels"].values()) for name in (four, six))
+    assert (more - fewer) / 2 / MICROBATCHES <= budget
