@@ -181,6 +181,9 @@ def test_what_cannot_speculate() -> None:
         Speculation(model_of(LLAMA))
     with pytest.raises(ConfigError, match="--speculate drafts"):
         Speculation(nn.Linear(2, 2))
+    dropping = f"{LLAMA} --disable-bias-linear --mtp-num-layers 1 --num-experts 4 --moe-expert-capacity-factor 1"
+    with pytest.raises(ConfigError, match="--speculate reads several tokens at once"):
+        Speculation(model_of(dropping))
     model = model_of(f"{LLAMA} --mtp-num-layers 1")
     with pytest.raises(ConfigError, match="--speculate needs the cache .* leave out --no-kv-cache"):
         texts(model, prompts(3), use_cache=False, speculation=Speculation(model))

@@ -32,11 +32,17 @@ class Speculation:
     """Drafts of a model's own multi-token prediction, and how many of them were right. One `generate` at a time."""
 
     def __init__(self, model: nn.Module) -> None:
-        """model: a GPTModel on one process. Raises ConfigError where it has no multi-token prediction."""
+        """model: a GPTModel on one process. Raises ConfigError where it predicts no further tokens, or drops some."""
         if not isinstance(model, GPTModel) or model.config.mtp_num_layers is None:
             raise ConfigError(
                 "--speculate drafts tokens with multi-token prediction, and the model has none (--mtp-num-layers of "
                 "its training); leave it out"
+            )
+        # Which tokens an expert drops depends on those that are read with them, so that the text would be another one.
+        if model.config.moe_expert_capacity_factor is not None:
+            raise ConfigError(
+                f"--speculate reads several tokens at once, of which experts with --moe-expert-capacity-factor "
+                f"{model.config.moe_expert_capacity_factor} drop others than they would one by one; leave it out"
             )
         self._model, self.depths = model, model.config.mtp_num_layers
         self.drafted, self.kept, self.passes, self.written = 0, 0, 0, 0
