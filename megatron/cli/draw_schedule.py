@@ -168,7 +168,7 @@ def save_picture(drawings: list[Drawing], ranks: int, path: Path) -> None:
     pyplot = require("matplotlib.pyplot", needed_by=f"--output {path}")
     longest = max(drawing.timeline.makespan for drawing in drawings)
     events = max(len(drawing.timeline.events) for drawing in drawings)
-    width = min(60.0, max(10.0, 0.16 * events / ranks * 2))
+    width = min(60.0, max(12.0, 0.16 * events / ranks * 2))
     height = len(drawings) * (0.36 * ranks + 0.9)
     figure, axes = pyplot.subplots(len(drawings), 1, figsize=(width, height), squeeze=False)
     for axis, drawing in zip(axes[:, 0], drawings, strict=True):

@@ -16,6 +16,8 @@ from megatron.core.pipeline_parallel.schedules import Action, build_tables, find
 from megatron.core.pipeline_parallel.side_by_side import SideBySide
 from megatron.core.pipeline_parallel.timelines import Deadlock, simulate
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
+from megatron.planner.memory import estimate_memory
+from megatron.training.recipes.gpt import describe_gpt_workload
 from tests.unit.test_pipeline_flags import pipeline, read
 
 FLAGS = "--overlap-moe-expert-parallel-comm"
@@ -153,6 +155,18 @@ def test_the_flags_choose_the_schedule() -> None:
     assert chosen.defers_weight_gradients
     evaluation = [step for step in chosen.program(1, 3, forward_only=True) if isinstance(step, Action)]
     assert write(evaluation) == "F0 F1 F2"
+
+
+@pytest.mark.parametrize(("chunks", "more"), [("", 2.0), (" --num-virtual-stages-per-pipeline-rank 2", 6 / 5)])
+def test_what_the_planner_holds_in_flight_grows(chunks: str, more: float) -> None:
+    """1f1b: twice as many microbatches; interleaved on two stages: six chunks in place of five."""
+    given = f"{EXPERTS}{chunks}"
+    few, many = (
+        estimate_memory(config.model, config.ddp, describe_gpt_workload(config, 32))
+        for config in (read(f"{given} {flag}", replicas=2, batch=32) for flag in ("", FLAGS))
+    )
+    assert few.microbatches_in_flight is not None and many.microbatches_in_flight is not None
+    assert many.microbatches_in_flight == pytest.approx(few.microbatches_in_flight * more)
 
 
 EXPERTS_ONLY = "--overlap-dispatch-backward-with-experts-wgrad"
