@@ -90,7 +90,8 @@ class Pipeline:
             overlap=getattr(config, "overlap_p2p_comm", True),
             side_by_side=getattr(config, "overlap_moe_expert_parallel_comm", False),
             delays_weights=getattr(config, "delays_weight_gradients", False),
-            delays_experts_only=not getattr(config, "delay_wgrad_compute", False),
+            delays_experts_only=getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)
+            and not getattr(config, "delay_wgrad_compute", False),
             head_deferral=config.wgrad_deferral_limit
             if getattr(config, "defer_embedding_wgrad_compute", False)
             else None,
