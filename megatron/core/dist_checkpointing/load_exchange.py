@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading by shares: of what all members of a group want to read each member reads a part, and they exchange it.
 
 With replicas, as data-parallel ranks are, every byte is read once per group instead of once per rank. That is faster

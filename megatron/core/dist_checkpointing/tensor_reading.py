@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors filled from the files of torch.distributed.checkpoint, in one pass over what is read.
 
 on every process                                         together

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a run's checkpoints go: the directories are made, locked and tidied before training begins."""
 
 from __future__ import annotations
