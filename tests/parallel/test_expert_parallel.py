@@ -184,6 +184,31 @@ def test_experts_made_of_a_dense_model_in_any_layout(tmp_path: Path, layout: str
     assert found == pytest.approx([expected] * 2, rel=1e-6)
 
 
+def traced_loss(flags: str, text: str) -> float:
+    """The loss of the second step."""
+    config, recipe = training(f"{EXPERTS['moe']} {flags}", text)
+    with open_local_run(config, recipe, own_rank(config)) as run:
+        run.hooks.on_train_start(run)
+        batches = run.data.open("train", 0)
+        for _ in range(2):
+            run.hooks.on_step_start(run)
+            result = train_step(run, batches)
+            run.hooks.on_step_end(run, result)
+        return float(result.losses["lm loss"])
+
+
+@pytest.mark.flags("--moe-enable-routing-replay")
+@pytest.mark.parametrize("layouts", [("1", "tp2,ep2,etp1"), (f"cp2,ep2,{ALLTOALL}", "1")])
+def test_choices_are_replayed_in_another_layout(tmp_path: Path, layouts: tuple[str, str]) -> None:
+    """By a router that is limited to groups, and would choose others."""
+    limited = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-enable-routing-replay"
+    losses = []
+    for text, flags in zip(layouts, ("", limited), strict=True):
+        flags = f"{flags} --moe-routing-trace-path {tmp_path}"
+        losses += [traced_loss(flags, text)] if text == "1" else run_distributed(traced_loss, 2, flags, text)
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
 LOGGED = ("load_balancing_loss", "z_loss", "expert_load", "expert_entropy", "expert_bias", "tokens_dropped")
 
 

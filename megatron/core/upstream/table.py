@@ -103,7 +103,7 @@ _MULTIMODAL = "models are of text only; build your own from the layers, as examp
 _HYBRID = "it waits for hybrid models (Mamba); GPTModel has attention layers"
 _TE = "layers are not built from Transformer Engine; take ColumnParallelLinear and RowParallelLinear"
 _OTHER_ATTENTION = "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec"
-_REPLAY = "routes cannot be recorded and replayed; set the expert bias, or write a router of your own in a ModuleSpec"
+_REPLAY = "routes are recorded by --moe-routing-trace-path, and replayed with --moe-enable-routing-replay"
 _DTENSOR = "gradients and parameters are plain tensors here, also with FSDP; its sharding is that of PyTorch's FSDP2"
 
 ABSENT: dict[str, str] = {

@@ -10,6 +10,11 @@ from megatron.core.setting import Needs, PathText
 
 # TensorBoard and Weights & Biases are given the same curves, so either is enough.
 _CURVES = Needs("--tensorboard-dir", lambda run: run.tensorboard_dir is not None or run.wandb_project is not None)
+_EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
+_TRACE = Needs(
+    "--moe-routing-trace-path, and without --moe-enable-routing-replay",
+    lambda run: run.moe_routing_trace_path is not None and not run.moe_enable_routing_replay,
+)
 _WANDB = Needs("--wandb-project", lambda run: run.wandb_project is not None)
 
 
@@ -37,6 +42,17 @@ class LoggerConfig(CheckedConfig):
     """Add to the progress line what a step sends over each axis of the mesh; kinds apart in the metrics and curves."""
     log_throughput: bool = False
     """Also write TFLOP/s per device, MFU and tokens/s to TensorBoard; the progress line always has them."""
+    moe_routing_trace_path: PathText | None = flag(None, needs=_EXPERTS)
+    """Directory for the experts that each token of every step got, by layer; with --moe-enable-routing-replay the
+    directory to take them from."""
+    moe_routing_trace_max_training_iters: int | None = flag(None, minimum=1, unit="iterations", needs=_TRACE)
+    """Write the first so many iterations only."""
+    moe_routing_trace_capture_logits: bool = flag(False, needs=_TRACE)
+    """Also write the routers' logits."""
+    moe_routing_trace_capture_hidden_states: bool = flag(False, needs=_TRACE)
+    """Also write what the routers read."""
+    moe_routing_trace_dump_weights: bool = flag(False, needs=_TRACE)
+    """Also write the routers' weights after each step."""
     log_progress: bool = flag(False, needs=Needs("--save", lambda run: run.save is not None))
     """Keep a history of starts and checkpoints, with their throughput, in progress.txt in the --save directory."""
     log_memory_interval: int | None = flag(None, minimum=1, unit="iterations")

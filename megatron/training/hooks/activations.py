@@ -113,7 +113,7 @@ class ActivationRecorder:
     """
 
     def __init__(self, run: Run) -> None:
-        self._groups, self._length = run.groups, run.seq_length
+        self._run, self._groups, self._length = run, run.groups, run.seq_length
         self._micro_batch_size = run.batch_size.micro_batch_size
         self._seen: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
@@ -136,7 +136,7 @@ class ActivationRecorder:
         for watched in self._seen:
             shapes = {value.shape for value in watched.values}
             length, sequences = watched.values[0].shape[:2]
-            tokens = self._find_tokens(length, sequences, len(watched.values)) if len(shapes) == 1 else None
+            tokens = find_tokens(self._run, length, sequences, len(watched.values)) if len(shapes) == 1 else None
             # In packed rows angles run on from one sample to the next: only their differences mean something.
             is_rotated_on = watched.part in ("query", "key") and sequences < self._micro_batch_size
             if tokens is None or is_rotated_on:
@@ -154,20 +154,6 @@ class ActivationRecorder:
                 )
             )  # fmt: skip
         return records
-
-    def _find_tokens(self, length: int, sequences: int, microbatches: int) -> Tensor | None:
-        """The tokens of slices [length, sequences], one for each microbatch; None where they are neither the rank's
-        tokens nor, with sequence parallelism, its part of them."""
-        cp, tp, dp = self._groups.cp, self._groups.tp, self._groups.dp
-        packed, rest = divmod(self._micro_batch_size, sequences)
-        positions = list_positions_of_rank(packed * self._length, cp.rank(), cp.size())
-        if rest or len(positions) not in (length, length * tp.size()):
-            return None
-        own = positions if length == len(positions) else positions[tp.rank() * length :][:length]
-        first = (torch.arange(microbatches) * dp.size() + dp.rank()) * sequences
-        # Rows of packed sequences are numbered as if each were one long sequence: what follows each other stays so.
-        rows = first[:, None] + torch.arange(sequences)
-        return (rows[:, None, :] * packed * self._length + own[None, :, None]).flatten()
 
     # ---- which modules
 
@@ -290,6 +276,21 @@ def record_activations(run: Run) -> Iterator[ActivationRecorder]:
         yield recorder
     finally:
         recorder.close()
+
+
+def find_tokens(run: Run, length: int, sequences: int, microbatches: int) -> Tensor | None:
+    """Find the tokens of slices [length, sequences], one for each microbatch; None where they are neither the rank's
+    tokens nor, divided over tensor-parallel ranks, its part of them."""
+    cp, tp, dp = run.groups.cp, run.groups.tp, run.groups.dp
+    packed, rest = divmod(run.batch_size.micro_batch_size, sequences)
+    positions = list_positions_of_rank(packed * run.seq_length, cp.rank(), cp.size())
+    if rest or len(positions) not in (length, length * tp.size()):
+        return None
+    own = positions if length == len(positions) else positions[tp.rank() * length :][:length]
+    first = (torch.arange(microbatches) * dp.size() + dp.rank()) * sequences
+    # Rows of packed sequences are numbered as if each were one long sequence: what follows each other stays so.
+    rows = first[:, None] + torch.arange(sequences)
+    return (rows[:, None, :] * packed * run.seq_length + own[None, :, None]).flatten()
 
 
 def _all_channels(piece: Tensor) -> Tensor:

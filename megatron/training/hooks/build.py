@@ -34,6 +34,7 @@ from megatron.training.hooks.measures import (
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.replicas import WeightHashHook
+from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
 from megatron.training.hooks.writers import MetricsFileHook, TensorBoardHook, WandbHook
 from megatron.training.run import Hook, HookContext
 
@@ -49,6 +50,7 @@ HOOKS: tuple[type[Hook], ...] = (
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
     ParamsDumpHook, WeightGradsDumpHook, ActivationsDumpHook, ActivationGradsDumpHook, TokensPerExpertDumpHook,
+    RoutingTraceHook, RoutingReplayHook,
     CheckpointHook,
 )  # fmt: skip
 

@@ -240,7 +240,7 @@ def place_records(run: Run, records: list[PointRecord], part: str) -> ShardedSta
         is_whole = sum(num_tokens[which] * len(found) for which, found in claimed.items()) == shape[0] * shape[1]
         if mine and is_whole and not all(extent.is_empty for extent in of_all):
             kept = torch.tensor([channel in mine for channel in channels.tolist()])
-            state[key] = _place(key, values[:, kept], tokens, channels[kept], shape)
+            state[key] = place_slice(key, values[:, kept], tokens, channels[kept], shape)
     return state
 
 
@@ -255,7 +255,7 @@ def _sum_shares(run: Run, record: PointRecord, values: Tensor) -> tuple[Tensor, 
     return whole.cpu(), torch.arange(width)
 
 
-def _place(key: str, values: Tensor, tokens: Tensor, channels: Tensor, shape: tuple[int, int]) -> ShardedTensor:
+def place_slice(key: str, values: Tensor, tokens: Tensor, channels: Tensor, shape: tuple[int, int]) -> ShardedTensor:
     """Rows and columns brought into the order of the whole, where they are a few rectangles."""
     rows, columns = tokens.argsort(), channels.argsort()
     blocks = tuple(

@@ -145,6 +145,13 @@ class MoEFields(ArchitectureFields):
     )
     """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts
     (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
+    moe_enable_routing_replay: bool = flag(
+        False,
+        kind="numerics",
+        needs=(_EXPERTS, Needs("--moe-routing-trace-path", lambda run: run.moe_routing_trace_path is not None)),
+    )
+    """In training, send each token to the experts that --moe-routing-trace-path says; their weights are the router's
+    own."""
     moe_use_upcycling: bool = flag(False, kind="numerics", needs=(_EXPERTS, _LOADING))
     """The checkpoint to load is of a dense model: each expert begins as a copy of its MLP (Komatsuzaki et al., 2022). A
     checkpoint that has experts is loaded as it is."""

@@ -20,6 +20,7 @@ from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.load_balancing import compute_balance_loss, compute_z_loss, mark_choices
+from megatron.core.transformer.moe.route_log import RouteLog
 from megatron.core.transformer.moe.routing import (
     Routing,
     choose_best,
@@ -95,6 +96,8 @@ class TopKRouter(MegatronModule):
         """[E + 1], for quantile_balancing: the sum of each microbatch's even bias since then, and their number."""
         self._load: Tensor | None = None
         """[E + 1], for the log: the same since it was last taken, and how many of these choices were dropped."""
+        self.route_log: RouteLog | None = None
+        """Where this step's choices are noted, or come from; see training/hooks/routes.py."""
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
 
@@ -118,7 +121,7 @@ class TopKRouter(MegatronModule):
             logits = logits + self._draw_bias(logits, self.config.moe_router_force_biased)
         # In evaluation, and in forwards without a graph, losses would be summed and never used.
         learns = self.training and torch.is_grad_enabled()
-        routing = self._route(logits)
+        routing = self._route(logits, learns)
         # Losses hang on the weights, which lie on the way from the main loss to the router; and before tokens are
         # dropped: what the router wanted is to be balanced, not what it got.
         if learns:
@@ -127,6 +130,8 @@ class TopKRouter(MegatronModule):
             routing = routing._replace(kept=self._keep_within_capacity(routing, hidden_states.shape[1]))
         if learns and not is_recomputing():
             self._count_tokens(routing, logits)
+            if self.route_log is not None:
+                self.route_log.note(hidden_states, logits, routing.experts)
         return routing
 
     def _count_tokens(self, routing: Routing, logits: Tensor) -> None:
@@ -159,19 +164,24 @@ class TopKRouter(MegatronModule):
             return F.linear(x.to(self.product_dtype), self.weight.to(self.product_dtype), bias)
         return F.linear(x, self.weight, self.bias)
 
-    def _route(self, logits: Tensor) -> Routing:
+    def _route(self, logits: Tensor, learns: bool) -> Routing:
         config = self.config
+        given = None
+        if self.route_log is not None and learns:
+            # Where backward computes this again, another microbatch's turn has come since.
+            given = get_cuda_rng_tracker().decide_once(self.route_log.take)
         if config.moe_router_force_load_balancing:
             drawn = _draw(functools.partial(torch.empty_like(logits).normal_))
             # Random choices, but the gradient of the logits as it would be without them.
-            return choose_experts(drawn + logits - logits.detach(), config)
+            return choose_experts(drawn + logits - logits.detach(), config, given=given)
         if "sinkhorn" in config.moe_router_load_balancing_type:
             assigned = logits.detach()
             if self.training:
                 # Balanced over the whole microbatch, so that its choices do not depend on how it is divided.
                 assigned = sinkhorn(_take_rows(assigned.float(), self.groups.tp_cp))[self._own_rows(logits)]
-            return weigh_experts(logits, choose_best(assigned, self.topk), config)
-        return choose_experts(logits, config, self.expert_bias)
+            experts = choose_best(assigned, self.topk) if given is None else given
+            return weigh_experts(logits, experts, config)
+        return choose_experts(logits, config, self.expert_bias, given)
 
     def _draw_bias(self, logits: Tensor, std: float) -> Tensor:
         """A random number for each expert, [E]: the same on all ranks that have this layer, and in every microbatch

@@ -51,20 +51,24 @@ def compute_affinities(logits: Tensor, score_function: str) -> Tensor:
     return scores if score_function == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def choose_experts(logits: Tensor, config: MoEFields, expert_bias: Tensor | None = None) -> Routing:
+def choose_experts(
+    logits: Tensor, config: MoEFields, expert_bias: Tensor | None = None, given: Tensor | None = None
+) -> Routing:
     """Choose the k best experts of each token and their weights: logits [T, E] -> Routing. expert_bias: [E], added to
-    scores for the choice."""
+    scores for the choice. given: [T, k], experts that are chosen already."""
     function, k = config.moe_router_score_function, config.moe_router_topk
     groups = (config.moe_router_num_groups, config.moe_router_group_topk)
     # Softmax keeps the order, so the choice can be made by the logits themselves.
     if function == "softmax" and not config.moe_router_pre_softmax:
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        experts = choose_best(wide if expert_bias is None else wide + expert_bias, k, *groups)
+        scores = wide if expert_bias is None else wide + expert_bias
+        experts = choose_best(scores, k, *groups) if given is None else given
         weights = wide.gather(1, experts).softmax(dim=-1)
     else:
         scores = score_experts(logits, function)
         # The bias decides who is chosen, not how much they weigh: it has no gradient.
-        experts = choose_best(scores if expert_bias is None else scores + expert_bias, k, *groups)
+        biased = scores if expert_bias is None else scores + expert_bias
+        experts = choose_best(biased, k, *groups) if given is None else given
         weights = scores.gather(1, experts)
         # Softmax scores of all experts stay as they are: they add up to less than one for the chosen.
         if function != "softmax" and k > 1:
