@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, TemporaryError, command_line  # noqa: E402
 
-WORTH_ANOTHER_TRY = {75, 70, 1}
-"""Exit codes: a lost peer; a process that died; torchrun's own code, which hides that of the process."""
+WORTH_ANOTHER_TRY = {75, 1}
+"""Exit codes: a lost peer, or a process that was killed; torchrun's own code, which hides that of the process."""
 
 
 def read_progress(save: Path) -> int:
@@ -106,8 +106,8 @@ class Supervisor:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
             code = self.process.wait()
-        # A process that a signal has killed, such as one that took too much memory, has its negative number.
-        return 70 if code < 0 else code
+        # A process that something else has killed, such as a system short of memory, has the signal's negative number.
+        return 75 if code < 0 else code
 
 
 def main() -> int:

@@ -133,9 +133,9 @@ def progress(save: Path, iteration: int) -> str:
 
 def test_what_may_help_is_tried_again_and_nothing_else(tmp_path: Path) -> None:
     save = tmp_path / "save"
-    assert supervise(tmp_path, ["exit 75", f"{progress(save, 7)}; exit 70", "kill -9 $$", "exit 0"]) == (0, 4)
+    assert supervise(tmp_path, ["exit 75", f"{progress(save, 7)}; exit 75", "kill -9 $$", "exit 0"]) == (0, 4)
     for number, (last, code) in enumerate(
-        [("exit 2", 2), ("exit 17", 17), ("exit 74", 74), ("echo 'error: --lr is not given' >&2; exit 1", 2)]
+        [("exit 2", 2), ("exit 17", 17), ("exit 70", 70), ("echo 'error: --lr is not given' >&2; exit 1", 2)]
     ):
         assert supervise(tmp_path / str(number), ["exit 75", last]) == (code, 2)
 
