@@ -128,37 +128,47 @@ class TransformerConfig(
 
     def _widths_fit_fp8(self) -> Iterator[str]:
         """What linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take them."""
-        if self.fp8 is None or self.fp8_recipe not in MULTIPLES or not self.num_attention_heads:
+        if self.fp8 is None or self.fp8_recipe not in MULTIPLES:
             return
-        multiple, tp, etp = (
-            MULTIPLES[self.fp8_recipe],
-            self.tensor_model_parallel_size,
-            self.expert_tensor_parallel_size or 1,
-        )
-        heads, groups = self.num_attention_heads, self.num_query_groups or self.num_attention_heads
-        widths = [("hidden_size", self.hidden_size, 1)]
-        if self.multi_latent_attention:
-            widths += [(name, getattr(self, name), 1) for name in ("q_lora_rank", "kv_lora_rank")]
-            widths += [("num_attention_heads", heads * width, tp) for width in (self.query_width, self.value_width)]
-        elif self.kv_channels is not None:
-            query, key_value = heads * self.query_width, 2 * max(groups, tp) * self.query_width
-            widths += [("kv_channels", query, tp), ("kv_channels", query + key_value, tp)]
-        if has_dense_layers(self):
-            widths.append(("ffn_hidden_size", self.ffn_hidden_size, tp))
-        if self.num_moe_experts is not None:
-            widths.append(("moe_ffn_hidden_size", self.moe_ffn_hidden_size or 0, etp))
-            widths.append(("moe_latent_size", self.moe_latent_size or 0, 1))
-            widths.append(("moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size or 0, tp))
         said = set()
-        for name, width, ranks in widths:
-            if width and width % (multiple * ranks) and name not in said:
-                said.add(name)
-                over = f" over {ranks} ranks" if ranks > 1 else ""
-                found = "" if width == getattr(self, name) else f", {width} columns in all,"
-                yield (
-                    f"{self.say(name)}{found}{over} is no multiple of {multiple}, as {self.say('fp8_recipe')} needs "
-                    f"it; use multiples of {multiple * ranks}, or leave --fp8-format out and train with --bf16 alone"
-                )
+        for name, width, ranks in self._linear_widths():
+            multiple = MULTIPLES[self.fp8_recipe] * ranks
+            if not width or width % multiple == 0 or name in said:
+                continue
+            said.add(name)
+            over = f" on {ranks} ranks" if ranks > 1 else ""
+            found = self.say(name) + (
+                "" if width == getattr(self, name) else f" makes a layer of {width} columns, which"
+            )
+            yield (
+                f"{found} is no multiple of {multiple}, as {self.say('fp8_recipe')} needs it{over}; "
+                f"use {name_multiples(width, multiple)} columns, or train with --bf16 alone"
+            )
+
+    def _linear_widths(self) -> Iterator[tuple[str, int, int]]:
+        """The columns of inputs and outputs of all linear layers: the setting that they follow from, how many, and the
+        ranks that share them."""
+        tp, heads = self.tensor_model_parallel_size, self.num_attention_heads or 0
+        yield "hidden_size", self.hidden_size or 0, 1
+        if self.multi_latent_attention:
+            positions, value = self.qk_pos_emb_head_dim, self.v_head_dim
+            yield "q_lora_rank", self.q_lora_rank or 0, 1
+            yield "kv_lora_rank", self.kv_lora_rank, 1
+            yield "qk_pos_emb_head_dim", self.kv_lora_rank + positions, 1
+            yield "qk_head_dim", heads * self.query_width, tp
+            yield "v_head_dim", heads * value, tp
+            yield "v_head_dim", heads * (self.qk_head_dim + value), tp
+        elif self.kv_channels is not None:
+            # Where ranks outnumber the groups of queries, several hold the same keys and values.
+            groups = max(self.num_query_groups or heads, tp)
+            yield "kv_channels", heads * self.kv_channels, tp
+            yield "kv_channels", (heads + 2 * groups) * self.kv_channels, tp
+        if has_dense_layers(self):
+            yield "ffn_hidden_size", self.ffn_hidden_size or 0, tp
+        if self.num_moe_experts is not None:
+            yield "moe_ffn_hidden_size", self.moe_ffn_hidden_size or 0, self.expert_tensor_parallel_size or 1
+            yield "moe_latent_size", self.moe_latent_size or 0, 1
+            yield "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size or 0, tp
 
     def kernel_problems(self) -> Iterator[str]:
         """What --attention-backend names a kernel for that the kernel cannot do.
