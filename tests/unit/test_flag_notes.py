@@ -46,6 +46,7 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
     "--ckpt-drop-redundant-extra-state", "--ckpt-pg-tensors-cache-path", "--ckpt-pg-tensors-cache-create",
     "--async-strategy", "--async-ckpt-use-cpu-shm",
     "--lazy-mpu-init", "--use-sharp", "--sharp-enabled-group", "--keep-fp8-transpose-cache",
+    "--reuse-grad-buf-for-mxfp8-param-ag",
     "--tokenizer-hf-no-use-fast", "--cache-mla-latents", "--mla-down-proj-fusion",
     "--otel-enabled", "--otel-service-name", "--otel-span-groups",
     "--run-workload-inspector-server", "--inference-batch-times-seqlen-threshold", "--max-tokens-to-oom",

@@ -304,7 +304,14 @@ def list_histories(
 )
 def test_fifty_steps_of_delayed_scaling(changes: dict[str, object]) -> None:
     for product, histories, scales in list_histories(50, changes):
-        assert product.scale.tolist() == scales
+        found_scales = [
+            compute_scale(amax, product.recipe.format_of(operand), margin=product.recipe.margin).item()
+            for operand, amax in enumerate(product.amax)
+        ]
+        assert found_scales == scales
+        ones = product._round_along_columns(GRAD, torch.ones(1, 16))
+        assert ones.inverse == 1 / torch.tensor(scales[GRAD]), "which the next step rounds with"
+        product.take_amax()
         for found, expected in zip(product.amax_history.tolist(), histories, strict=True):
             assert found == expected + [0.0] * (len(found) - len(expected))
 
@@ -314,7 +321,7 @@ def test_an_overflow_leaves_the_scales_alone() -> None:
     for x in (torch.ones(4, 16), torch.full((4, 16), torch.inf)):
         product.forward(x, weight)
         end_step([product], SingleRankGroup())
-    assert product.amax_history[INPUT].tolist() == [0.0, 1.0, 0.0] and product.scale[INPUT] == 448.0
+    assert product.amax_history[INPUT].tolist() == [0.0, 1.0, 0.0] and product.amax[INPUT] == 1.0
 
 
 # ---- in a model

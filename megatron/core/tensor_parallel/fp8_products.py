@@ -109,8 +109,9 @@ class FP8Matmul(Product, nn.Module):
     amax_history: Tensor
     """[3, length], with delayed scaling: amax of each of OPERANDS in the last steps, the last one first; that of
     gradients as it would be in one process."""
-    scale: Tensor
-    """[3], with delayed scaling: scale of each of OPERANDS; 0 before the first step."""
+    amax: Tensor
+    """[3], with delayed scaling: what of the history gives the scale of each of OPERANDS; 0 before the first step. Not
+    the scale itself, so that a run may go on with another format or margin."""
     steps: Tensor
     """int64, with delayed scaling: how many steps have ended."""
 
@@ -123,9 +124,10 @@ class FP8Matmul(Product, nn.Module):
             # On the device itself: they have values also where parameters have no memory yet.
             device = current_device()
             self.register_buffer("amax_history", torch.zeros(len(OPERANDS), recipe.history_length, device=device))
-            self.register_buffer("scale", torch.zeros(len(OPERANDS), device=device))
+            self.register_buffer("amax", torch.zeros(len(OPERANDS), device=device))
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
-        self._amax: list[Tensor | None] = [None] * len(OPERANDS)
+        # The greatest values of the step under way.
+        self._noted: list[Tensor | None] = [None] * len(OPERANDS)
         self._statistics: list[Tensor | None] = [None] * len(OPERANDS)
         # The weight in 8 bits, and which weight that was: its memory and how often that had been written to.
         self._weight: tuple[tuple[int, int], Operand] | None = None
@@ -180,22 +182,21 @@ class FP8Matmul(Product, nn.Module):
             rounded = quantise_blocks(matrix, dtype, (1, MX_BLOCK), mx=True)
         else:
             amax = find_amax(matrix)
-            scale = compute_scale(amax, dtype)
             if recipe.name == "delayed":
-                scale = self._look_up_scale(operand, amax, scale)
-            rounded = quantise_tensor(matrix, dtype, scale)
+                amax = self._replace_amax(operand, amax)
+            rounded = quantise_tensor(matrix, dtype, compute_scale(amax, dtype, margin=recipe.margin))
         if recipe.measures and self.training:
             self._measure(operand, matrix, rounded)
         return rounded
 
-    def _look_up_scale(self, operand: int, amax: Tensor, own_scale: Tensor) -> Tensor:
-        """Delayed scaling: note the amax for steps to come, and return the scale that earlier ones gave."""
+    def _replace_amax(self, operand: int, own: Tensor) -> Tensor:
+        """Delayed scaling: note an operand's own amax for steps to come, and return that of earlier ones."""
         if self.training:  # a validation between two steps must leave no trace in them
-            noted = self._amax[operand]
-            self._amax[operand] = amax if noted is None else torch.maximum(noted, amax)
-        scale = self.scale[operand] / self.recipe.replicas if operand == GRAD else self.scale[operand]
+            noted = self._noted[operand]
+            self._noted[operand] = own if noted is None else torch.maximum(noted, own)
+        earlier = self.amax[operand] * self.recipe.replicas if operand == GRAD else self.amax[operand]
         # No step has ended yet, or none had values of this operand.
-        return torch.where(scale > 0, scale, own_scale)
+        return torch.where(earlier > 0, earlier, own)
 
     def _round_weight(self, weight: Tensor, *, over_rows: bool = False) -> Operand:
         """The weight in 8 bits, rounded once per step where its gradients lie in flat buffers."""
@@ -242,10 +243,10 @@ class FP8Matmul(Product, nn.Module):
 
     def take_amax(self) -> Tensor:
         """[3] float32, amax of OPERANDS on this process since the last call; 0 of what was not used."""
-        zero = self.scale.new_zeros(())
-        taken = torch.stack([zero if amax is None else amax for amax in self._amax])
+        zero = self.amax.new_zeros(())
+        taken = torch.stack([zero if amax is None else amax for amax in self._noted])
         taken[GRAD] /= self.recipe.replicas
-        self._amax = [None] * len(OPERANDS)
+        self._noted = [None] * len(OPERANDS)
         return taken
 
     @torch.no_grad()
@@ -258,14 +259,9 @@ class FP8Matmul(Product, nn.Module):
         amax = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
         self.amax_history.copy_(torch.cat((amax.unsqueeze(1), self.amax_history[:, :-1]), dim=1))
         self.steps.add_(1)
-        recipe = self.recipe
-        chosen = self.amax_history.amax(1) if recipe.takes_largest else amax
-        formats = [recipe.format_of(operand) for operand in range(len(OPERANDS))]
-        scales = torch.stack(
-            [compute_scale(a, dtype, margin=recipe.margin) for a, dtype in zip(chosen, formats, strict=True)]
-        )
-        is_due = ((self.steps - 1) % recipe.interval == 0) & (chosen > 0)
-        self.scale.copy_(torch.where(is_due, scales, self.scale))
+        chosen = self.amax_history.amax(1) if self.recipe.takes_largest else amax
+        is_due = ((self.steps - 1) % self.recipe.interval == 0) & (chosen > 0)
+        self.amax.copy_(torch.where(is_due, chosen, self.amax))
 
 
 def add_statistics(left: Tensor, right: Tensor) -> Tensor:
