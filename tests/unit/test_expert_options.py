@@ -21,7 +21,7 @@ from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_whole
 from megatron.planner.throughput import count_products
 from tests.unit.experts_by_definition import MOE, B, E, S, assert_is_the_definition, layer_of, tokens
-from tests.unit.gpt_models import build_model, read_config
+from tests.unit.gpt_models import build_model, losses_and_grads, read_config
 from tests.unit.test_host_waits import Counting
 
 PLAIN = MOE.replace("--swiglu", "--squared-relu")
@@ -133,6 +133,14 @@ def test_latent_vectors_in_counts() -> None:
     assert counts["12"].replicated - counts[""].replicated == projections
     products = {size: count_products(config, padded_vocab_size=64)[0] for size, config in configs.items()}
     assert products[""] - products["12"] == 2 * 2 * 3 * (32 - 12) * 16 - projections
+
+
+@pytest.mark.parametrize("base", [MOE, BIASED])
+def test_latent_experts_in_a_whole_model(base: str) -> None:
+    """The residual stream is added to their output in place."""
+    losses, grads = losses_and_grads(build_model(f"{base} --moe-latent-size 12"))
+    assert losses.isfinite().all()
+    assert grads["decoder.layers.0.mlp.fc2_latent_proj.weight"].abs().max() > 0
 
 
 @pytest.mark.flags("--use-fused-weighted-squared-relu")

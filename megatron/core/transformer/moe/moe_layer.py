@@ -106,9 +106,11 @@ class MoELayer(MegatronModule):
         meanwhile = compute_shared_output if self.overlaps_shared_experts else None
         sent = own if self.fc1_latent_proj is None else self.fc1_latent_proj(own)[0]
         rows, weights, ends, combine = self.dispatcher.dispatch(sent.flatten(0, 1), self.router(own), meanwhile)
-        output = combine(self.experts(rows, weights, ends)).view_as(sent)
+        output = combine(self.experts(rows, weights, ends))
         if self.fc2_latent_proj is not None:
+            # Of [T, n]: what it makes of three dimensions is a view, to which no residual may be added in place.
             output, _ = self.fc2_latent_proj(output)
+        output = output.view_as(own)
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
