@@ -45,10 +45,11 @@ SMALL = [
     f"pp2,dp2,ep2,{ALLTOALL},--pipeline-schedule=zb-h1,--use-tp-pp-dp-mapping,--recompute-granularity=full,"
     "--recompute-method=uniform,--recompute-num-layers=1", f"tp2,sp,dp2,ep2,{ALLTOALL},dist-opt",
     f"tp2,sp,dp2,etp1,dist-opt,overlap-all,{INSTANCES}", "tp2,sp,etp1,dist-opt",
-    f"dp2,ep2,fsdp2,{ALLTOALL}", f"dp4,ep2,fsdp2,{FINE},{ONE}",
+    f"dp2,ep2,fsdp2,{ALLTOALL}",
     f"dp4,ep2,fsdp2,{INSTANCES},{ONE}", f"dp3,dist-opt,{SOAP}",
 ]  # fmt: skip
 LARGE = [
+    f"dp4,ep2,fsdp2,{FINE},{ONE}",
     f"tp2,sp,{SOAP}", f"tp2,sp,dp2,ep2,dist-opt,{SOAP}", f"dp4,ep2,dist-opt,{SOAP},{INSTANCES},{ONE}",
     f"dp2,ep2,{SOAP}", f"dp2,ep2,{MUON}", f"dp4,ep2,dist-opt,{MUON},{ONE}", f"tp2,sp,{MUON},--muon-tp-mode=distributed",
     f"dp4,ep2,dist-opt,{INSTANCES},{ONE}", f"dp4,ep4,dist-opt,overlap-all,{INSTANCES},{ONE}",
