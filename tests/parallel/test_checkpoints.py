@@ -198,6 +198,13 @@ def test_each_byte_is_read_once_where_ranks_share_the_reading(tmp_path: Path) ->
     for together in (True, False):
         answers = run_distributed(sharing_worker, 2, str(tmp_path), together, 1)
         assert len({answer for answer, _ in answers}) == 1 and "distcp is damaged: its checksum is" in answers[0][0]
+    # Also where only a rank that does not verify the box stumbles over it.
+    for file in tmp_path.glob("iter_*/*.distcp"):
+        whole = file.read_bytes()
+        file.write_bytes(whole.replace(b"PK", b"pk"))
+        answers = run_distributed(sharing_worker, 2, str(tmp_path), False, None)
+        file.write_bytes(whole)
+        assert len({answer for answer, _ in answers}) == 1 and f"{file.name} is damaged" in answers[0][0]
 
 
 def out_of_threads_worker(root: str, rank: int) -> str:

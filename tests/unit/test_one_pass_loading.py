@@ -84,7 +84,7 @@ def test_L2_every_damaged_bit_is_found(tmp_path: Path) -> None:
     whole, pick = file.read_bytes(), random.Random(3)
     # In heads and tails of the archives as well, which say where values are.
     heads = [offset for offset in range(len(whole)) if whole[offset : offset + 2] == b"PK"]
-    for case in range(120):
+    for case in range(240):
         at = pick.choice(heads) + pick.randrange(40) if case % 2 else pick.randrange(len(whole))
         damaged = bytearray(whole)
         damaged[min(at, len(whole) - 1)] ^= 1 << pick.randrange(8)

@@ -236,7 +236,9 @@ def read_boxes(file: io.FileIO, box: SavedBox, fills: Sequence[Fill], *, verify:
     for fill in fills:
         _check_part(file, box, fill.offsets, fill.target)
     values = find_values(file, box.start, box.length, box.dtype, box.shape)
-    if values is None:
+    # What says where they are may be damaged itself.
+    end = box.start + box.length - math.prod(box.shape) * box.dtype.itemsize
+    if values is None or not box.start <= values <= end:
         raise DamagedCheckpointError(
             f"{file.name!s} is damaged: no tensor of shape {box.shape} lies at byte {box.start}"
         )

@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_o
 from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, compute_range_checksum, read_boxes
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME, dcp_errors, join_ranks
 from megatron.core.dist_checkpointing.validation import KeyReport
+from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
 _THREADS = 4
@@ -260,6 +261,8 @@ class _Job:
     number: int | None
     """Of the part whose checksum is wanted."""
     fills: Sequence[Fill]
+    is_unverified: bool
+    """This process or another one is verifying the file: what is wrong with it is damage."""
 
     def run(self) -> int | None:
         """Fill the tensors; returns the checksum. Raises OSError, CheckpointError."""
@@ -269,9 +272,12 @@ class _Job:
                 if self.box is not None:
                     return read_boxes(file, self.box, self.fills, verify=self.number is not None)
                 return compute_range_checksum(file, self.start, self.num_bytes)
+        except CheckpointError as error:
+            # Its length was right when the checkpoint was chosen.
+            raise DamagedCheckpointError(str(error)) if self.is_unverified else error from None
         except OSError as error:
             error.filename = error.filename or str(self.path)
-            if self.number is None:
+            if not self.is_unverified:
                 raise
             raise DamagedCheckpointError(f"{error.filename} cannot be read: {error.strerror or error}") from error
 
@@ -287,15 +293,16 @@ def _list_jobs(
     fills: dict[MetadataIndex, list[Fill]] = {}
     for read in reads:
         fills.setdefault(read.box_index, []).append(Fill(read.offsets, read.target))
+    unverified = {part.name for part in parts}
     jobs = []
     for number in mine:
         part = parts[number]
         box = None if part.box_index is None else boxes[part.box_index].box
         own = [] if part.box_index is None else fills.pop(part.box_index, [])
-        jobs.append(_Job(directory / part.name, part.start, box, part.num_bytes, number, own))
+        jobs.append(_Job(directory / part.name, part.start, box, part.num_bytes, number, own, True))
     for index, own in fills.items():
         name, box = boxes[index]
-        jobs.append(_Job(directory / name, box.start, box, box.length, None, own))
+        jobs.append(_Job(directory / name, box.start, box, box.length, None, own, name in unverified))
     return sorted(jobs, key=lambda job: (job.path, job.start))
 
 
