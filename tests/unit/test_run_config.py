@@ -94,6 +94,8 @@ _EFFECTIVE = (
 BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup",
          "--multi-latent-attention --position-embedding-type rope",
+         "--position-embedding-type rope --num-layers 2 --no-rope-freq 2 --attn-temperature-scale 0.1 --qk-l2-norm",
+         "--num-experts 4 --swiglu --ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64",
          "--mtp-num-layers 2 --position-embedding-type rope")  # fmt: skip
 
 
