@@ -37,6 +37,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK, SCALED_BLOCK = 32, 128
 _SMALLEST_EXPONENT = -127
 """Of a scale in E8M0, which has 8 bits of exponent and nothing else."""
+_NOT_A_NUMBER = 255
+"""In E8M0."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,30 @@ def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = (-size % length for size, length in zip(x.shape[-2:], block, strict=True))
     x = F.pad(x, (0, columns, 0, rows)) if rows or columns else x.clone(memory_format=torch.contiguous_format)
     return x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+
+
+# ---- rows that travel
+
+
+def pack_rows(rows: Tensor) -> Tensor:
+    """Rows [n, c] in the microscaling format, as bytes [n, c + c / 32]: values in e4m3, then their blocks' scales in
+    E8M0. c: a multiple of 32."""
+    operand = quantise_blocks(rows, E4M3, (1, MX_BLOCK), mx=True)
+    _, exponent = torch.frexp(operand.inverse)  # of a power of two the mantissa is 0.5
+    scales = (exponent - 1 - _SMALLEST_EXPONENT).to(torch.uint8)
+    # What is not finite must not become a number on its way.
+    is_finite = rows.isfinite().unflatten(-1, (-1, MX_BLOCK)).all(-1)
+    scales = scales.masked_fill(~is_finite, _NOT_A_NUMBER)
+    return torch.cat((operand.values.view(torch.uint8), scales), dim=-1)
+
+
+def unpack_rows(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows [n, c] that pack_rows made bytes of; a block with infinities or NaN is NaN."""
+    blocks = packed.shape[-1] // (MX_BLOCK + 1)
+    values, scales = packed.split((blocks * MX_BLOCK, blocks), dim=-1)
+    inverse = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() + _SMALLEST_EXPONENT)
+    inverse = inverse.masked_fill(scales == _NOT_A_NUMBER, torch.nan)
+    return Operand(values.contiguous().view(E4M3), inverse, (1, MX_BLOCK)).dequantise().to(dtype)
 
 
 # ---- products

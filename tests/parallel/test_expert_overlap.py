@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron.core.errors import ConfigError
+from megatron.core.exchange_gap import ExchangeGap
+from megatron.core.fp8 import pack_rows, unpack_rows
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
 from megatron.core.tensor_parallel.products import _Multiply
 from megatron.core.transformer.moe import row_exchange
@@ -194,3 +198,60 @@ def test_weight_gradients_of_experts_are_computed_while_gradients_travel() -> No
     backward = ["begin", "end", "product", "product", "begin", "begin", "weights", "end", "end"]
     for events in run_distributed(order_of_events, 2, EXPERTS_ONLY, timeout=240.0):
         assert events == 2 * (forward + backward)
+
+
+# ---- rows in 8 bits
+
+
+def exchange_rows(packs: dict[str, bool]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What arrives of the other rank's rows, and the gradient of the own ones; values that 8 bits do not hold."""
+    rank = dist.get_rank()
+    rows = draw_rows(rank).requires_grad_()
+    exchange = row_exchange.RowExchange(dist.group.WORLD, [0, 4] if rank == 0 else [4, 0],  # type: ignore[arg-type]
+                                        [0, 4] if rank == 0 else [4, 0], ExchangeGap(), **packs)  # fmt: skip
+    arrived, weights = exchange.finish(exchange.start(rows, rows[:, 0]))
+    assert torch.equal(weights, draw_rows(1 - rank)[:, 0]), "a weight of each row travels as it is"
+    arrived.backward(draw_rows(2 + rank))
+    assert rows.grad is not None
+    return arrived.detach(), rows.grad
+
+
+def draw_rows(seed: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+@pytest.mark.parametrize("packs", ["packs_forward", "packs_backward"])
+def test_rows_travel_in_8_bits_one_way(packs: str) -> None:
+    for rank, (arrived, grad) in enumerate(run_distributed(exchange_rows, 2, {packs: True})):
+        sent, returned = draw_rows(1 - rank), draw_rows(2 + 1 - rank)
+        rounded = [unpack_rows(pack_rows(rows), torch.float32) for rows in (sent, returned)]
+        assert torch.equal(arrived, rounded[0] if packs == "packs_forward" else sent)
+        assert torch.equal(grad, rounded[1] if packs == "packs_backward" else returned)
+        assert not torch.equal(rounded[0], sent)
+
+
+@pytest.mark.flags("--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype")
+def test_tokens_and_gradients_in_8_bits_are_about_the_same_run() -> None:
+    layout = f"dp2,ep2,{ALLTOALL}"
+    losses, weights = run_distributed(train, 2, layout)[0]
+    for flag, concerns_forward in (("--moe-dispatch-fwd-dtype", True), ("--moe-combine-bwd-dtype", False)):
+        found, changed = run_distributed(train, 2, f"{layout},{flag}=mxfp8")[0]
+        assert (found[0] != losses[0]) == concerns_forward
+        assert not all(torch.equal(ours, theirs) for ours, theirs in zip(weights, changed, strict=True))
+        assert found == pytest.approx(losses, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "--moe-dispatch-fwd-dtype mxfp8 does not work with --moe-token-dispatcher-type allgather"),
+        (
+            f"{ALLTOALL} --hidden-size 72",
+            "every 32 channels a scale, and --hidden-size 72 is no multiple of 32; use 64 or 96",
+        ),
+        (f"{ALLTOALL} --moe-latent-size 40", "--moe-latent-size 40 is no multiple of 32; use 32 or 64"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        training(f"{EXPERTS['moe']} --moe-dispatch-fwd-dtype mxfp8 {flags}", "dp2,ep2")

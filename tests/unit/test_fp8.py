@@ -23,9 +23,11 @@ from megatron.core.fp8 import (
     find_amax,
     multiply_emulated,
     multiply_natively,
+    pack_rows,
     quantise_blocks,
     quantise_tensor,
     round_to,
+    unpack_rows,
     widen,
 )
 from megatron.core.process_groups_config import SingleRankGroup
@@ -135,6 +137,23 @@ def test_blocks_have_scales_of_their_own(shape: tuple[int, ...], block: tuple[in
                 assert torch.equal(values[place].float(), round_to(matrix[place], scale, E4M3).float())
                 assert torch.equal(result[place], values[place].float() / scale)
     assert torch.equal(found.transposed.dequantise(), whole.transpose(-2, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_travel_as_bytes_are_rounded_once(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 96).mul(torch.logspace(-38, 4, 96)).to(dtype)
+    rows[1] = 0
+    packed = pack_rows(rows)
+    assert packed.dtype == torch.uint8 and packed.shape == (5, 96 + 3)
+    found = unpack_rows(packed, dtype)
+    assert found.dtype == dtype and torch.equal(
+        found, quantise_blocks(rows, E4M3, (1, 32), mx=True).dequantise().to(dtype)
+    )
+    assert unpack_rows(pack_rows(rows[:0]), dtype).shape == (0, 96)
+    # A number that is none must not arrive as one; other blocks know nothing of it.
+    rows[0, 3], rows[2, 40] = torch.inf, torch.nan
+    found = unpack_rows(pack_rows(rows), dtype)
+    assert found[0, :32].isnan().all() and found[2, 32:64].isnan().all() and int(found.isnan().sum()) == 64
 
 
 # ---- products

@@ -145,6 +145,11 @@ class MoEFields(ArchitectureFields):
     )
     """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts
     (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
+    moe_dispatch_fwd_dtype: str = flag("bf16", choices=("bf16", "mxfp8"), kind="numerics", needs=_EXPERTS)
+    """How tokens travel to experts on other processes (alltoall): in the model's number format, or in 8 bits, where 32
+    channels have a scale in common."""
+    moe_combine_bwd_dtype: str = flag("bf16", choices=("bf16", "mxfp8"), kind="numerics", needs=_EXPERTS)
+    """The same for the gradients of what experts put out, which travel that way in backward."""
     moe_enable_routing_replay: bool = flag(
         False,
         kind="numerics",
@@ -196,9 +201,25 @@ class MoEFields(ArchitectureFields):
             )
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
+        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
+            if getattr(self, name) == "mxfp8":
+                yield from self._rows_can_be_packed(self.say(name))
         yield from self._experts_compute_what_is_asked()
         if self.moe_use_upcycling:
             yield from self._dense_layers_become_experts(self.num_moe_experts)
+
+    def _rows_can_be_packed(self, asked: str) -> Iterator[str]:
+        if self.moe_token_dispatcher_type == "allgather":
+            yield (
+                f"{asked} does not work with {self.say('moe_token_dispatcher_type')}, which sends every token to all; "
+                "use --moe-token-dispatcher-type alltoall or flex"
+            )
+        width = "moe_latent_size" if self.moe_latent_size else "hidden_size"
+        if getattr(self, width) and self.expert_channels % 32:
+            yield (
+                f"{asked} gives every 32 channels a scale, and {self.say(width)} is no multiple of 32; use "
+                f"{name_multiples(self.expert_channels, 32)}, or bf16"
+            )
 
     def token_exchange_problems(self, asked: str) -> Iterator[str]:
         """What stands against hiding the experts' exchanges. asked: the flag that does."""

@@ -67,6 +67,8 @@ class TokenDispatcher(ABC):
         assert config.num_moe_experts is not None
         self.group: Group = pg_collection.tp_ep
         self.exchange_gap = ExchangeGap()
+        self.packs_tokens = config.moe_dispatch_fwd_dtype == "mxfp8"
+        self.packs_grads = config.moe_combine_bwd_dtype == "mxfp8"
         self.num_experts = config.num_moe_experts
         self.ranks_per_expert = pg_collection.expt_tp.size()
         self.local_experts = self.num_experts // pg_collection.ep.size()
@@ -191,7 +193,7 @@ class AllToAllDispatcher(TokenDispatcher):
         weights = weights.index_select(0, order)
 
         # The weights travel beside the rows: the expert applies them, so that what comes back needs only a sum.
-        there = RowExchange(self.group, sends, receives, self.exchange_gap)
+        there = RowExchange(self.group, sends, receives, self.exchange_gap, packs_forward=self.packs_tokens)
         ticket = there.start(self.permute(x, order, slots), weights)
         if meanwhile is not None:
             meanwhile()
@@ -204,7 +206,8 @@ class AllToAllDispatcher(TokenDispatcher):
         def combine(outputs: Tensor) -> Tensor:
             # The way of dispatch in reverse: order of arrival, all-to-all back, sum over each token's slots.
             as_received = self.unpermute(outputs, by_expert, len(labels), 1)
-            returned = RowExchange(self.group, receives, sends, self.exchange_gap).run(as_received)
+            back = RowExchange(self.group, receives, sends, self.exchange_gap, packs_backward=self.packs_grads)
+            returned = back.run(as_received)
             return self.unpermute(returned, order, tokens, slots)
 
         return Dispatched(self.permute(rows, by_expert, 1), self._copy_weights(weights, by_expert), local_ends, combine)
@@ -235,7 +238,7 @@ class AllToAllDispatcher(TokenDispatcher):
         rows_each = self._count_equal_rows(tokens) // members
         order, _ = pad_slots(found, tokens * slots, rows_each=rows_each)
         sends = [experts * rows_each] * members
-        there = RowExchange(self.group, sends, sends, self.exchange_gap)
+        there = RowExchange(self.group, sends, sends, self.exchange_gap, packs_forward=self.packs_tokens)
         ticket = there.start(self.permute(x, order, slots), self._copy_weights(weights, order))
         if meanwhile is not None:
             meanwhile()
@@ -249,7 +252,8 @@ class AllToAllDispatcher(TokenDispatcher):
         ends = torch.arange(step, experts * step + 1, step, device=x.device, dtype=torch.int32)
 
         def combine(outputs: Tensor) -> Tensor:
-            returned = RowExchange(self.group, sends, sends, self.exchange_gap).run(swap(outputs, experts, members))
+            back = RowExchange(self.group, sends, sends, self.exchange_gap, packs_backward=self.packs_grads)
+            returned = back.run(swap(outputs, experts, members))
             return self.unpermute(returned, order, tokens, slots)
 
         return Dispatched(rows, weights, ends, combine)
