@@ -74,9 +74,9 @@ def assert_goes_on(saved: Path, case: str, processes: int, reference: Path, tmp_
 
 
 def without_manifest(root: Path) -> list[str]:
-    """The files, by path; ours adds its manifest to upstream's."""
+    """The files, by path; ours adds its manifest and the run's summary to upstream's."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.suffix != ".lock"
-                  and path.name != "manifest.json")  # fmt: skip
+                  and path.name not in ("manifest.json", "summary.txt"))  # fmt: skip
 
 
 @pytest.mark.flags("--ckpt-format")
@@ -132,11 +132,31 @@ def test_torch_dist_on_one_process(case: str, name: str, reference: Path, tmp_pa
     assert_goes_on(saved, case, 1, reference, tmp_path)
 
 
+@pytest.mark.flags("--ckpt-format")
 def test_torch_dist_with_a_distributed_optimizer(reference: Path, tmp_path: Path) -> None:
-    """As upstream's with --dist-ckpt-optim-fully-reshardable: what is said beside the tensors is what is said with its
-    default, but for the place of the parameter groups; the tensors are those without a distributed optimizer."""
-    listing, whole = read_listing("b_dp2_distopt_torch_dist"), read_listing("b_iter10_torch_dist")
+    """Its default: each rank's state in flat buckets."""
+    listing = read_listing("b_dp2_distopt_torch_dist")
     saved = save_run("b_dp2_distopt", 2, reference, tmp_path, "--ckpt-format", "upstream_torch_dist")
+    assert without_manifest(saved) == sorted(name for name, _ in listing["files"])
+    path = saved / "iter_0000010"
+    assert list_tensors(path) == sort_boxes(listing["tensors"])
+    assert read_objects(path) == types_of(listing["bytes_contents"])
+    reader = BoxReader(path, read_metadata(path / ".metadata"))
+    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
+        key = f"optimizer.distributed.dp_group_idx_0.{name}/shard_0_1"
+        ((sizes,),) = reader.read_object(key)
+        ((listed,),) = listing["bytes_contents"][key]
+        assert {str(key): [f"int: {size}" for size in bucket] for key, bucket in sizes.items()} == listed
+    assert_goes_on(saved, "b", 1, reference, tmp_path)
+
+
+@pytest.mark.flags("--dist-ckpt-optim-fully-reshardable")
+def test_torch_dist_with_a_distributed_optimizer_for_any_layout(reference: Path, tmp_path: Path) -> None:
+    """What is said beside the tensors is what is said with upstream's default, but for the place of the parameter
+    groups; the tensors are those without a distributed optimizer."""
+    listing, whole = read_listing("b_dp2_distopt_torch_dist"), read_listing("b_iter10_torch_dist")
+    flags = ("--ckpt-format", "upstream_torch_dist", "--dist-ckpt-optim-fully-reshardable")
+    saved = save_run("b_dp2_distopt", 2, reference, tmp_path, *flags)
     path = saved / "iter_0000010"
     found = list_tensors(path)
     for key, entry in whole["tensors"].items():

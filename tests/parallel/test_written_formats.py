@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.small_training import EXPERTS, STYLES
 from tests.parallel.test_layout_checkpoints import run_on
@@ -17,7 +19,8 @@ STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
 ROUND_TRIPS = [
     ("upstream_torch_dist", "llama", "tp2,pp2", "1"),
     ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2", "1"),
-    ("upstream_torch_dist", "gpt2", "dp2,dist-opt,--bf16", "dp2,--bf16"),
+    ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2,dist-opt", "1"),
+    ("upstream_torch_dist", "gpt2", "pp2,vpp2,dp2,dist-opt,--bf16,--micro-batch-size=1", "dp3,dist-opt,--bf16"),
     ("torch", "gpt2", "pp2,vpp2", "1"),
     ("torch", "moe", "tp2,sp,ep2,dp2", "1"),
     ("torch", "gpt2", "dp2,dist-opt,--bf16", "dp2,--bf16"),
@@ -27,6 +30,12 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROUND_TRIPS += [
         ("torch", "llama", "tp2,pp2", "1"),
         ("upstream_torch_dist", "gpt2", "pp2,vpp2", "1"),
+        ("upstream_torch_dist", "gpt2", "dp2,dist-opt,--bf16,--dist-ckpt-optim-fully-reshardable", "dp2,--bf16"),
+        ("upstream_torch_dist", "gpt2", "pp2,dp2,dist-opt,--pipeline-schedule=zb-v", "tp2"),
+        ("upstream_torch_dist", "gpt2", "pp2,dp3,dist-opt", "1"),
+        ("upstream_torch_dist", "llama", "dp3,dist-opt,--overlap-grad-reduce,--ddp-bucket-size=3000", "tp2"),
+        ("upstream_torch_dist", "llama", "tp2,pp2,dp2,dist-opt,--transformer-impl=transformer_engine", "1"),
+        ("upstream_torch_dist", "picky", "dp2,ep2,dist-opt,--fp16,--initial-loss-scale=256", "1,--fp16"),
         ("upstream_torch_dist", "gpt2", "pp2,--pipeline-schedule=zb-v", "tp2"),
         ("upstream_torch_dist", "llama", "dp3,fsdp2", "1"),
         ("upstream_torch_dist", "picky", "dp2,ep2,--fp16,--initial-loss-scale=256", "1,--fp16"),
@@ -50,5 +59,10 @@ def test_there_and_back(file_format: str, style: str, layout: str, back_on: str,
     run_on(layout, f"{flags} --save {tmp_path}/first")
     there = f"--load {tmp_path}/first --save {tmp_path}/there --ckpt-format {file_format}"
     assert run_on(layout, f"{flags} {there}") == [], "nothing was left to train"
+    if file_format == "upstream_torch_dist":
+        table = read_metadata(tmp_path / "there" / "iter_0000002" / ".metadata").state_dict_metadata
+        is_flat = "dist-opt" in layout and "--dist-ckpt" not in layout and "zb-v" not in layout
+        assert any(FLAT_KEY.fullmatch(key) for key in table) == is_flat
+        assert any(key.startswith("optimizer.state.") for key in table) != is_flat
     assert run_on(back_on, f"{flags} --load {tmp_path}/there --save {tmp_path}/back") == []
     assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / "back", 2))

@@ -39,7 +39,7 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
     "--onnx-safe", "--tp-comm-overlap-cfg", "--ckpt-fully-parallel-load-exchange-algo",
     "--ckpt-fully-parallel-load-per-rank-objects", "--ckpt-fully-parallel-save-process-group",
     "--ckpt-fully-parallel-load-process-group", "--ckpt-assume-constant-structure",
-    "--dist-ckpt-optim-fully-reshardable", "--distrib-optim-fully-reshardable-mem-efficient", "--verify-integrity",
+    "--distrib-optim-fully-reshardable-mem-efficient", "--verify-integrity",
     "--ckpt-convert-update-legacy-dist-opt-format", "--no-ckpt-fully-parallel-save",
     "--ckpt-load-validate-sharding-integrity", "--no-ckpt-load-validate-sharding-integrity",
     "--disable-ckpt-load-validate-sharding-integrity", "--dist-ckpt-save-pre-mcore-014", "--dist-ckpt-workers",

@@ -8,6 +8,7 @@ rules and whose buckets are compared with the listing of a real checkpoint.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,13 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.upstream_layout import (
+    BucketPadding,
+    Parameter,
+    Slot,
+    fill_buckets,
+    place_in_buckets,
+)
 from megatron.core.errors import CheckpointError
 from megatron.training.run import Run
 from tests.unit.test_checkpoint_tools import Tool
@@ -145,6 +153,27 @@ def test_the_writer_s_buckets_are_upstream_s(golden_dir: Path, tmp_path: Path) -
     assert [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks] == listed["chunks"]
     numbers = listing["bytes_contents"]["optimizer.distributed.dp_group_idx_0.per_bucket_numel/shard_0_1"]
     assert numbers == [[{"(torch.float32, torch.float32)": ["int: 312960"]}]], "padded to 128 elements"
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buckets_are_filled_and_found_as_upstream_fills_them(layout: str, replicas: int) -> None:
+    """What we write for upstream, and what we read, against the rules of the tests' own writer."""
+    flags, base, changes = LAYOUTS[layout]
+    writer, full = Writer(**{**vars(base), **changes, "dp": replicas}), draw(flags)
+    padding = BucketPadding(replicas)
+    for stage, chunk in itertools.product(range(writer.pp), range(writer.vpp)):
+        for params in writer.separate(writer.registered(stage, chunk, 0)):
+            shapes = {param.local: tuple(writer.shard(param, full["param"][param.full], 0).shape) for param in params}
+            placed, buckets = writer.lay_out(params, shapes, stage, chunk)
+            limit = writer.bucket_size if (stage, chunk) == (0, 0) else None
+            ours = [Parameter(p.local, shapes[p.local], is_alone=p.shared) for p in params]
+            slots, sizes = fill_buckets(ours, limit, padding)
+            assert sizes == [end - start for start, end, _ in buckets]
+            assert [padding.pad(size) for size in sizes] == [padded - start for start, _, padded in buckets]
+            expected = [Slot(bucket, start - buckets[bucket][0]) for _, start, _, bucket in placed]
+            assert slots[::-1] == expected
+            assert place_in_buckets(ours, sizes) == slots
 
 
 @pytest.mark.parametrize(

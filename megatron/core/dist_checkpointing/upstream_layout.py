@@ -34,6 +34,8 @@ _PREDICTION_LAYER = re.compile(r"mtp\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
 _PREDICTION_MODULES = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _ALIGNMENT = 64
 """In elements: where a parameter of a bucket may start."""
+_BUCKET_MULTIPLE, _WIDE_BUCKET_MULTIPLE = 128, 2**16
+"""In elements: of what the size of a padded bucket is a multiple, and for buckets that are padded for bandwidth."""
 
 _NORM = "input_layernorm"
 _MODULES = (
@@ -220,6 +222,21 @@ class Slot:
     start: int
 
 
+@dataclass(frozen=True)
+class BucketPadding:
+    """How upstream pads the ends of buckets."""
+
+    shares: int
+    """Data-parallel ranks that have equal parts of each bucket."""
+    for_bandwidth: bool = False
+    """--ddp-pad-buckets-for-high-nccl-busbw."""
+
+    def pad(self, size: int) -> int:
+        """Elements of a bucket with what pads its end."""
+        multiple = math.lcm(self.shares, _BUCKET_MULTIPLE, _WIDE_BUCKET_MULTIPLE if self.for_bandwidth else 1)
+        return -(-size // multiple) * multiple
+
+
 def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> list[Slot] | None:
     """Where the parameters of a buffer lie, whose buckets have these sizes without what pads their ends.
 
@@ -229,7 +246,8 @@ def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> l
     bucket, end = 0, 0
     for parameter in reversed(parameters):
         start = _align(end)
-        if bucket < len(sizes) and start + parameter.numel > sizes[bucket] and sizes[bucket] - end < _ALIGNMENT:
+        is_full = bucket < len(sizes) and start + parameter.numel > sizes[bucket] and sizes[bucket] - end < _ALIGNMENT
+        if is_full or (parameter.is_alone and end):
             bucket, start = bucket + 1, 0
         if bucket >= len(sizes) or start + parameter.numel > sizes[bucket]:
             return None
@@ -256,6 +274,31 @@ def place_in_joined_buckets(parameters: Sequence[Parameter], total: int, bucket_
         if parameter.is_alone or (bucket_size is not None and end - base >= bucket_size):
             base = end
     return slots[::-1] if end == total else None
+
+
+def fill_buckets(
+    parameters: Sequence[Parameter], bucket_size: int | None, padding: BucketPadding
+) -> tuple[list[Slot], list[int]]:
+    """Where upstream puts the parameters of a buffer, and the sizes of its buckets without what pads their ends.
+
+    parameters: as registered. bucket_size: from which number of elements on a bucket is closed; None for never.
+    """
+    slots: list[Slot] = []
+    sizes: list[int] = []
+    end = 0
+    is_open = False
+    for parameter in reversed(parameters):
+        start = _align(end)
+        if parameter.is_alone and is_open:
+            # Here, and nowhere else, upstream counts the padding as well.
+            sizes.append(padding.pad(start) if start % padding.shares else start)
+            start = 0
+        slots.append(Slot(len(sizes), start))
+        end, is_open = start + parameter.numel, True
+        if parameter.is_alone or (bucket_size is not None and end >= bucket_size):
+            sizes.append(end)
+            end, is_open = 0, False
+    return slots[::-1], [*sizes, end] if is_open else sizes
 
 
 def find_bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) -> int | None:

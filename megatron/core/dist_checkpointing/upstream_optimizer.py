@@ -281,6 +281,28 @@ class FlatOptimizerState:
             contradictions.append(f"{different} differs from the main parameter in its flat buffers")
         raise CheckpointError(f"{self._where}: {contradictions[0]}; {_REMEDY}")
 
+    def list_slots(self, *, fused: bool, grouped: bool) -> dict[int, set[tuple[int, str, int | None, Slot]]] | None:
+        """For each optimizer (rank, parameter, its expert on this rank, place), by the sizes of the buckets
+        alone, in this order of registration; None where they have no place for the parameters.
+
+        What the last stage has of the first one's table is not among them. Raises CheckpointError where a parameter
+        cannot be cut as upstream does, or where its place is not known.
+        """
+        shards = self._find_shards(functools.partial(sort_as_registered, fused=fused, grouped=grouped))
+        if shards is None:
+            return None
+        owners = {
+            id(buffer): (number, rank)
+            for number, buffers in self._buffers.items()
+            for rank, chunks in buffers.items()
+            for buffer in chunks
+        }
+        found: dict[int, set[tuple[int, str, int | None, Slot]]] = defaultdict(set)
+        for shard in itertools.chain.from_iterable(shards.values()):
+            number, rank = owners[id(shard.buffer)]
+            found[number].add((rank, shard.parameter.name, shard.parameter.expert, shard.slot))
+        return found
+
     def tensors(self) -> dict[str, LazyTensor]:
         """The state by our keys."""
         found: dict[str, LazyTensor] = {}

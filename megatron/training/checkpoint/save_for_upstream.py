@@ -12,6 +12,7 @@ The directories become visible as ours do, with a manifest beside upstream's fil
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,10 +40,21 @@ from megatron.core.dist_checkpointing.upstream_dist_write import (
     stack_tensors,
     write_upstream_dist,
 )
+from megatron.core.dist_checkpointing.upstream_flat_write import FlatBufferShare, FlatRank
+from megatron.core.dist_checkpointing.upstream_layout import (
+    BucketPadding,
+    ModelOutline,
+    Parameter,
+    find_bucket_size,
+    sort_as_registered,
+)
+from megatron.core.dist_checkpointing.upstream_optimizer import FlatBuffer, FlatOptimizerState
+from megatron.core.errors import CheckpointError
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import to_upstream
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
+from megatron.training.checkpoint.save_directories import say_once
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.run import Run
 
@@ -84,14 +96,21 @@ def save_torch(run: Run) -> Path:
 def save_upstream_dist(run: Run) -> Path:
     """Save the run as upstream's --ckpt-format torch_dist does, and return the directory. Every rank calls this.
 
-    With --use-distributed-optimizer as it does with --dist-ckpt-optim-fully-reshardable. Raises StorageError on every
-    rank.
+    The state of a distributed optimizer is saved in flat buckets, as it is by upstream's default, or in the shapes of
+    the parameters: with --dist-ckpt-optim-fully-reshardable, and where upstream's buckets are not known to hold what
+    this run has, which is noted. Raises StorageError on every rank.
     """
     settings, world = run.config.checkpoint, run.groups.world
     model = build_sharded_model_state(run)
     reach("weights-gathered")
     state = {} if settings.no_save_optim else build_sharded_optimizer_state(run)
-    if state and _is_divided(run) and not to_upstream.is_mixed(run):
+    sharding = to_upstream.FULLY_RESHARDABLE if _is_divided(run) else None
+    ranks: list[FlatRank] = []
+    if not settings.no_save_optim and sharding is not None and not settings.dist_ckpt_optim_fully_reshardable:
+        ranks = _build_flat_ranks(run)
+    if ranks:
+        sharding, state = to_upstream.DP_RESHARDABLE, {}
+    elif state and sharding is not None and not to_upstream.is_mixed(run):
         # Upstream's distributed optimizer has main parameters also where they are those of the model.
         main = {f"{MAIN_PARAM_PREFIX}{name}": tensor for name, tensor in model.items() if name in _list_trained(run)}
         state = {key: dataclasses.replace(tensor, key=key) for key, tensor in main.items()} | state
@@ -102,8 +121,12 @@ def save_upstream_dist(run: Run) -> Path:
         is_gated=run.config.model.gated_linear_unit, may_stack=may_stack,
     )  # fmt: skip
     tensors = stack_tensors(model | state, naming)
+    for rank in ranks:
+        tensors |= rank.build_tensors()
     shapes = {name: tensor.global_shape for name, tensor in model.items()}
-    objects = dict.fromkeys(naming.list_extra_states(shapes)) | _build_objects(run)
+    objects = dict.fromkeys(naming.list_extra_states(shapes)) | _build_objects(run, sharding)
+    for rank, beside in zip(ranks, to_upstream.build_divided_optimizers(run), strict=False):
+        objects |= rank.build_objects(beside)
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     reach("state-gathered")
 
@@ -134,7 +157,7 @@ def _list_trained(run: Run) -> set[str]:
     return set(run.optimizer.param_keys())
 
 
-def _build_objects(run: Run) -> dict[str, Any]:
+def _build_objects(run: Run, sharding: str | None) -> dict[str, Any]:
     """What upstream keeps as objects, by key, as far as this rank has it."""
     groups, settings = run.groups, run.config.checkpoint
     grid, rank = groups.grid, groups.world.rank()
@@ -149,11 +172,132 @@ def _build_objects(run: Run) -> dict[str, Any]:
     if rank == 0:
         common = to_upstream.build_common(run)
         if not settings.no_save_optim:
-            common["optimizer"] = to_upstream.build_common_optimizer(run, is_divided=_is_divided(run))
+            common["optimizer"] = to_upstream.build_common_optimizer(run, sharding)
         common["rerun_state_machine"] = to_upstream.build_rerun_state(run.progress.iteration)
-        common["content_metadata"] = to_upstream.build_content_metadata(is_divided=_is_divided(run))
+        common["content_metadata"] = to_upstream.build_content_metadata(sharding)
         objects[name_object("common_state", [])] = common
     return objects
+
+
+# ---- flat buckets of upstream's distributed optimizer
+
+
+class _FlatPlan(NamedTuple):
+    """The flat buffers of this process, and what is to be put there."""
+
+    ranks: list[FlatRank]
+    """One for each optimizer."""
+    places: list[tuple[_Held, FlatBufferShare, list[Parameter]]]
+    """What this process has, its buffer, and the parameters that it is there: of a stack of experts each by itself."""
+
+
+def _build_flat_ranks(run: Run) -> list[FlatRank]:
+    """This process's share of the optimizer's state in upstream's flat buckets, for each optimizer; nothing, and a
+    note, where the buckets of upstream's would not hold this run's state. Every rank calls this."""
+    held = list(_list_held(run, with_state=True))
+    plan: _FlatPlan | None = None
+    try:
+        plan, problem = _plan_flat(run, held), None
+    except CheckpointError as error:
+        problem = str(error)
+    ours = {} if plan is None else {rank.prefix: [buffer.sizes for buffer in rank.buffers] for rank in plan.ranks}
+    shapes = {entry.placement.name: entry.placement.full_shape for entry in held}
+    everyone = all_gather_object((problem, ours, shapes), run.groups.world)
+    problem = next((problem for problem, _, _ in everyone if problem is not None), None)
+    if plan is not None and problem is None:
+        sizes = {prefix: sizes for _, theirs, _ in everyone for prefix, sizes in theirs.items()}
+        shapes = {name: shape for _, _, theirs in everyone for name, shape in theirs.items()}
+        found = all_gather_object(_find_misplaced(run, plan, sizes, shapes), run.groups.world)
+        problem = next((problem for problem in found if problem is not None), None)
+    if plan is None or problem is not None:
+        what = "the optimizer's state is saved as with --dist-ckpt-optim-fully-reshardable"
+        say_once(run.groups.world, f"{what}: {problem}")
+        return []
+    complete = _complete(run, held)
+    for entry, buffer, parameters in plan.places:
+        shard, state = complete[entry.placement.is_expert].finish(entry)
+        for kind, tensor in ({"main_param": shard} | state).items():
+            for parameter in parameters:
+                values = tensor if parameter.expert is None else tensor[parameter.expert]
+                buffer.put(parameter, "param" if kind == "main_param" else kind, values)
+    return plan.ranks
+
+
+def _plan_flat(run: Run, held: list[_Held]) -> _FlatPlan:
+    """Raises CheckpointError where upstream's distributed optimizer has no such buffers."""
+    model, groups, args = run.config.model, run.groups, _list_args(run)
+    grid = groups.grid
+    if model.pipeline_schedule == "zb-v":
+        raise CheckpointError("--pipeline-schedule zb-v lays layers out otherwise than upstream's stages")
+    elements = sum(math.prod(each.placement.local_shape) for each in held if each.is_trained)
+    plan = _FlatPlan([], [])
+    for of_experts in (False, True) if grid.ep > 1 else (False,):
+        mine = [each for each in held if each.is_trained and (grid.ep == 1 or each.placement.is_expert == of_experts)]
+        formats = {entry.shard[0].dtype for entry in mine}
+        if len(formats) != 1 or {entry.chunk for entry in mine} != set(range(len(run.model))):
+            raise CheckpointError("not every model chunk of each rank has parameters of one number format")
+        replicas, ddp = groups.get_replicas(of_experts), run.config.ddp
+        shares = replicas.size() // ddp.num_distributed_optimizer_instances
+        padding = BucketPadding(shares, ddp.pad_buckets_for_high_nccl_busbw)
+        buffers: list[FlatBufferShare] = []
+        for number in range(len(run.model)):
+            entries = [(each, _list_parameters(run, each)) for each in mine if each.chunk == number]
+            ordered = sort_as_registered(
+                (parameter for _, parameters in entries for parameter in parameters),
+                fused=run.config.joins_norms, grouped=model.moe_grouped_gemm,
+            )  # fmt: skip
+            bucket_size = find_bucket_size(args, groups.pp.rank(), number, elements)
+            buffers.append(FlatBufferShare(ordered, bucket_size, padding, replicas.rank() % shares))
+            plan.places.extend((each, buffers[-1], parameters) for each, parameters in entries)
+        ep, ep_rank, tp = (grid.ep, groups.ep.rank(), groups.expt_tp) if of_experts else (1, 0, groups.tp)
+        rank = (groups.pp.rank() * ep + ep_rank) * tp.size() + tp.rank()
+        prefix = FlatRank.name_prefix(rank, int(of_experts) if grid.ep > 1 else None)
+        (dtype,) = formats
+        grad_dtype = torch.float32 if ddp.grad_reduce_in_fp32 else dtype
+        plan.ranks.append(FlatRank(prefix, buffers, (dtype, grad_dtype)))
+    return plan
+
+
+def _list_args(run: Run) -> dict[str, Any]:
+    return vars(to_upstream.build_args(run.config, run.progress, run.recipe.padded_vocab_size))
+
+
+def _list_parameters(run: Run, entry: _Held) -> list[Parameter]:
+    """A parameter as upstream's modules have it; of a stack of experts each."""
+    placement, model = entry.placement, run.config.model
+    if ModelOutline.is_expert(placement.name):
+        count, *shape = placement.local_shape
+        return [Parameter(placement.name, tuple(shape), expert) for expert in range(count)]
+    name = placement.name
+    if placement.is_copy:
+        name = "embedding.copy" if entry.local_name.startswith("embedding.") else entry.local_name
+    is_shared = run.config.ties_embeddings or bool(model.mtp_num_layers)
+    is_alone = run.groups.grid.pp > 1 and placement.name == "embedding.word_embeddings.weight" and is_shared
+    return [Parameter(name, placement.local_shape, is_alone=is_alone)]
+
+
+def _find_misplaced(
+    run: Run, plan: _FlatPlan, sizes: Mapping[str, list[list[int]]], shapes: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """What a reader, who knows nothing but the sizes of all ranks' buckets, would not find where this rank has it.
+
+    sizes: by prefix, of each model chunk. shapes: of all parameters.
+    """
+    buffers: dict[int, dict[int, list[FlatBuffer]]] = {}
+    for prefix, chunks in sizes.items():
+        number, rank = FlatRank.parse_prefix(prefix)
+        buffers.setdefault(number, {})[rank] = [FlatBuffer(list(buckets)) for buckets in chunks]
+    try:
+        state = FlatOptimizerState(buffers, shapes, _list_args(run), "upstream's layout")
+        found = state.list_slots(fused=run.config.joins_norms, grouped=run.config.model.moe_grouped_gemm)
+    except CheckpointError as error:
+        return str(error)
+    for flat in plan.ranks:
+        number, rank = FlatRank.parse_prefix(flat.prefix)
+        own = {(rank, *place) for place in flat.list_slots() if place[0] in shapes}
+        if found is None or own != {place for place in found[number] if place[0] == rank}:
+            return "upstream's layout of the buckets is not known for this model and its division over ranks"
+    return None
 
 
 # ---- content of a rank's file
@@ -179,12 +323,7 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
     """The parameters of this rank's model chunks with their optimizer state, whole shards, in upstream's order; empty
     without `keep`, for a process that others only need to put theirs together."""
     held = list(_list_held(run, with_state=not run.config.checkpoint.no_save_optim))
-    complete = {
-        of_experts: _Completion(
-            run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]
-        )
-        for of_experts in (False, True)
-    }
+    complete = _complete(run, held)
     undecayed = {name: key.is_undecayed for name, key in run.optimizer.param_keys().items()}
     chunks: list[list[RankTensor]] = [[] for _ in run.model]
     for entry in held:
@@ -223,6 +362,16 @@ def _list_held(run: Run, *, with_state: bool) -> Iterator[_Held]:
                 state = {kind: (values, start) for kind, values in found.tensors.items()}
             # A tied embedding on the last stage is a parameter of its own, also for upstream.
             yield _Held(number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state)
+
+
+def _complete(run: Run, held: list[_Held]) -> dict[bool, _Completion]:
+    """What puts divided parameters together: those of experts (True), and the others."""
+    return {
+        of_experts: _Completion(
+            run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]
+        )
+        for of_experts in (False, True)
+    }
 
 
 class _Completion:

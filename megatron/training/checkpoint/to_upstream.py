@@ -26,6 +26,8 @@ from megatron.training.run import Progress, Run
 
 FULLY_RESHARDABLE = "fully_reshardable"
 """Upstream's name of optimizer state in the shapes of the parameters."""
+DP_RESHARDABLE = "dp_reshardable"
+"""Its name of optimizer state in the flat buckets of each model-parallel rank."""
 CHECKPOINT_VERSION = 3.0
 """Of upstream's formats, since the rows of queries, keys and values have the order that they have today."""
 
@@ -128,35 +130,49 @@ def build_param_groups(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def build_common_optimizer(run: Run, *, is_divided: bool) -> dict[Any, Any]:
+def build_common_optimizer(run: Run, sharding: str | None) -> dict[Any, Any]:
     """What upstream's torch_dist has of the optimizer beside its tensors; twice where experts have one of their own.
 
-    is_divided: for its distributed optimizer, whose state any layout loads.
+    sharding: how its distributed optimizer saves; None without it.
     """
-    groups = build_param_groups(run)
-    parts = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
-    saved = [_build_common_part(run, part, is_divided=is_divided) for part in parts if part]
+    saved = [_build_common_part(run, part, sharding) for part in _list_parts(run)]
     return saved[0] if len(saved) == 1 else dict(enumerate(saved))
 
 
-def _build_common_part(run: Run, groups: list[dict[str, Any]], *, is_divided: bool) -> dict[str, Any]:
-    step_count = run.optimizer.step_count
+def _list_parts(run: Run) -> list[list[dict[str, Any]]]:
+    """The groups of each optimizer: with expert parallelism experts have one of their own."""
+    groups = build_param_groups(run)
+    parts = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
+    return [part for part in parts if part]
+
+
+def _build_common_part(run: Run, groups: list[dict[str, Any]], sharding: str | None) -> dict[str, Any]:
+    if sharding is not None:
+        # With the flat layout each model-parallel rank has its own.
+        beside = {} if sharding == DP_RESHARDABLE else _build_divided_part(run, groups)
+        return {**beside, "param_state_sharding_type": sharding}
     scaler = build_grad_scaler(run)
-    beside = {} if scaler is None else {"grad_scaler": scaler}
-    if is_divided:
-        inner = {"param_groups": [{**group, "step": float(step_count)} for group in groups]}
-        return {"optimizer": inner, **beside, "param_state_sharding_type": FULLY_RESHARDABLE}
-    whole = {"state": {"common_step": torch.tensor(float(step_count))}, "param_groups": groups}
-    return {"optimizer": whole, **beside} if is_mixed(run) else whole
+    whole = {"state": {"common_step": torch.tensor(float(run.optimizer.step_count))}, "param_groups": groups}
+    return {"optimizer": whole, **({} if scaler is None else {"grad_scaler": scaler})} if is_mixed(run) else whole
 
 
-def build_content_metadata(*, is_divided: bool) -> dict[str, Any]:
-    """How upstream is to understand the optimizer's tensors."""
-    kind = {
-        "distrib_optim_sharding_type": FULLY_RESHARDABLE,
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-    }
-    return {**(kind if is_divided else {}), "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+def _build_divided_part(run: Run, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    scaler = build_grad_scaler(run)
+    inner = {"param_groups": [{**group, "step": float(run.optimizer.step_count)} for group in groups]}
+    return {"optimizer": inner, **({} if scaler is None else {"grad_scaler": scaler})}
+
+
+def build_divided_optimizers(run: Run) -> list[dict[str, Any]]:
+    """What the distributed optimizer of a model-parallel rank has beside its flat buffers; of experts comes second."""
+    return [_build_divided_part(run, part) for part in _list_parts(run)]
+
+
+def build_content_metadata(sharding: str | None) -> dict[str, Any]:
+    """How upstream is to understand the optimizer's tensors; sharding as in `build_common_optimizer`."""
+    kind: dict[str, Any] = {} if sharding is None else {"distrib_optim_sharding_type": sharding}
+    if sharding == FULLY_RESHARDABLE:
+        kind["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return {**kind, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 def is_mixed(run: Run) -> bool:

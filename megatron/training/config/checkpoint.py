@@ -128,6 +128,19 @@ class CheckpointConfig(CheckedConfig):
     """Format to save in. torch_dist: one directory for all ranks that any layout can load; it also takes the place of
     torch_dcp, and of fsdp_dtensor, which belongs to --use-megatron-fsdp. For Megatron-LM to load: upstream_torch_dist,
     its torch_dist, or torch, a file for each model-parallel rank."""
+    dist_ckpt_optim_fully_reshardable: bool = flag(
+        False,
+        needs=(
+            Needs(
+                "--ckpt-format upstream_torch_dist: in torch_dist any layout loads the optimizer of any other",
+                lambda run: run.ckpt_format == UPSTREAM_TORCH_DIST,
+            ),
+            Needs("--use-distributed-optimizer", lambda run: run.use_distributed_optimizer),
+        ),
+    )
+    """In upstream_torch_dist, save the state of the distributed optimizer in the shapes of the parameters, which
+    Megatron-LM loads under any layout. Without, in the flat buckets that are its default: it loads them with the same
+    tensor-, pipeline- and expert-parallel sizes, this program under any."""
     ckpt_convert_format: str | None = flag(None, choices=("torch", "torch_dist", UPSTREAM_TORCH_DIST))
     """Load, save in this format to --ckpt-convert-save, and end: nothing is trained."""
     ckpt_convert_save: PathText | None = flag(
