@@ -162,11 +162,10 @@ def test_another_run_has_the_directory(tmp_path: Path, monkeypatch: pytest.Monke
     ("flags", "sentence"),
     [
         (["--non-persistent-save-interval", "1"], "needs --non-persistent-ckpt-type global"),
-        ([*OFTEN[:3], "local"], "--non-persistent-ckpt-type local is not supported; use global"),
         ([*OFTEN[:3], "in_memory"], "--non-persistent-ckpt-type in_memory is not supported; use global"),
         ([*OFTEN, "--non-persistent-global-ckpt-dir", "{save}/../save"], "is also --save; give it a directory"),
         ([*OFTEN, "--non-persistent-global-ckpt-dir", "{save}/a/b"], "cannot be made"),
-        (["--non-persistent-local-ckpt-dir", "/ssd"], "use --non-persistent-ckpt-type global"),
+        ([*OFTEN, "--replication"], "files of --non-persistent-ckpt-type local are not copied to other nodes"),
     ],
 )
 def test_what_is_refused(flags: list[str], sentence: str, tmp_path: Path) -> None:

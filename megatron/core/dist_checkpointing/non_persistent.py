@@ -59,25 +59,39 @@ def list_all_candidates(root: Path, other: Path, problems: list[str]) -> list[Pa
     others = list_candidates(other, problems) if other.is_dir() else []
     if not others or not persistent:
         return persistent + others
-    first = [others.pop(0)] if _is_newer(others[0], persistent[0]) else []
+    is_newer = _is_newer(_read_since(others[0]), _get_iteration(others[0]), persistent[0])
+    first = [others.pop(0)] if is_newer else []
     # sorted() is stable: of two with the same number the persistent one comes first.
     rest = sorted(persistent[1:] + others, key=_get_iteration, reverse=True)
     return [*first, persistent[0], *rest]
 
 
-def _is_newer(other: Path, persistent: Path) -> bool:
-    """Whether the newest non-persistent checkpoint was saved after the newest persistent one."""
+def is_newer_than_all(since: str | None, iteration: int, root: Path, other: Path) -> bool:
+    """Whether a checkpoint from elsewhere, whose document says `since`, is newer than all of both directories."""
+    persistent = list_candidates(root, []) if root.is_dir() else []
+    # Of a run whose persistent checkpoints somebody has removed since: it is to begin anew.
+    if not persistent and since is not None:
+        return False
+    if persistent and not _is_newer(since, iteration, persistent[0]):
+        return False
+    newest = next(iter(list_all_candidates(root, other, [])), None)
+    return newest is None or newest.parent != other or iteration > _get_iteration(newest)
+
+
+def _is_newer(since: str | None, iteration: int, persistent: Path) -> bool:
+    """Whether a non-persistent checkpoint was saved after the newest persistent one."""
     newest = _read_run_id(persistent)
-    try:
-        since = serialization.read_document(other, DOCUMENT)["since"]
-    except (CheckpointError, TypeError, KeyError):
-        since = None
     # Without the word of both, the numbers are all there is.
-    return (
-        since == newest
-        if since is not None and newest is not None
-        else _get_iteration(other) > _get_iteration(persistent)
-    )
+    return since == newest if since is not None and newest is not None else iteration > _get_iteration(persistent)
+
+
+def _read_since(path: Path) -> str | None:
+    """None where a non-persistent checkpoint does not say it."""
+    try:
+        since = serialization.read_document(path, DOCUMENT)["since"]
+    except (CheckpointError, TypeError, KeyError):
+        return None
+    return since if isinstance(since, str) else None
 
 
 def _get_iteration(path: Path) -> int:

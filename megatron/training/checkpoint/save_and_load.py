@@ -14,10 +14,8 @@ lies and how it becomes visible is megatron.core.dist_checkpointing's business.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,11 @@ from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
+from megatron.core.dist_checkpointing.local_checkpoints import FoundPart
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
 from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
-from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
+from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
@@ -49,6 +47,8 @@ from megatron.training.checkpoint.differences import (
     list_changes,
     refuse_another_function,
 )
+from megatron.training.checkpoint.filling import fill_tensors, list_replicas
+from megatron.training.checkpoint.local_saves import RNG_DOCUMENT, find_local_part, load_locally, save_locally
 from megatron.training.checkpoint.run_tensors import (
     build_sharded_fp8_state,
     build_sharded_model_state,
@@ -56,14 +56,14 @@ from megatron.training.checkpoint.run_tensors import (
     list_full_precision_weights,
     select_tensors,
 )
-from megatron.training.checkpoint.save_directories import find_non_persistent_directory, say_once, warn_once
+from megatron.training.checkpoint.save_directories import find_global_directory, say_once, warn_once
 from megatron.training.checkpoint.save_for_upstream import save_for_upstream
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import FOR_UPSTREAM, HF_PREFIX, STRICTNESS, CheckpointConfig, find_hf_directory
+from megatron.training.config.checkpoint import FOR_UPSTREAM, HF_PREFIX, CheckpointConfig, find_hf_directory
 from megatron.training.recipes.recipe import ForeignModel
 from megatron.training.run import Run
 
-STATE, RNG, CONFIG = "state", "rng", "config"
+STATE, RNG, CONFIG = "state", RNG_DOCUMENT, "config"
 
 
 # ---- saving
@@ -101,6 +101,11 @@ def save_checkpoint(
         tensors |= rng_state.build_sharded_rng_state(world.rank())
         documents[RNG] = rng_state.build_rng_document(world, describe_layout(run.groups.grid))
     root = Path(settings.save)
+    if non_persistent_root is not None and settings.saves_locally:
+        reach("state-gathered")
+        path = save_locally(run, tensors, documents)
+        reach("save-done")
+        return path
     if non_persistent_root is not None:
         documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
         root = non_persistent_root
@@ -138,7 +143,11 @@ def load_checkpoint(run: Run) -> None:
         return
     if settings.load is not None:
         root, step = Path(settings.load), settings.ckpt_step
-        other = find_non_persistent_directory(settings, settings.load)
+        other = find_global_directory(settings, settings.load)
+        if (part := find_local_part(run, root)) is not None:
+            _restore(run, part.checkpoint, weights_only=False, filled_but=None, part=part)
+            _override_iteration(run, settings.override_ckpt_iteration)
+            return
         if _restore_upstream(run, root, step, weights_only=settings.finetune, non_persistent_root=other):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
@@ -222,7 +231,15 @@ def _restore_verified(
         _restore_legacy(run, found.path / file, with_optimizer=with_optimizer, weights_only=weights_only)
 
 
-def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but: frozenset[str] | None) -> None:
+def _restore(
+    run: Run,
+    found: FoundCheckpoint,
+    *,
+    weights_only: bool,
+    filled_but: frozenset[str] | None,
+    part: FoundPart | None = None,
+) -> None:
+    """part: `found` is this rank's own, of a local checkpoint."""
     settings, world = run.config.checkpoint, run.groups.world
     # Settings of a run are those of its own flags, never the checkpoint's, which are only compared.
     changes = _compare_settings(run, found)
@@ -243,9 +260,12 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but
     tensors = select_tensors(run, with_optimizer=with_optimizer)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
-    replicas = _list_replicas(run, from_dense)
-    load = functools.partial(serialization.load, checkpoint=found, group=world, replicas=replicas)
-    report = _fill(run, found.path, changes, load, tensors, from_dense)
+    if part is None:
+        replicas = list_replicas(run, from_dense)
+        load = functools.partial(serialization.load, checkpoint=found, group=world, replicas=replicas)
+        report = fill_tensors(run, found.path, changes, load, tensors, from_dense)
+    else:
+        report = load_locally(run, part, tensors)
     spoiled = sorted(set(report.lacking) - (filled_but if filled_but is not None else set(report.lacking)))
     if spoiled:
         raise CheckpointError(
@@ -277,36 +297,6 @@ def _restore(run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but
         say_once(world, "\n    ".join(["settings that changed:", *lines]))
 
 
-def _fill(
-    run: Run,
-    path: Path,
-    changes: list[Change],
-    load: Callable[..., KeyReport],
-    tensors: ShardedStateDict,
-    from_dense: bool,
-) -> KeyReport:
-    """Call `load` with what --dist-ckpt-strictness tolerates; say what it has tolerated, and return it. from_dense: the
-    checkpoint is of a dense model, whose MLPs become experts."""
-    strictness = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness]
-    # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
-    may_lack = strictness.may_lack and run.config.model.perform_initialization
-    try:
-        with upcycling.load_as_dense(run, tensors) if from_dense else contextlib.nullcontext(tensors) as asked:
-            report = load(asked, may_lack=may_lack, may_have_more=strictness.may_have_more)
-    except ModelMismatchError as error:
-        raise CheckpointError(f"{path}: {error}{describe_shape_differences(changes)}") from None
-    _list_tolerated(report, path, run.groups.world, lists_more=strictness.lists_more)
-    return report
-
-
-def _list_replicas(run: Run, from_dense: bool) -> Sequence[Group]:
-    """With --ckpt-fully-parallel-load, the groups whose members share the reading: of dense weights, of experts."""
-    # What experts are made of stands in host memory, and does not travel over the devices' network.
-    if from_dense or not run.config.checkpoint.ckpt_fully_parallel_load:
-        return ()
-    return run.groups.get_replicas(of_experts=False), run.groups.get_replicas(of_experts=True)
-
-
 def _override_iteration(run: Run, iteration: int | None) -> None:
     """--override-ckpt-iteration, once the progress is that of the checkpoint."""
     if iteration is None:
@@ -320,16 +310,6 @@ def _override_iteration(run: Run, iteration: int | None) -> None:
         )
     run.progress.iteration = iteration
     say_once(run.groups.world, f"iterations are counted on from {iteration} instead of {saved}")
-
-
-def _list_tolerated(report: KeyReport, path: Path, world: Group, *, lists_more: bool) -> None:
-    """Say which weights of the model begin with their initial values, and which of the checkpoint were left out."""
-    for keys, what in (
-        (report.lacking, "of this model are not in it and begin with their initial values"),
-        (report.surplus if lists_more else (), "in it have no place in this model and were left out"),
-    ):
-        if keys:
-            warn_once(world, "\n    ".join([f"{path}: these tensors {what}:", *shorten_list(keys)]))
 
 
 def _restore_upstream(
@@ -384,9 +364,9 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
     flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
     others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
-    replicas = _list_replicas(run, from_dense)
+    replicas = list_replicas(run, from_dense)
     load = functools.partial(read_upstream_tensors, path, group=world, replicas=replicas)
-    _fill(run, path, changes, load, others, from_dense)
+    fill_tensors(run, path, changes, load, others, from_dense)
     on_every_rank(world, lambda: fill_from_full(flat.values(), reshaped))
     if with_state:
         run.optimizer.after_load()
@@ -446,7 +426,7 @@ def _restore_foreign(run: Run, directory: Path) -> None:
         changes = upcycling.leave_out_expert_settings(changes)
     refuse_another_function(changes, str(directory), is_overridden=settings.override_model_settings)
     tensors = select_tensors(run, with_optimizer=False)
-    _fill(run, directory, changes, functools.partial(model.load, group=world), tensors, from_dense)
+    fill_tensors(run, directory, changes, functools.partial(model.load, group=world), tensors, from_dense)
     if settings.loads_main_params(run.config.model):
         run.optimizer.after_load()
     else:

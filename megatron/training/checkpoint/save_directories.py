@@ -3,34 +3,59 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import zlib
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import non_persistent
-from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.agreement import on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import make_save_directory, refuse_unwritable, settle_leftovers
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
+from megatron.core.dist_checkpointing.local_checkpoints import find_rank_directory
 from megatron.core.errors import say
 from megatron.core.process_groups_config import Group
 from megatron.training.config.checkpoint import CheckpointConfig
 
 
 def find_non_persistent_directory(settings: CheckpointConfig, root: str) -> Path:
-    """Where the checkpoints lie of which only the newest stays, for --save or --load `root`."""
+    """Where the checkpoints go of which only the newest stays, for --save `root`."""
+    return find_local_directory(settings, root) if settings.saves_locally else find_global_directory(settings, root)
+
+
+def find_global_directory(settings: CheckpointConfig, root: str) -> Path:
+    """Where those lie that all ranks share, for --save or --load `root`."""
     given = settings.non_persistent_global_ckpt_dir
     return Path(root) / non_persistent.DIRECTORY_NAME if given is None else Path(given)
+
+
+def find_local_directory(settings: CheckpointConfig, root: str) -> Path:
+    """Where those lie that each rank has on its node, for --save or --load `root`; one for each --save, because runs
+    share a node's disk."""
+    assert settings.non_persistent_local_ckpt_dir is not None
+    real = os.path.realpath(root)
+    name = f"{os.path.basename(real)}-{zlib.crc32(os.fsencode(real)):08x}"
+    return Path(settings.non_persistent_local_ckpt_dir) / name
+
+
+def list_non_persistent_directories(settings: CheckpointConfig, root: str) -> set[Path]:
+    """Where such checkpoints of --load `root` may lie."""
+    is_local = settings.non_persistent_local_ckpt_dir is not None
+    return {find_global_directory(settings, root), *([find_local_directory(settings, root)] if is_local else [])}
 
 
 def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock]:
     """Before training: can checkpoints be saved? Also finishes or removes what a crash left in their directories.
 
-    Returns the locks of these directories on the first rank, none on the others and without --save. Raises on every
-    rank ConfigError when one is a file, cannot be made or cannot be written to, TemporaryError when another run has it.
+    Returns the locks of these directories on the first rank, and on every rank that of its own directory of local
+    checkpoints; none without --save. Raises on every rank ConfigError when one is a file, cannot be made or cannot be
+    written to, TemporaryError when another run has it.
     """
     if settings.save is None:
         return []
     root = Path(settings.save)
     locks: list[DirectoryLock] = []
+    saves_globally = settings.saves_non_persistent and not settings.saves_locally
 
     def take(directory: Path, flag: str) -> list[str]:
         make_save_directory(directory, flag)
@@ -43,18 +68,28 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
         if settings.ckpt_convert_save is not None:
             make_save_directory(Path(settings.ckpt_convert_save))
         done = take(root, "--save")
-        own = find_non_persistent_directory(settings, str(root))
+        own = find_global_directory(settings, str(root))
         if settings.non_persistent_global_ckpt_dir is None:
             # It belongs to whoever has --save. An earlier run may have left something in it.
             with refuse_unwritable(own):
-                if settings.saves_non_persistent:
+                if saves_globally:
                     own.mkdir(exist_ok=True)
                 return done + ([f"{own}: {what}" for what in settle_leftovers(own)] if own.is_dir() else [])
-        return done + (take(own, "--non-persistent-global-ckpt-dir") if settings.saves_non_persistent else [])
+        return done + (take(own, "--non-persistent-global-ckpt-dir") if saves_globally else [])
+
+    def prepare_local() -> list[str]:
+        own = find_rank_directory(find_local_directory(settings, str(root)), world.rank())
+        flag = "--non-persistent-local-ckpt-dir"
+        # Only what lies below the directory that was named is ours to make.
+        for directory in (own.parent.parent, own.parent):
+            make_save_directory(directory, flag)
+        return take(own, flag)
 
     try:
         for done in on_first_rank(world, prepare):
             say_once(world, done)
+        if settings.saves_locally:
+            with_everyone(world, prepare_local)
     except BaseException:
         for lock in locks:
             lock.release()

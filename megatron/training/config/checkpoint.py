@@ -90,12 +90,24 @@ class CheckpointConfig(CheckedConfig):
     non_persistent_ckpt_type: str | None = flag(
         None,
         choices=("global", "local", "in_memory"),
-        unsupported_choices=("local", "in_memory"),
+        unsupported_choices=("in_memory",),
         needs=Needs("--non-persistent-save-interval", lambda run: run.non_persistent_save_interval is not None),
     )
-    """global: they are checkpoints like the others, in a directory that all ranks share."""
+    """global: they are checkpoints like the others, in a directory that all ranks share. local: each rank writes what
+    it holds into a directory of its own node, also with --async-save while training waits; only the same layout on the
+    same nodes continues from there."""
     non_persistent_global_ckpt_dir: PathText | None = None
-    """That directory, for saving and for loading; `non_persistent` in --save, and in --load, when not given."""
+    """The directory of `global`, for saving and for loading; `non_persistent` in --save, and in --load, when not
+    given."""
+    non_persistent_local_ckpt_dir: PathText | None = None
+    """The directory of `local` on each node, for saving and for loading."""
+    non_persistent_local_ckpt_algo: str = flag(
+        "fully_parallel",
+        choices=("fully_parallel", "atomic"),
+        needs=Needs("--non-persistent-ckpt-type local", lambda run: run.non_persistent_ckpt_type == "local"),
+    )
+    """How ranks divide the writing of `local`. fully_parallel: of what data-parallel ranks all hold each writes a
+    share, and loading exchanges the shares. atomic: each rank writes all that it holds."""
     async_save: bool = flag(False, needs=_SAVING)
     """Save while training goes on: it stands still only while tensors are copied into host memory."""
     use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)
@@ -216,6 +228,17 @@ class CheckpointConfig(CheckedConfig):
         """Whether there are checkpoints of which only the newest stays."""
         return self.save is not None and self.non_persistent_save_interval is not None
 
+    @property
+    def saves_locally(self) -> bool:
+        """Whether those lie on the ranks' own nodes."""
+        return self.saves_non_persistent and self.non_persistent_ckpt_type == "local"
+
+    @property
+    def loads_locally(self) -> bool:
+        """Whether to look for one on the ranks' own nodes: it continues a run with all of its state."""
+        parts = (self.finetune, self.no_load_optim, self.no_load_rng, self.ckpt_step is not None)
+        return self.load is not None and self.non_persistent_local_ckpt_dir is not None and not any(parts)
+
     def loads_main_params(self, model: TransformerConfig) -> bool:
         """Whether main parameters are loaded where the optimizer's state is not. The same on all ranks: what follows
         from it is collective."""
@@ -231,13 +254,18 @@ class CheckpointConfig(CheckedConfig):
                 f"use {name_multiples(kept, interval)}"
             )
         if self.non_persistent_save_interval is not None and self.non_persistent_ckpt_type is None:
-            yield f"{self.say('non_persistent_save_interval')} needs --non-persistent-ckpt-type global"
+            yield f"{self.say('non_persistent_save_interval')} needs --non-persistent-ckpt-type global or local"
+        if self.saves_locally and self.non_persistent_local_ckpt_dir is None:
+            yield f"{self.say('non_persistent_ckpt_type')} needs --non-persistent-local-ckpt-dir"
+        for name in ("no_save_optim", "no_save_rng"):
+            if self.saves_locally and getattr(self, name):
+                yield f"{self.say(name)}: {self.say('non_persistent_ckpt_type')} saves all state; leave one of them out"
         other = self.non_persistent_global_ckpt_dir
         # Of all that is in it only the newest stays.
         if other is not None and self.save is not None and os.path.realpath(other) == os.path.realpath(self.save):
             yield f"{self.say('non_persistent_global_ckpt_dir')} is also --save; give it a directory of its own"
         paths = ("save", "save_hf", "load", "pretrained_checkpoint", "ckpt_convert_save")
-        for name in (*paths, "non_persistent_global_ckpt_dir"):
+        for name in (*paths, "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
             path = getattr(self, name)
             if path is not None and path.startswith(HF_PREFIX) and name not in ("load", "pretrained_checkpoint"):
                 yield f"{self.say(name)}: {HF_PREFIX} belongs to --load; --save-hf names a directory to write"

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.directory import (
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
-from megatron.training.checkpoint.save_directories import find_non_persistent_directory
+from megatron.training.checkpoint.save_directories import find_non_persistent_directory, list_non_persistent_directories
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
@@ -82,7 +82,9 @@ class CheckpointHook(Hook):
         self._non_persistent: _Series | None = None
         if settings.saves_non_persistent:
             root = find_non_persistent_directory(settings, settings.save)
-            self._non_persistent = _Series(root, settings.non_persistent_save_interval, keep_last=1)
+            # Each rank removes its own part of the local ones before, when all ranks have saved.
+            keep_last = None if settings.saves_locally else 1
+            self._non_persistent = _Series(root, settings.non_persistent_save_interval, keep_last=keep_last)
         self._under_way = self._persistent
         """Of which series the save under way, or the last one, is."""
         self._saver: AsyncSaver | None = None
@@ -99,9 +101,9 @@ class CheckpointHook(Hook):
         """Note what --load has restored: it need not be saved again."""
         settings, done = self.settings, run.progress.iteration
         is_ours = settings.load is not None and Path(settings.load).resolve() == self._persistent.root.resolve()
-        others = find_non_persistent_directory(settings, settings.load or "")
+        others = list_non_persistent_directories(settings, settings.load or "")
         # What lies only where it does not stay has yet to be saved.
-        is_saved = run.loaded_from is None or run.loaded_from.parent != others
+        is_saved = run.loaded_from is None or not others.intersection(run.loaded_from.parents)
         saved = done if is_saved or not is_ours else latest_iteration(self._persistent.root) or 0
         self._persistent.begin(is_ours=is_ours, saved_iteration=saved, loaded_iteration=done)
         if self._non_persistent is not None:

@@ -47,7 +47,8 @@ class LoopSaves:
                 raise ConfigError("non_persistent_ckpt=True needs --non-persistent-save-interval and its type")
             root = find_non_persistent_directory(self._settings, str(self._settings.save))
         self.finish(blocking=True)
-        self._is_non_persistent = non_persistent
+        # Local ones remove those before themselves.
+        self._is_non_persistent = non_persistent and not self._settings.saves_locally
         path = save_checkpoint(run, self._saver, non_persistent_root=root)
         if path is not None:
             self._remove_superseded(path, run.progress.iteration)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--non-persistent-ckpt-type local: what a run saves on the ranks' own nodes, and when it goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import local_checkpoints, non_persistent
+from megatron.core.dist_checkpointing.agreement import on_first_rank
+from megatron.core.dist_checkpointing.local_checkpoints import FoundPart, Offer, find_rank_directory
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.validation import KeyReport
+from megatron.core.errors import StorageError, report_error
+from megatron.core.process_groups_config import Group
+from megatron.training.checkpoint import rng_state
+from megatron.training.checkpoint.run_tensors import select_tensors
+from megatron.training.checkpoint.save_directories import find_global_directory, find_local_directory, warn_once
+from megatron.training.run import Run
+
+RNG_DOCUMENT = "rng"
+"""Beside the tensors: Python's and numpy's generators."""
+
+
+def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, Any]) -> Path:
+    """Save this rank's part on its node, and remove those before when all ranks have theirs; every rank calls this.
+    Raises StorageError on every rank."""
+    settings, groups = run.config.checkpoint, run.groups
+    assert settings.save is not None
+    root = settings.save
+    directory = find_rank_directory(find_local_directory(settings, root), groups.world.rank())
+    documents = dict(documents)
+    if rng := documents.get(RNG_DOCUMENT):
+        # Those of all ranks in the files of each would grow with the square of their number.
+        own = [entry if rank == groups.world.rank() else None for rank, entry in enumerate(rng["ranks"])]
+        documents[RNG_DOCUMENT] = {**rng, "ranks": own}
+    said = on_first_rank(groups.world, lambda: non_persistent.build_document(Path(root)))
+    path = local_checkpoints.save(
+        tensors, directory, run.progress.iteration, documents=documents, since=said["since"],
+        layout=_get_axes(run), group=groups.world,
+        replicas=_list_replicas(run) if settings.non_persistent_local_ckpt_algo == "fully_parallel" else (),
+        lock=next((lock for lock in run.save_locks if lock.covers(directory)), None),
+    )  # fmt: skip
+    try:
+        local_checkpoints.remove_others(directory, run.progress.iteration)
+    except StorageError as error:
+        report_error(StorageError(f"earlier local checkpoints were not removed: {error}; training goes on"))
+    return path
+
+
+def find_local_part(run: Run, root: Path) -> FoundPart | None:
+    """This rank's part of a local checkpoint of --load `root` that is newer than all that lies there; None on every
+    rank where there is none, with a warning where one was passed over."""
+    settings, groups = run.config.checkpoint, run.groups
+    if not settings.loads_locally:
+        return None
+    directory = find_rank_directory(find_local_directory(settings, str(root)), groups.world.rank())
+    other = find_global_directory(settings, str(root))
+
+    def is_wanted(offer: Offer) -> bool:
+        return non_persistent.is_newer_than_all(offer.since, offer.iteration, root, other)
+
+    tensors = select_tensors(run, with_optimizer=True) | rng_state.build_sharded_rng_state(groups.world.rank())
+    layout = local_checkpoints.compute_layout(tensors, _get_axes(run), groups.world)
+    found, passed_over = local_checkpoints.find(directory, layout, groups.world, is_wanted)
+    if passed_over:
+        warn_once(groups.world, f"all ranks take an earlier checkpoint: {'; '.join(passed_over)}")
+    return found
+
+
+def load_locally(run: Run, part: FoundPart, tensors: ShardedStateDict) -> KeyReport:
+    """Fill the tensors of all ranks; none is lacking and none is left over. Raises CheckpointError on every rank."""
+    local_checkpoints.load(tensors, part, group=run.groups.world, replicas=_list_replicas(run))
+    return KeyReport((), ())
+
+
+def _get_axes(run: Run) -> dict[str, int]:
+    return run.groups.grid.dense_sizes | run.groups.grid.expert_sizes
+
+
+def _list_replicas(run: Run) -> tuple[Group, Group]:
+    return run.groups.get_replicas(of_experts=False), run.groups.get_replicas(of_experts=True)
