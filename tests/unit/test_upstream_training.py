@@ -287,3 +287,9 @@ def test_a_loop_keeps_the_newest_of_its_non_persistent_checkpoints(tmp_path: Pat
     assert [path.name for path in (tmp_path / "non_persistent").glob("iter_*")] == ["iter_0000004"]
     settings.load = str(tmp_path)
     assert load(*parts) == (4, 0)
+    settings.non_persistent_ckpt_type, settings.non_persistent_local_ckpt_dir = "local", str(tmp_path / "fast")
+    del args._saves
+    for iteration in (5, 6):
+        save(iteration, *parts, num_floating_point_operations_so_far=0, non_persistent_ckpt=True)
+    assert [path.name for path in tmp_path.glob("fast/*/rank_00000/iter_*")] == ["iter_0000006"]
+    assert load(*parts) == (6, 0)
