@@ -25,7 +25,7 @@ tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokeniz
     "${tokenizer[@]}" --append-eod --workers 2
 
 model=(--num-layers 3 --hidden-size 96 --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear
-    --attention-dropout 0 --hidden-dropout 0 "${tokenizer[@]}" --data-path "$out/text_text_document" --split 95,5,0
+    --attention-dropout 0 --hidden-dropout 0 "${tokenizer[@]}" --data-path "$out/text_text_document" --split "95,5,0"
     --weight-decay 0.1 --clip-grad 1.0 --log-interval 50 --eval-iters 0 --num-workers 0)
 perplexity() { python tools/loss_by_position.py --load "$1" --data-path "$out/text_text_document" --seq-length "$2" --sequences 16; }
 

@@ -68,7 +68,7 @@ eval "$(python tools/env.py --format shell)"
 
 step "4. Training: resumes from $work/checkpoints where there is one"
 flags=("${model[@]}" --seq-length "$length" --global-batch-size "$batch" "${tokenizer[@]}"
-    --data-path "$work/data_text_document" --split 95,5,0 --data-cache-path "$work/cache"
+    --data-path "$work/data_text_document" --split "95,5,0" --data-cache-path "$work/cache"
     --train-iters "$iterations" --lr "${LR:-3e-4}" --min-lr "${MIN_LR:-3e-5}" --lr-decay-style cosine
     --lr-warmup-iters $((iterations / 10)) --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --eval-interval $((iterations / 2)) --eval-iters 2 --save "$work/checkpoints" --load "$work/checkpoints"

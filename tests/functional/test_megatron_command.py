@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -95,8 +96,9 @@ def test_the_script_for_zsh_loads_bashs_completion_first() -> None:
 
 def test_an_installed_wheel_trains_in_an_empty_directory(tmp_path: Path) -> None:
     """Built and installed without network; the checkout is not on the path."""
-    for needed in ("pip", "setuptools"):
-        pytest.importorskip(needed)
+    # Not imported here: setuptools takes the place of distutils, which something may have imported already.
+    if not all(importlib.util.find_spec(needed) for needed in ("pip", "setuptools")):
+        pytest.skip("needs pip and setuptools")
     source, site, empty = tmp_path / "source", tmp_path / "site", tmp_path / "empty"
     # Of a copy, because setuptools leaves its own files beside setup.py.
     shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))

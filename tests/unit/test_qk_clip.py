@@ -29,7 +29,7 @@ NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--train-iter
 def test_largest_score_of_what_is_seen(window: int | None, masked: bool, groups: int) -> None:
     options = AttentionOptions(
         scale=0.3, layer_number=1, dropout=0.0, softmax_in_fp32=False, query_key_layer_scaling=False,
-        masked_softmax_fusion=False, window=window, softcap=2.0,
+        masked_softmax_fusion=False, window=window, chunk=None, softcap=2.0,
     )  # fmt: skip
     torch.manual_seed(0)
     query, key = torch.randn(140, 2, 4, 8), torch.randn(140, 2, groups, 8)

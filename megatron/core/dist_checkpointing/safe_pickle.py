@@ -54,11 +54,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _find_member(owner: Any, name: Any) -> enum.Enum:
+def _find_member(*arguments: Any) -> enum.Enum:
     """The one thing that getattr is called for: Python 3.11 up to 3.11.3 writes the member of an enumeration so."""
-    if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
-        raise pickle.UnpicklingError("refused class builtins.getattr")
-    return owner[name]
+    if len(arguments) == 2 and isinstance(arguments[0], type) and issubclass(arguments[0], enum.Enum):
+        owner, name = arguments
+        if isinstance(name, str) and name in owner.__members__:
+            return owner[name]
+    raise pickle.UnpicklingError("refused class builtins.getattr")
 
 
 def read_metadata(path: Path) -> Metadata:
