@@ -145,7 +145,7 @@ def load_checkpoint(run: Run) -> None:
         root, step = Path(settings.load), settings.ckpt_step
         other = find_global_directory(settings, settings.load)
         if (part := find_local_part(run, root)) is not None:
-            _restore(run, part.checkpoint, weights_only=False, filled_but=None, part=part)
+            _restore(run, part.checkpoint, filled_but=None, part=part)
             _override_iteration(run, settings.override_ckpt_iteration)
             return
         if _restore_upstream(run, root, step, weights_only=settings.finetune, non_persistent_root=other):
@@ -235,7 +235,7 @@ def _restore(
     run: Run,
     found: FoundCheckpoint,
     *,
-    weights_only: bool,
+    weights_only: bool = False,
     filled_but: frozenset[str] | None,
     part: FoundPart | None = None,
 ) -> None:
