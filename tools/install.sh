@@ -60,7 +60,11 @@ megatron_install() {
     if python -c "import ${modules// /, }" 2>/dev/null; then
         return
     fi
-    megatron_install_torch || return
+    if ! megatron_install_torch; then
+        echo "error: PyTorch could not be installed, as pip says above; name another source with TORCH_INDEX_URL=URL, or" \
+            "install torch yourself and start again" >&2
+        return 2
+    fi
     megatron_run python -m pip install --quiet --editable "$megatron_root${extras:+[$extras]}"
 }
 

@@ -93,6 +93,7 @@ def open_upstream(root: Path, iteration: int | None = None) -> UpstreamCheckpoin
     One with a manifest, which we have saved for upstream, is verified. Raises CheckpointError, ConfigError.
     """
     newest = find_directory(root, iteration)
+    # What we saved in a format of upstream's has a manifest, too: only our own has this document.
     if newest is not None and (newest / f"{TENSORS_DOCUMENT}.json").exists():
         return None
     path = find_upstream_checkpoint(root, iteration, or_ours=True)
@@ -136,6 +137,7 @@ def _find_vocab_size(config: RunConfig, weights: Mapping[str, LazyTensor]) -> tu
         known = compute_vocab_size(config, build_tokenizer(config))
     except MegatronError as error:
         return None, f"how many of {rows} rows of the embedding are padding is not known, and all are kept: {error}"
+    # A tokenizer with more tokens than there are rows is not the model's.
     return (known if known <= rows else None), None
 
 

@@ -148,6 +148,7 @@ def format_program(start: Start) -> str | None:
     """How the run was started, up to its flags; None where a cluster has started it, or several nodes."""
     environment = start.environment
     processes = environment.get("WORLD_SIZE", "1")
+    # There the command was typed on another machine, or in a job script that we have not seen.
     if "SLURM_PROCID" in environment or environment.get("LOCAL_WORLD_SIZE", processes) != processes:
         return None
     name = Path(start.program).name
@@ -172,7 +173,7 @@ def format_module(start: Start) -> str:
 
 _NOT_AGAIN = {
     "--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1, "--pretrained-checkpoint": 1,
-    "--override-opt-param-scheduler": 0,
+    "--override-opt-param-scheduler": 0, "--override-ckpt-iteration": 1, "--load-main-params-from-ckpt": 0,
 }  # fmt: skip
 """Flags that start another run from a checkpoint, and how many values they have."""
 
@@ -203,6 +204,7 @@ def replace_flags(flags: Sequence[str], changes: Mapping[str, str]) -> list[str]
     values = 0
     for word in flags:
         name, has_value, _ = word.partition("=")
+        # A flag that is dropped takes its values with it.
         if values and not word.startswith("--"):
             values -= 1
             continue

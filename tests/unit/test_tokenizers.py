@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -142,7 +143,10 @@ def test_truncation_and_padding_in_the_file_are_ignored(tokenizer_directory: Pat
     ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model"),
     ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "/no/x"}, "--tokenizer-model /no/x: no such file"),
     ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),
-    ({"tokenizer_type": "TikTokenizer", "tokenizer_model": "/no/x"}, "--tokenizer-model /no/x: no such file"),
+    pytest.param(
+        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "/no/x"}, "--tokenizer-model /no/x: no such file",
+        marks=pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="needs the package tiktoken"),
+    ),
     ({"tokenizer_type": "BertWordPieceCase"}, "needs --vocab-file"),
     ({"tokenizer_type": "BertWordPieceCase", "vocab_file": "/no/x"}, "--vocab-file /no/x: no such file"),
     ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "vocab_extra_ids": 2}, "--vocab-extra-ids has no meaning"),

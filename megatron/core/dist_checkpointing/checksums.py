@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import zlib
@@ -98,7 +99,10 @@ def compute_checksums(
     with the file's name."""
     checksums = []
     with ThreadPoolExecutor(min(_THREADS, max(1, len(segments)))) as threads:
-        results = threads.map(lambda segment: _compute(directory / segment.name, segment), segments)
+        try:
+            results = threads.map(lambda segment: _compute(directory / segment.name, segment), segments)
+        except RuntimeError as error:  # a thread cannot be started, which is the system's shortage as others are
+            raise OSError(errno.EAGAIN, str(error), os.fspath(directory)) from error
         for segment, crc32 in zip(segments, results, strict=True):
             checksums.append(crc32)
             on_block(segment.num_bytes)

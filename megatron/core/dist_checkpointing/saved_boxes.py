@@ -71,6 +71,8 @@ class BoxReader:
             if all(first < last for first, last in meeting):
                 reads.append((self._locate_box(key, chunk), chunk, meeting))
         shape = [length for _, length in region]
+        # Boxes of one tensor do not overlap, so that as many elements as the region has are all of it; what is missing
+        # would otherwise stay whatever the memory held.
         filled = sum(math.prod(last - first for first, last in meeting) for _, _, meeting in reads)
         if filled != math.prod(shape):
             raise CheckpointError(f"{self.directory}: {key}: {filled} of {math.prod(shape)} elements are saved")
@@ -139,6 +141,7 @@ class BoxReader:
             size = path.stat().st_size
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
+        # The table of contents comes with the checkpoint, from whoever made that.
         are_numbers = isinstance(offset, int) and isinstance(length, int)
         if not are_numbers or offset < 0 or not num_bytes <= length <= size - offset:
             raise CheckpointError(

@@ -62,6 +62,7 @@ def save(
     number = iteration if isinstance(iteration, int) and iteration >= 0 else 0
     path, group = Path(checkpoint_dir), _everyone()
     if async_sharded_save:
+        # Training goes on and changes them before they are written.
         documents = copy.deepcopy({COMMON: common})
         return AsyncRequest(
             lambda saver: saver.start_alone(tensors, path, number, documents=documents, group=group), group
@@ -137,6 +138,7 @@ def _without_tensors(value: Any, path: tuple[str, ...], tensors: ShardedStateDic
     themselves stay in their places, and all other values are left out."""
     where = ".".join(path) or "the state dictionary"
     if isinstance(value, ShardedTensor):
+        # Of a tied weight both holders may be there: the owner's is the one that is saved.
         if value.key not in tensors or not value.is_copy:
             tensors[value.key] = value
         return value.data if keep else _Nothing

@@ -11,7 +11,6 @@ choose another one, or end             ->
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -78,9 +77,6 @@ def _gather_checksums(path: Path, manifest: Manifest, group: Group) -> list[list
         except OSError as error:
             # As it travels: with the file's name, and without what belongs to this process.
             outcome = type(error)(error.errno, error.strerror, error.filename)
-        except RuntimeError as error:
-            # Python's word for a thread that cannot be started.
-            outcome = OSError(errno.EAGAIN, str(error), str(path))
     return all_gather_object(outcome, group)
 
 

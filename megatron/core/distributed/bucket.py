@@ -75,18 +75,13 @@ def choose_reduction(
     """Over whom gradients are combined: a mean over the replicas, or, for a loss per token, a sum (whoever knows the
     number of tokens divides by it later)."""
     whole: Group = groups.dp_cp
-    alone: Group = SingleRankGroup()
-    if not ddp_config.use_distributed_optimizer:
-        shards, copies = alone, whole
-    elif ddp_config.num_distributed_optimizer_instances == 1:
-        shards, copies = whole, alone
-    else:
-        shards, copies = groups.optimizer_shards, groups.optimizer_copies
-        if copies.size() != ddp_config.num_distributed_optimizer_instances:
-            raise ConfigError(
-                f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances}: the process "
-                f"groups were made for {copies.size()}; build them from a RankGrid with as many optimizer_instances"
-            )
+    instances = ddp_config.num_distributed_optimizer_instances
+    if ddp_config.use_distributed_optimizer and instances not in (1, groups.optimizer_copies.size()):
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances}: the process groups were made for "
+            f"{groups.optimizer_copies.size()}; build them from a RankGrid with as many optimizer_instances"
+        )
+    shards, copies = _choose_shards(ddp_config, whole, groups.optimizer_shards, groups.optimizer_copies)
     wide = ddp_config.reduce_scatter_with_fp32_accumulation
     if config.calculate_per_token_loss:
         return Reduction(shards, copies, sums_in_fp32=wide)
@@ -104,14 +99,18 @@ def choose_expert_reduction(
     op, scale = reduction.op, reduction.scale
     if op == "avg":
         scale = holders.size() / groups.dp_cp.size()  # the collective divides by the holders
-    alone: Group = SingleRankGroup()
-    if not ddp_config.use_distributed_optimizer:
-        shards, copies = alone, holders
-    elif ddp_config.num_distributed_optimizer_instances == 1:
-        shards, copies = holders, alone
-    else:
-        shards, copies = groups.expert_optimizer_shards, groups.expert_optimizer_copies
+    shards, copies = _choose_shards(ddp_config, holders, groups.expert_optimizer_shards, groups.expert_optimizer_copies)
     return dataclasses.replace(reduction, shards=shards, copies=copies, op=op, scale=scale)
+
+
+def _choose_shards(
+    ddp_config: DistributedDataParallelConfig, whole: Group, shards: Group, copies: Group
+) -> tuple[Group, Group]:
+    """Who divides the optimizer's state, and who holds copies of a share, among the processes `whole`. shards, copies:
+    those of several optimizer instances."""
+    if not ddp_config.use_distributed_optimizer:
+        return SingleRankGroup(), whole
+    return (whole, SingleRankGroup()) if ddp_config.num_distributed_optimizer_instances == 1 else (shards, copies)
 
 
 class Bucket:

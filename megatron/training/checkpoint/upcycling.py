@@ -8,7 +8,7 @@ it along its inner width, so that G neighbours are one copy (He et al., 2024):
 
 w is what the weights of a token's experts add up to. Where that is the same for all tokens, and the router's rows are
 alike inside a copy, so that whole copies are chosen ("virtual groups" in He et al., 2024), the model computes at first
-what the dense one did. The router begins as in any new model.
+what the dense one did. The router begins as in any new model, but with alike rows inside a copy (router.py).
 
 Only what is asked of the checkpoint changes: dense tensors instead of experts. So every format can be read, in any
 layout, and settings may divide parameters over replicas.
@@ -96,6 +96,7 @@ def load_as_dense(run: Run, tensors: ShardedStateDict) -> Iterator[ShardedStateD
                 # In host memory: files come from there, and the device may have no room for both.
                 shape = _find_dense_shape(tensor.global_shape, found["rest"], config.moe_upcycling_granularity)
                 asked[dense] = ShardedTensor.whole(dense, torch.empty(shape, dtype=tensor.dtype, device="cpu"))
+        # A router has nothing in a dense model, and keeps the values that it was drawn with.
         elif not _ROUTER.fullmatch(name):
             asked[key] = tensor
     yield asked
@@ -125,6 +126,7 @@ def _sum_weights(config: TransformerConfig) -> float:
         routing = weigh_experts(logits, torch.arange(config.moe_router_topk).unsqueeze(0), config)
     else:
         routing = choose_experts(logits, config)
+    # A sum that is 1 but for rounding must be 1: factors of 1 leave the dense weights bit for bit.
     return round(float(routing.weights.sum()), 12)
 
 

@@ -139,6 +139,7 @@ class RoutingReplayHook(Hook):
             choices = torch.arange(router.topk)
             placed[name] = place_slice(f"{name}.experts", own, tokens, choices, (total, router.topk))
         serialization.load({tensor.key: tensor for tensor in placed.values()}, found, world, may_have_more=True)
+        # A slice is placed with its tokens in ascending order, which is not the router's with context parallelism.
         rows = tokens.argsort()
         for name, router in _list_routers(run):
             experts = torch.empty_like(placed[name].data)
