@@ -105,7 +105,8 @@ def test_how_the_program_was_started(found: Start, command: str | None) -> None:
 
 def test_a_resumed_run_loads_what_was_saved() -> None:
     flags = (
-        "--load hf:x --finetune --seq-length 8 --ckpt-step=3 --recompute-modules core_attn mlp --no-load-optim --bf16"
+        "--load hf:x --finetune --override-ckpt-iteration 7 --seq-length 8 --ckpt-step=3 "
+        "--recompute-modules core_attn mlp --no-load-optim --bf16"
     )
     kept = "--seq-length 8 --recompute-modules core_attn mlp --bf16 --load ckpt"
     assert replace_flags(flags.split(), {"--load": "ckpt"}) == kept.split()
