@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cpu
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of queries, keys and values, shaped as these."""
 
@@ -96,7 +98,7 @@ class PlainKernel:
         # The softmax runs over all blocks, and so does this row sum; O and its gradient give it without the others.
         row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
         # Grouped heads fold into the rows of one product, so that keys and values are never repeated in memory.
-        grad_p = _by_head(torch.matmul(_by_group(grad, k), v.transpose(-1, -2)), q).float()
+        grad_p = _by_head(multiply_in_float32(_by_group(grad, k), v.transpose(-1, -2)), q)
         # dV needs P with its dropout; the gradient of the softmax below needs P without it.
         dropped = p.clone() if self.dropout else p
         self._drop_(dropped, seed)
@@ -112,9 +114,11 @@ class PlainKernel:
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores scale * Q K^T, bounded where there is a softcap: [b, n, s, t] float32."""
-        if q.dtype == torch.float16:  # whose largest number a product can exceed
-            q, k = q.float(), k.float()
-        scores = _by_head(torch.matmul(_by_group(q, k) * self.scale, k.transpose(-1, -2)), q).float()
+        if q.dtype == torch.float32:
+            scores = torch.matmul(_by_group(q, k) * self.scale, k.transpose(-1, -2))
+        else:  # scaled queries would be rounded to 16 bits once more
+            scores = multiply_in_float32(_by_group(q, k), k.transpose(-1, -2)).mul_(self.scale)
+        scores = _by_head(scores, q)
         return scores if self.softcap is None else (scores / self.softcap).tanh_().mul_(self.softcap)
 
     @staticmethod
@@ -201,6 +205,19 @@ class MergedBlocks:
         own = self.out[:, :, queries]
         own.mul_((before - shift).exp().unsqueeze(-1)).add_(out.float() * (log_sum - shift).exp().unsqueeze(-1))
         self.log_sum[:, :, queries] = total
+
+
+def multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32: [b, n, s, d] x [b, n, d, t] -> [b, n, s, t].
+
+    A product of bfloat16 numbers that is rounded to their format has an error of 0.4 % of itself; as a score it stands
+    in an exponent.
+    """
+    if a.dtype == torch.float32 or is_cpu(a) or "dtype" not in torch.ops.aten.bmm.overloads():
+        return torch.matmul(a.float(), b.float())
+    # The GPU's 16-bit products are summed in float32 anyway: only their result has to stay as it is.
+    product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return product.unflatten(0, a.shape[:2])
 
 
 def draw_seed() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.core_attention.block_kernels import multiply_in_float32
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 
 _BLOCK = 128
@@ -39,7 +40,7 @@ class MaxLogits(AttentionBackend):
         # By blocks: all scores of a long sequence at once are exactly what backends avoid keeping.
         for first in range(0, query.shape[0], _BLOCK):
             rows = slice(first, first + _BLOCK)
-            scores = (query[rows].permute(1, 2, 0, 3) @ key).float() * self.options.scale  # [b, n, block, t]
+            scores = multiply_in_float32(query[rows].permute(1, 2, 0, 3), key) * self.options.scale  # [b, n, block, t]
             if mask is not None:
                 scores = scores.masked_fill(mask[..., rows if mask.shape[-2] > 1 else slice(None), :], -torch.inf)
             largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
