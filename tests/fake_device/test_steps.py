@@ -40,13 +40,14 @@ REQUESTS = {
     "vpp2": ("pp2,vpp2", DENSE), "zb-v": ("pp2,--pipeline-schedule=zb-v", DENSE),
     "dp2": ("dp2,dist-opt,overlap-all", DENSE), "fsdp2": ("dp2,--use-torch-fsdp2", DENSE), "cp2": ("cp2", DENSE),
     "moe": ("1", EXPERTS), "moe, six layers": ("1", f"{EXPERTS} {SIX_LAYERS}"), "ep2": (f"dp2,ep2,{ALLTOALL}", EXPERTS),
-    "tp2,pp2,ep2": (f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL}", EXPERTS),
+    "tp2,pp2,ep2": (f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL}", EXPERTS), "pp2": ("pp2", DENSE),
+    "tp overlap": ("tp2,sp,--tp-comm-overlap", DENSE),
 }  # fmt: skip
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     REQUESTS |= {
-        "tp2": ("tp2", DENSE), "pp2": ("pp2", DENSE),
+        "tp2": ("tp2", DENSE),
         "tp2,pp2,dp2": ("tp2,sp,pp2,dp2,dist-opt,overlap-all", DENSE),
-        "tp overlap": ("tp2,sp,--tp-comm-overlap,--no-tp-comm-overlap-split", DENSE),
+        "tp overlap, gradients": ("tp2,sp,--tp-comm-overlap,--tp-comm-overlap-rs-dgrad", DENSE),
         "tp2,vpp2": ("tp2,sp,pp2,vpp2", DENSE), "zb-h1": ("pp2,--pipeline-schedule=zb-h1", DENSE),
         "cp2,pp2": ("cp2,pp2", DENSE), "cp all-to-all": ("cp2,--cp-comm-type=a2a", DENSE),
         "cp gathered": ("cp2,--cp-comm-type=all_gather", DENSE), "pp2,ep2": (f"pp2,dp2,ep2,{ALLTOALL}", EXPERTS),
@@ -122,6 +123,22 @@ def test_no_collectives_are_begun_in_a_row(seen: Any, name: str) -> None:
     """With a single queue of the GPU each of them would hold up the kernels behind it."""
     for rank in of_layout(seen, name):
         assert len(rank["back_to_back"]) <= 1, rank["back_to_back"]
+
+
+@pytest.mark.parametrize("name", sorted({"tp overlap", "tp overlap, gradients", "cp2", "ep2", "pp2"} & set(REQUESTS)))
+def test_two_are_under_way_at_most(seen: Any, name: str) -> None:
+    """A chunk and the one behind it, what goes and what comes, tokens and their weights."""
+    for rank in of_layout(seen, name):
+        assert len(rank["back_to_back"]) <= 2, rank["back_to_back"]
+
+
+@pytest.mark.flags("--tp-comm-overlap")
+def test_chunks_are_not_copied(seen: Any) -> None:
+    """Products read chunks where they lie, and write them where they belong."""
+    whole, chunked = (of_layout(seen, name)[0]["kernels"] for name in ("tp2,sp", "tp overlap"))
+    assert chunked["copy_"] == whole["copy_"]
+    # Of the two row layers of each of four layers, once: dY in the order of X.
+    assert chunked["clone"] - whole["clone"] == 2 * 4 * MICROBATCHES
 
 
 @pytest.mark.parametrize(("four", "six", "budget"), [("1", "six layers", 53), ("moe", "moe, six layers", 117)])

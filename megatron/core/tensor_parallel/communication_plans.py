@@ -21,6 +21,8 @@ With --tp-comm-overlap, gathers and scatters are cut into chunks, each of which 
     column, forward    gather chunk 1 | gather chunk 2   | gather chunk 3   |
                                       | product, chunk 1 | product, chunk 2 | product, chunk 3
 
+    launched           gather 1, gather 2, product 1, gather 3, product 2, gather 4, product 3, product 4
+
     row, forward       product, chunk 1 | product, chunk 2 | product, chunk 3 |
                                         | scatter chunk 1  | scatter chunk 2  | scatter chunk 3
 
@@ -42,6 +44,7 @@ Decomposition", 2023; the bulk variants are those of Transformer Engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +72,8 @@ from megatron.core.tensor_parallel.products import (
 
 CHUNKS = 4
 """At most; the largest divisor of a rank's tokens up to it. What is exposed is one chunk's communication."""
+IN_FLIGHT = 2
+"""Chunks that travel at the same time, at most: one that the next product waits for, and the one behind it."""
 
 Mapping = Callable[[Tensor, Group], Tensor]
 
@@ -214,10 +219,9 @@ class _GatherAndMultiply(torch.autograd.Function):
             return product.forward(_gather(x, plan.group)[0], weight, bias)
         dtype = x.dtype if product.out_dtype is None else product.out_dtype
         output = x.new_empty(x.shape[0] * plan.group.size(), x.shape[1], weight.shape[0], dtype=dtype)
+        # A chunk's tokens come from all ranks: its product goes straight to their places in the sequence.
         for rows, gathered in _gather_chunks(x.contiguous(), plan.group, chunks):
-            # The copy puts a chunk's tokens, which come from all ranks, back among the others in the order of the
-            # sequence.
-            rows(output).copy_(product.forward(gathered, weight))
+            product.forward_parts(gathered, weight, out=rows(output))
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -232,7 +236,7 @@ class _GatherAndMultiply(torch.autograd.Function):
             x_full, gathering = _gather(x, plan.group, async_op=plan.bulk_dgrad)
         chunks = _count_chunks(x.shape[0]) if plan.overlap_rs_dgrad else 1
         grad_x, scattering = _multiply_and_scatter(
-            grad, lambda rows: product.input_grad(rows, weight), weight.shape[1], plan.group, chunks
+            grad, lambda rows: product.input_grad_parts(rows, weight), weight.shape[1], plan.group, chunks
         )
         # Switched off, the scatter ends before the weight gradient begins; else it has that product's time.
         if not (plan.bulk_wgrad or plan.overlap_rs_dgrad):
@@ -253,7 +257,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
         ctx.weight, ctx.product, ctx.plan = weight, product, plan
         chunks = _count_chunks(x.shape[0] // plan.group.size()) if plan.overlap_rs else 1
         output, scattering = _multiply_and_scatter(
-            x.contiguous(), lambda rows: product.forward(rows, weight), weight.shape[0], plan.group, chunks
+            x.contiguous(), lambda rows: product.forward_parts(rows, weight), weight.shape[0], plan.group, chunks
         )
         _wait(scattering)
         return output
@@ -268,13 +272,15 @@ class _MultiplyAndScatter(torch.autograd.Function):
             grad_x = product.input_grad(grad_full.flatten(0, -2), weight).view(x.shape)
         else:
             grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            grad_full = grad.new_empty(x.shape[0], *grad.shape[1:])
-            for rows, gathered in _gather_chunks(grad.contiguous(), plan.group, chunks):
-                rows(grad_full).copy_(gathered)
-                chunk = rows(grad_x)
-                chunk.copy_(product.input_grad(gathered.flatten(0, -2), weight).view(chunk.shape))
+            full = grad.new_empty(chunks, x.shape[0] // chunks, *grad.shape[1:])
+            for rows, gathered in _gather_chunks(grad.contiguous(), plan.group, chunks, into=full):
+                product.input_grad_parts(gathered, weight, out=rows(grad_x))
         grad_weight = None
         if ctx.needs_input_grad[1]:
+            if chunks > 1:
+                # The weight gradient is one sum over tokens, so dY has to stand in the order of X.
+                by_rank = full.view(chunks, plan.group.size(), -1, *grad.shape[1:]).transpose(0, 1)
+                grad_full = by_rank.reshape(x.shape[0], *grad.shape[1:])
             grad_weight = finish_weight_grad(product, weight, grad_full.flatten(0, -2), x)
         return grad_x, grad_weight, None, None
 
@@ -289,7 +295,7 @@ def _gather(own: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, 
 
 
 Rows = Callable[[Tensor], Tensor]
-"""A tensor of all tokens [s, ...] -> the tokens of one chunk [tp, n, ...], a view."""
+"""A contiguous tensor of all tokens [s, b, h] -> the tokens of one chunk [tp, tokens, h], a view with gaps."""
 
 
 def _count_chunks(tokens: int) -> int:
@@ -298,21 +304,31 @@ def _count_chunks(tokens: int) -> int:
 
 
 def _select_chunk(index: int, chunks: int, group: Group) -> Rows:
-    return lambda full: full.view(group.size(), chunks, -1, *full.shape[1:])[:, index]
+    return lambda full: full.view(group.size(), chunks, -1, full.shape[-1])[:, index]
 
 
-def _gather_chunks(own: Tensor, group: Group, chunks: int) -> Iterator[tuple[Rows, Tensor]]:
-    """Chunk after chunk of all ranks' tokens [tp, n, b, h], while the following ones are still on their way."""
-    under_way: list[tuple[Tensor, Handle | None]] = []
-    # All gathers are launched before the first product, so that they follow each other on the communicator's stream
-    # while products run: with one hardware queue a gather behind a product would wait for it.
-    for part in own.chunk(chunks):
-        gathered = own.new_empty(group.size(), *part.shape)
-        handle = all_gather_into_tensor(gathered.flatten(0, 1), part, group, async_op=chunks > 1)
-        under_way.append((gathered, handle))
-    for index, (gathered, handle) in enumerate(under_way):
+def _gather_chunks(own: Tensor, group: Group, chunks: int, into: Tensor | None = None) -> Iterator[tuple[Rows, Tensor]]:
+    """Chunk after chunk of all ranks' tokens [tp, tokens, h], while the next one is still on its way.
+
+    own: [s/tp, b, h]. into: [chunks, s/chunks, b, h], where the chunks shall be kept; else each has memory of its own.
+    """
+    parts = own.chunk(chunks)
+
+    def begin(index: int) -> tuple[Tensor, Handle | None]:
+        part = parts[index]
+        gathered = own.new_empty(group.size() * part.shape[0], *part.shape[1:]) if into is None else into[index]
+        return gathered, all_gather_into_tensor(gathered, part, group, async_op=True)
+
+    # A gather is launched before the product that it runs beside: with one hardware queue it would wait for it
+    # otherwise. And not more than IN_FLIGHT: the queue stops at a gather that cannot start before the one in front of
+    # it has ended, and with it every product behind.
+    under_way = deque(begin(index) for index in range(min(IN_FLIGHT, chunks)))
+    for index in range(chunks):
+        gathered, handle = under_way.popleft()
         _wait([handle])
-        yield _select_chunk(index, chunks, group), gathered
+        yield _select_chunk(index, chunks, group), gathered.view(group.size(), -1, own.shape[-1])
+        if index + IN_FLIGHT < chunks:
+            under_way.append(begin(index + IN_FLIGHT))
 
 
 def _multiply_and_scatter(
@@ -320,13 +336,17 @@ def _multiply_and_scatter(
 ) -> tuple[Tensor, list[Handle | None]]:
     """Our tokens of the ranks' sum of product(x), and what to wait for.
 
-    x: [s, b, in] of all tokens. product: rows [tokens, in] -> [tokens, width]. The result is [s/tp, b, width].
+    x: [s, b, in] of all tokens, contiguous. product: [tp, tokens, in] -> [tp, tokens, width]. The result is
+    [s/tp, b, width].
     """
     # Each chunk is scattered into its place of the result: nothing is copied together afterwards.
     own = x.new_empty(x.shape[0] // group.size(), x.shape[1], width)
-    handles = []
+    handles: list[Handle | None] = []
     for index, part in enumerate(own.chunk(chunks)):
-        output = product(_select_chunk(index, chunks, group)(x).flatten(0, -2))
+        # What is sent keeps its memory until it is waited for: two chunks of it, not all.
+        if len(handles) >= IN_FLIGHT:
+            _wait([handles.pop(0)])
+        output = product(_select_chunk(index, chunks, group)(x))
         output = output.view(group.size() * part.shape[0], *part.shape[1:])
         handles.append(reduce_scatter_tensor(part, output, group, async_op=True))
     return own, handles

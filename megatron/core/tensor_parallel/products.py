@@ -73,6 +73,20 @@ class Product(ABC):
         grad: [tokens, out]. x: as forward got it. main_grad: shaped as the weight, often in a wider number format.
         """
 
+    # Communication in chunks multiplies the same stretch of every rank's tokens at a time: rows with gaps between the
+    # ranks' parts, in what is read or in what is written. A product that can leave the gaps open spares a copy.
+
+    def forward_parts(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Y = X W^T; x [parts, tokens, in] -> [parts, tokens, out], written into `out` where that is given. Either may
+        be a view with gaps between its parts."""
+        y = self.forward(x, weight)
+        return y if out is None else out.copy_(y)
+
+    def input_grad_parts(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """dX = dY W; grad [parts, tokens, out] -> [parts, tokens, in], as forward_parts."""
+        grad_x = self.input_grad(grad.flatten(0, 1), weight).view(*grad.shape[:2], -1)
+        return grad_x if out is None else out.copy_(grad_x)
+
 
 class Matmul(Product):
     """torch's matrix products, summed in the precision that torch sums them in.
@@ -103,6 +117,18 @@ class Matmul(Product):
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [tokens, out] -> input gradients [tokens, in]."""
         return grad @ weight
+
+    def forward_parts(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """As Product.forward_parts, in one kernel."""
+        if self.out_dtype is not None:
+            return super().forward_parts(x, weight, out)
+        result: Tensor = torch.bmm(x, weight.t().expand(len(x), -1, -1), out=out)
+        return result
+
+    def input_grad_parts(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """As Product.input_grad_parts, in one kernel."""
+        result: Tensor = torch.bmm(grad, weight.expand(len(grad), -1, -1), out=out)
+        return result
 
     def weight_grad(
         self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
