@@ -56,6 +56,7 @@ LARGE = [
     "dp3,dist-opt,--num-distributed-optimizer-instances=3", f"dp4,dist-opt,{INSTANCES},{MUON},{ONE}",
     "dp3,fsdp2", f"dp3,ep3,fsdp2,{SIX},{ALLTOALL}", "tp2,sp,dp2,ep2,fsdp2", "tp2,dp2,ep4,etp1,fsdp2",
     f"tp2,sp,dp2,etp1,ep2,fsdp2,{ALLTOALL}", f"cp2,dp2,ep2,fsdp2,{INSTANCES}", "cp2,ep2,fsdp2",
+    f"pp2,dp2,ep2,fsdp2,{ALLTOALL}", f"pp2,vpp2,dp2,ep2,fsdp2,{ONE}",
     f"dp4,fsdp2,{INSTANCES},{ONE}", f"dp4,ep4,fsdp2,{INSTANCES},{ONE}",
     "dp2,ep2,fsdp2,--data-parallel-sharding-strategy=optim_grads,--calculate-per-token-loss",
     "dp2,fsdp2,--suggested-communication-unit-size=1000000,--init-model-with-meta-device",

@@ -58,11 +58,11 @@ def test_each_process_keeps_its_share() -> None:
         assert rank["names"] == alone["names"]
 
 
-def gathered(strategy_flags: list[str]) -> list[dict[str, bool]]:
+def gathered(strategy_flags: list[str], layout: str) -> list[dict[str, bool]]:
     """For each set of flags: is the first layer whole after its forward, and before the second microbatch's?"""
     found = []
     for flags in strategy_flags:
-        config, recipe = training(STYLES["llama"] + flags, "dp2,fsdp2")
+        config, recipe = training(STYLES["llama"] + flags, layout)
         with open_local_run(config, recipe, own_rank(config)) as run:
             network = run.model[0].module
             layer: nn.Module = network.decoder.layers[0]  # type: ignore[assignment, union-attr, index]
@@ -73,7 +73,7 @@ def gathered(strategy_flags: list[str]) -> list[dict[str, bool]]:
                 return lambda *_: seen[when].append(not isinstance(weight.weight, DTensor))
 
             run.model[0].register_forward_pre_hook(look("before"))
-            network.output_layer.register_forward_pre_hook(look("after"))  # type: ignore[union-attr, operator]
+            run.model[0].register_forward_hook(look("after"))
             train_step(run, run.data.open("train", 0))
             assert len(seen["before"]) == 3, "microbatches"
             assert not seen["before"][0]
@@ -85,10 +85,23 @@ def gathered(strategy_flags: list[str]) -> list[dict[str, bool]]:
 @pytest.mark.flags("--data-parallel-sharding-strategy", "--torch-fsdp2-reshard-after-forward")
 def test_what_stays_gathered_between_the_passes() -> None:
     flags = ["", " --torch-fsdp2-no-reshard-after-forward", " --data-parallel-sharding-strategy optim_grads"]
-    everything, not_after_forward, gradients_only = run_distributed(gathered, 2, flags)[0]
+    everything, not_after_forward, gradients_only = run_distributed(gathered, 2, flags, "dp2,fsdp2")[0]
     assert everything == {"after forward": False, "between microbatches": False}
     assert not_after_forward == {"after forward": True, "between microbatches": False}
     assert gradients_only == {"after forward": True, "between microbatches": True}
+
+
+@pytest.mark.flags("--data-parallel-sharding-strategy")
+def test_what_stages_of_a_pipeline_gather() -> None:
+    """With ZeRO-2 a stage, too, gathers once a step, however many microbatches are in flight."""
+    flags = ["", " --data-parallel-sharding-strategy optim_grads"]
+    ranks = run_distributed(gathered, 4, flags, "pp2,dp2,fsdp2")
+    assert [gradients_only for _, gradients_only in ranks] == [
+        {"after forward": True, "between microbatches": True}
+    ] * 4
+    everything = [everything for everything, _ in ranks]
+    assert not any(stage["after forward"] for stage in everything)
+    assert not any(stage["between microbatches"] for stage in everything)
 
 
 @pytest.mark.flags("--data-parallel-sharding-strategy")
@@ -106,7 +119,8 @@ def test_strategies_without_fully_shard(strategy: str, divides_state: bool) -> N
     [
         ("--overlap-grad-reduce", "leave out --overlap-grad-reduce"),
         ("--compile", "cannot be combined with --compile"),
-        ("--pipeline-model-parallel-size 2 --num-layers 2", "use 1 stage"),
+        ("--pipeline-model-parallel-size 2 --num-layers 2 --pipeline-schedule zb-h1", "use --pipeline-schedule 1f1b"),
+        ("--pipeline-model-parallel-size 2 --num-layers 2 --defer-embedding-wgrad-compute", "leave it out"),
         ("--tensor-model-parallel-size 2 --num-query-groups 1", "at most --tensor-model-parallel-size 1"),
     ],
 )

@@ -31,12 +31,14 @@ MOVES = [
     ("gpt2", "pp2", ["1", "tp2,sp", "pp2,vpp2"]),
     ("llama", "dp3,fsdp2", ["1", "tp2"]),
     ("gpt2", f"dp4,fsdp2,{TWO_COPIES}", ["dp3,fsdp2"]),
+    ("gpt2", "pp2,dp2,fsdp2", ["1"]),
     ("latent", "tp2,sp", ["1", "dp2,dist-opt"]),
     ("deepseek", f"dp4,ep2,fsdp2,{TWO_COPIES}", ["1", f"tp2,sp,dp2,etp1,dist-opt,{TWO_COPIES}"]),
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     MOVES += [
         ("deepseek", "dp2,ep2,dist-opt", ["dp3,fsdp2", "tp2,dp2,ep4,etp1,fsdp2", "dp2,ep2,fsdp2"]),
+        ("llama", "dp3,dist-opt", ["pp2,dp2,fsdp2", "pp2,vpp2,dp2,fsdp2,--micro-batch-size=1"]),
         ("gpt2", "1", ["tp2", "pp4", "dp3,dist-opt"]),
         ("gpt2", "dp2,dist-opt", ["dp3,fsdp2", "tp2,dp2,fsdp2"]),
         ("llama", "tp4", ["tp2,sp,dp2", "dp3"]),

@@ -44,7 +44,8 @@ TABLE = {"gpt2": DENSE, "moe": MIXED}
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     DENSE += [
         "tp2,sp", "pp2", "pp2,vpp2", "dp2,dist-opt", "dp3", "cp2", "tp2,pp2,dp2", "pp2,--pipeline-schedule=zb-v",
-        f"dp4,fsdp2,--num-distributed-optimizer-instances=2,{ONE}", "tp2,dp2,fsdp2", "tp2,sp,pp2,dp2,dist-opt",
+        f"dp4,fsdp2,--num-distributed-optimizer-instances=2,{ONE}", "tp2,dp2,fsdp2",
+        "pp2,dp2,fsdp2", "tp2,sp,pp2,dp2,dist-opt",
         f"dp4,dist-opt,--num-distributed-optimizer-instances=2,{ONE}",
     ]  # fmt: skip
     MIXED += [

@@ -31,7 +31,7 @@ ONE = "--micro-batch-size=1"  # so that four do
 SMALL = {
     "gpt2": [
         "tp2", "tp2,sp", "tp4", "pp2", "pp2,vpp2", "pp2,--pipeline-schedule=zb-v", "tp2,pp2",
-        "cp2,--cp-comm-type=a2a", "cp4", "dp2", f"dp3,dist-opt,overlap-all,{TWO}", "dp2,fsdp2",
+        "cp2,--cp-comm-type=a2a", "cp4", "dp2", f"dp3,dist-opt,overlap-all,{TWO}", "dp2,fsdp2", "pp2,dp2,fsdp2",
     ],
     "llama": [
         "tp2,sp", "tp4", "tp2,sp,--tp-comm-overlap", "pp2,--decoder-first-pipeline-num-layers=1",
@@ -58,6 +58,10 @@ LARGE = [
     "tp2,sp,pp2,--pipeline-schedule=zb-h1,--tp-comm-overlap",
     f"dp3,fsdp2,{TWO}", f"dp4,fsdp2,{ONE}", "tp2,sp,dp2,fsdp2", "cp2,dp2,fsdp2",
     "dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads",
+    "tp2,sp,pp2,dp2,fsdp2", f"pp2,vpp2,dp2,fsdp2,{ONE}",
+    f"pp2,vpp2,dp2,fsdp2,--data-parallel-sharding-strategy=optim_grads,{ONE}",
+    f"pp2,dp4,fsdp2,--num-distributed-optimizer-instances=2,{ONE}",
+    "pp4,dp2,fsdp2,--megatron-fsdp-enable-fine-grained-param-gather",
     "tp2,pp2,dp2", "tp2,pp2,dp2,--use-tp-pp-dp-mapping", "cp2,pp2,dp2,--use-tp-pp-dp-mapping",
     "tp2,sp,cp2,pp2", f"tp2,sp,pp2,vpp2,dp2,dist-opt,{ONE}",
     "tp2,sp,pp2,--pipeline-schedule=zb-v,dp2,dist-opt,overlap-all",

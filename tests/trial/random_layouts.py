@@ -274,7 +274,9 @@ def _draw_layout(draw: Draw, sizes: dict[str, int], schedule: str, virtual: int,
         draw.maybe(0.15 if "zb" not in schedule else 0, "--defer-embedding-wgrad-compute")
         draw.maybe(0.2, "--use-tp-pp-dp-mapping")
     if sizes["dp"] > 1:
-        if sizes["pp"] == 1 and draw.chance(0.4):
+        # Weight gradients that come later find the layer's sum made.
+        is_late = any("zb" in flag or "--defer-embedding" in flag for flag in draw.flags)
+        if not is_late and draw.chance(0.4):
             draw.maybe(
                 1.0, "--use-torch-fsdp2", "--use-torch-fsdp2 --megatron-fsdp-enable-fine-grained-param-gather",
                 "--use-megatron-fsdp --data-parallel-sharding-strategy=optim_grads_params",

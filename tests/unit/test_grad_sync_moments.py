@@ -18,6 +18,7 @@ class Chunk:
         self.name = name
         self.told: list[str] = []
         self.ddp_config = run_config(flags).ddp
+        self.reduces_every_microbatch = False
 
     def enable_grad_sync(self) -> None:
         self.told.append("enable")
@@ -52,6 +53,12 @@ def test_alignment_makes_later_stages_wait_for_the_first() -> None:
     assert played(two_chunks, chunks, 2) == ["F0", "F0", "B0", "B0", "B1", "b start", "B2"]
     chunks = [Chunk("a", "--no-align-grad-reduce"), Chunk("b", "--no-align-grad-reduce")]
     assert played(two_chunks, chunks, 2) == ["F0", "F0", "b enable", "B0", "B0", "B1", "a enable", "B2"]
+
+
+def test_who_sums_after_every_microbatch_is_told_of_the_last() -> None:
+    chunk = Chunk("a")
+    chunk.reduces_every_microbatch = True
+    assert played(schedules.one_f_one_b(1, 2, 2), [chunk], 1) == ["F0", "B0", "F1", "a enable", "B1"]
 
 
 def test_deferred_weight_gradients_are_waited_for() -> None:

@@ -72,6 +72,9 @@ class ModelChunk(nn.Module, ABC):
     """Over whom gradients of experts (True), and of all other weights, are combined; both, whatever is here."""
     overlaps_grad_reduce: bool
     """Whether gradients are reduced during backward, so that pipeline stages may want to begin at the same moment."""
+    reduces_every_microbatch: bool = False
+    """Whether gradients are reduced during every backward, not only the step's last one: `enable_grad_sync` is then
+    called before the last one in any case."""
 
     # ---- gradients
 

@@ -76,7 +76,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self.ddp_config = ddp_config
         self.groups = pg_collection or ProcessGroupCollection.current()
         # fully_shard overlaps on its own, so there is no moment at which stages could begin together.
-        self.overlaps_grad_reduce = False
+        self.overlaps_grad_reduce, self.reduces_every_microbatch = False, True
         as_divided = _as_divided_optimizer(ddp_config)
         dense = choose_reduction(config, as_divided, self.groups)
         self.reductions = {False: dense, True: choose_expert_reduction(dense, as_divided, self.groups)}

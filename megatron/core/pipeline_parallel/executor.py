@@ -266,8 +266,9 @@ def plan_grad_sync(program: Sequence[Action | Transfer], chunks: Sequence[Any], 
     | a whole backward (B)                 | bucket by bucket, during it  | r actions after it, all buckets  |
     | a deferred weight backward (W)       | after it, all buckets        | r actions after it, all buckets  |
 
-    chunks: those wrapped in DistributedDataParallel are told; others, which have nothing to sum, are left alone. What
-    would come after the last action is left to `finish_grad_sync`.
+    chunks: those with an `enable_grad_sync` are told (model_chunk.py); others, which have nothing to sum, are left
+    alone. Alignment concerns nobody who sums after every microbatch. What would come after the last action is left to
+    `finish_grad_sync`.
     """
     signals: dict[int, list[Callable[[], None]]] = defaultdict(list)
     positions = [p for p, step in enumerate(program) if isinstance(step, Action)]
@@ -278,7 +279,7 @@ def plan_grad_sync(program: Sequence[Action | Transfer], chunks: Sequence[Any], 
             continue
         # Stage r ends its last backward r actions before the first stage does. Waiting r actions lets all stages reduce
         # at the same time, instead of disturbing neighbours that still compute and exchange hidden states.
-        is_aligned = chunk.ddp_config.align_grad_reduce and stage > 0
+        is_aligned = chunk.ddp_config.align_grad_reduce and stage > 0 and not chunk.reduces_every_microbatch
         if not is_aligned and all(actions[turn].kind == "B" for turn in gradients):
             # Earlier microbatches still add to the same buckets, so only the last backward may send them away.
             signals[positions[gradients[-1]]].append(chunk.enable_grad_sync)

@@ -185,8 +185,17 @@ def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
         )
     if model.overlap_moe_expert_parallel_comm:
         yield f"--overlap-moe-expert-parallel-comm cannot be combined with {asked}; use --use-distributed-optimizer"
-    if model.pipeline_model_parallel_size > 1:
-        yield f"{asked} cannot be combined with {run.say('pipeline_model_parallel_size')}; use 1 stage"
+    # fully_shard sums a layer's gradients, and lets them go, when the layer's backward ends.
+    if model.defers_weight_gradients:
+        yield (
+            f"{run.say('pipeline_schedule')} computes weight gradients when {asked} has summed the layer's already; "
+            "use --pipeline-schedule 1f1b"
+        )
+    if model.defer_embedding_wgrad_compute:
+        yield (
+            f"--defer-embedding-wgrad-compute computes a weight gradient when {asked} has summed the layer's already; "
+            "leave it out"
+        )
     if ddp.overlap_grad_reduce or ddp.overlap_param_gather:
         given = "--overlap-grad-reduce" if ddp.overlap_grad_reduce else "--overlap-param-gather"
         yield f"{asked} always sums and gathers beside the computation; leave out {given}"
