@@ -12,11 +12,11 @@
     plain   y = act(x + b)                     gated   y = act(gate + b_g) * (up + b_u),   x = (gate | up)
     gated, with clamp c and offset o           y = act(min(gate + b_g, c)) * (max(-c, min(up + b_u, c)) + o)
     gated, in blocks of n                      x = (n of gate | n of up | the next n of gate | ...)
-    squared ReLU of experts, with weight w     y = max(x, 0)^2 w
+    of experts, with weight w of the row       the same times w, in the format of x
 
 The fused operations keep only their input. Backward writes the gradient into that input's memory, which nothing needs
-any more: no temporary of the MLP's inner width outlives its use. References: `activation_reference`,
-`gated_activation_reference`.
+any more: no temporary of the MLP's inner width outlives its use. On a GPU each is one kernel
+(megatron/core/kernels/activation.py). References: `activation_reference`, `gated_activation_reference`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
+from megatron.core.kernels import launching
 
 _QUICK_GELU_SLOPE = 1.702
 
@@ -157,60 +158,90 @@ def _offset(up: Tensor, offset: float) -> Tensor:
     return up + offset if offset else up
 
 
-class _BiasActivation(torch.autograd.Function):
+class _FusedActivation(torch.autograd.Function):
+    """Plain or gated, of x + bias, times the weight of each row; by a kernel where one runs, else by torch."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, is_gated: bool
+    ) -> Tensor:
+        ctx.activation, ctx.is_gated = activation, is_gated
+        ctx.is_kernel = launching.uses_kernels(x, bias)
+        if ctx.is_kernel:
+            from megatron.core.kernels import activation as kernels
+
+            ctx.save_for_backward(x, bias, weights)
+            return kernels.activate(x, bias, weights, activation, is_gated)
         # In x's memory, which is the fresh output of a product: with the bias in it, one tensor is all that is kept.
         if bias is not None:
             x = x.detach().add_(bias)
-        ctx.save_for_backward(x)
-        ctx.activation = activation
-        return activation.forward(x)
+        ctx.save_for_backward(x, bias, weights)
+        y = _multiply_by_gate(x, activation) if is_gated else activation.forward(x)
+        # Computed in the wider of the two formats, without a copy in it.
+        return y if weights is None else y.mul_(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        # Detached: autograd would take the overwriting of a saved tensor for a mistake.
-        grad_x = ctx.activation.backward_(grad, x.detach())
-        return grad_x, _bias_gradient(ctx, grad_x), None
+        x, bias, weights = ctx.saved_tensors
+        if ctx.is_kernel:
+            from megatron.core.kernels import activation as kernels
+
+            grad_weights = kernels.activate_backward(grad, x, bias, weights, ctx.activation, ctx.is_gated)
+            x = x.detach()
+        else:
+            # Detached: autograd would take the overwriting of a saved tensor for a mistake.
+            x = x.detach()
+            grad, grad_weights = _weigh_gradient(grad, x, weights, ctx.activation, ctx.is_gated)
+            (_gated_backward_ if ctx.is_gated else _plain_backward_)(grad, x, ctx.activation)
+        if grad_weights is not None:
+            grad_weights = grad_weights.to(weights.dtype)
+        grad_bias = x.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return x, grad_bias, grad_weights, None, None
 
 
-class _GatedActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-        if bias is not None:
-            x = x.detach().add_(bias)
-        ctx.save_for_backward(x)
-        ctx.activation = activation
-        gate, up = _take_apart(x, activation.interleave_size)
-        gate, up = _clamped(gate, up, activation.clamp_value)
-        product = activation.forward(gate).mul_(_offset(up, activation.linear_offset))
-        return _join_blocks(product, activation.interleave_size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        x = x.detach()
-        gate, up = _take_apart(x, ctx.activation.interleave_size)
-        grad = grad.reshape(gate.shape)
-        limit = ctx.activation.clamp_value
-        beyond = None
-        if limit is not None:
-            beyond = (gate > limit, up.abs() > limit)  # no gradient there
-            gate.clamp_(max=limit)
-            up.clamp_(-limit, limit)
-        # Each half of x is read for the last time before its gradient is written over it.
-        grad_act = grad * _offset(up, ctx.activation.linear_offset)
-        torch.mul(grad, ctx.activation.forward(gate), out=up)  # up now holds its gradient
-        ctx.activation.backward_(grad_act, gate)  # gate now holds its gradient
-        if beyond is not None:
-            gate.masked_fill_(beyond[0], 0.0)
-            up.masked_fill_(beyond[1], 0.0)
-        return x, _bias_gradient(ctx, x), None
+def _multiply_by_gate(x: Tensor, activation: Activation) -> Tensor:
+    """The gated activation of x [..., 2 f], in new memory: [..., f]."""
+    gate, up = _take_apart(x, activation.interleave_size)
+    gate, up = _clamped(gate, up, activation.clamp_value)
+    product = activation.forward(gate).mul_(_offset(up, activation.linear_offset))
+    return _join_blocks(product, activation.interleave_size)
 
 
-def _bias_gradient(ctx: Any, grad_x: Tensor) -> Tensor | None:
-    return grad_x.reshape(-1, grad_x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+def _weigh_gradient(
+    grad: Tensor, x: Tensor, weights: Tensor | None, activation: Activation, is_gated: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the unweighted output, [..., f], and of the weights, [..., 1]; x: as yet the input."""
+    if weights is None:
+        return grad, None
+    y = _multiply_by_gate(x, activation) if is_gated else activation.forward(x)
+    wide = grad.to(torch.promote_types(grad.dtype, weights.dtype))
+    return (wide * weights).to(x.dtype), (wide * y).sum(-1, keepdim=True)
+
+
+def _plain_backward_(grad: Tensor, x: Tensor, activation: Activation) -> None:
+    """Overwrite x with its gradient; grad [..., f]."""
+    assert activation.backward_ is not None, f"{activation.name} has no derivative"
+    activation.backward_(grad, x)
+
+
+def _gated_backward_(grad: Tensor, x: Tensor, activation: Activation) -> None:
+    """Overwrite x [..., 2 f] with its gradient; grad [..., f]."""
+    assert activation.backward_ is not None, f"{activation.name} has no derivative"
+    gate, up = _take_apart(x, activation.interleave_size)
+    grad = grad.reshape(gate.shape)
+    limit = activation.clamp_value
+    beyond = None
+    if limit is not None:
+        beyond = (gate > limit, up.abs() > limit)  # no gradient there
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
+    # Each half of x is read for the last time before its gradient is written over it.
+    grad_act = grad * _offset(up, activation.linear_offset)
+    torch.mul(grad, activation.forward(gate), out=up)  # up now holds its gradient
+    activation.backward_(grad_act, gate)  # gate now holds its gradient
+    if beyond is not None:
+        gate.masked_fill_(beyond[0], 0.0)
+        up.masked_fill_(beyond[1], 0.0)
 
 
 class _WeightedSquaredReLU(torch.autograd.Function):
@@ -229,20 +260,27 @@ class _WeightedSquaredReLU(torch.autograd.Function):
         return positive.mul_(2).mul_((grad * weights).to(x.dtype)), grad_weights
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """act(x + b). Overwrites x [..., f]: hand it over only when nothing else needs it."""
-    result: Tensor = _BiasActivation.apply(x, bias, activation)
+def bias_activation(x: Tensor, bias: Tensor | None, activation: Activation, weights: Tensor | None = None) -> Tensor:
+    """act(x + b), times the weight of each row, [..., 1], if there are weights: in x's number format, [..., f].
+
+    Overwrites x: hand it over only when nothing else needs it.
+    """
+    result: Tensor = _FusedActivation.apply(x, bias, weights, activation, False)
     return result
 
 
-def bias_gated_activation(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """act(gate) * up of x + b = (gate | up), [..., 2 f] -> [..., f]. Overwrites x as `bias_activation` does."""
-    result: Tensor = _GatedActivation.apply(x, bias, activation)
+def bias_gated_activation(
+    x: Tensor, bias: Tensor | None, activation: Activation, weights: Tensor | None = None
+) -> Tensor:
+    """act(gate) * up of x + b = (gate | up), [..., 2 f] -> [..., f]; weights and memory as in `bias_activation`."""
+    result: Tensor = _FusedActivation.apply(x, bias, weights, activation, True)
     return result
 
 
 def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
     """max(x, 0)^2 times the weight of its row, in x's number format; x [n, f], weights [n, 1]. Overwrites x as
     `bias_activation` does, and keeps neither the square nor the product."""
+    if launching.uses_kernels(x):
+        return bias_activation(x, None, _ACTIVATIONS["squared_relu"], weights)
     result: Tensor = _WeightedSquaredReLU.apply(x, weights)
     return result

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.errors import ConfigError
+from megatron.core.optional_deps import available
 
 
 class Peaks(NamedTuple):
@@ -94,6 +95,18 @@ def is_cuda(device: torch.device) -> bool:
 def has_fp8_products(device: torch.device) -> bool:
     """Whether the device multiplies 8-bit floating-point numbers: GPUs of compute capability 8.9 and above."""
     return is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def find_kernel_obstacle(device: torch.device) -> str | None:
+    """Why Triton does not compile kernels for the device, in words for the log; None where it should."""
+    if not is_cuda(device):
+        return "no GPU"
+    if not available("triton"):
+        return "the Python package triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
 
 
 def choose_backend(device: torch.device) -> str:

@@ -8,7 +8,7 @@
     planner         megatron/planner
     inference       megatron/core/inference: the roof that both towers carry
     towers          model: models transformer tensor_parallel ...   |   engine: optimizer distributed datasets ...
-    ground          dist_checkpointing, and the single modules of megatron/core
+    ground          dist_checkpointing, kernels, and the single modules of megatron/core
 
 A room is a folder, or a file that stands beside folders. MAY_IMPORT says for each room which others it may use; a room
 that it does not know is an error, so that nobody adds one without deciding where it belongs.
@@ -23,7 +23,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron.core.optional_deps import OPTIONAL
 from tests.unit.source_code import ROOT, Import, Source, docstrings, dotted
 
-GROUND = ("core", "core.dist_checkpointing")
+KERNELS = ("core.kernels", "core.activations")
+"""GPU kernels, and the one module of the ground that uses them."""
+GROUND = ("core", "core.dist_checkpointing", *KERNELS)
 MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.models")
 ENGINE_TOWER = (
     "core.tokenizers",
@@ -55,14 +57,16 @@ TRAINING_ROOMS = (
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "core.dist_checkpointing": ("core",),
+    "core.kernels": ("core",),
+    "core.activations": ("core", "core.kernels"),
     "core.context_parallel": ("core",),
-    "core.tensor_parallel": ("core",),
+    "core.tensor_parallel": ("core", "core.kernels"),
     "core.transformer": (*GROUND, "core.context_parallel", "core.tensor_parallel"),
     "core.models": (*GROUND, "core.context_parallel", "core.tensor_parallel", "core.transformer"),
     "core.tokenizers": ("core",),
     "core.datasets": ("core", "core.tokenizers"),
     "core.distributed": ("core",),
-    "core.optimizer": ("core", "core.distributed"),
+    "core.optimizer": ("core", "core.distributed", "core.kernels"),
     "core.pipeline_parallel": ("core",),
     "core.inference": (*GROUND, *MODEL_TOWER, *ENGINE_TOWER),
     "planner": (*GROUND, *MODEL_TOWER, *ENGINE_TOWER),

@@ -108,12 +108,14 @@ def test_what_is_kept_of_experts() -> None:
     shared = f"{flags} --moe-shared-expert-intermediate-size 40"
     rows = SEQUENCE_LENGTH * BATCH * 2  # two experts for each token
     everything = kept(flags)[0]
-    # The activation's result and the same weighted, in float32.
-    assert everything - kept(f"{flags} {SELECTIVE} moe_act")[0] == LAYERS * 2 * rows * 48 * 4
+    # What the second product reads, in float32; without the fusion also the activation's result, not yet weighted.
+    assert everything - kept(f"{flags} {SELECTIVE} moe_act")[0] == LAYERS * rows * 48 * 4
+    plain = f"{flags} --no-bias-swiglu-fusion"
+    assert kept(plain)[0] - kept(f"{plain} {SELECTIVE} moe_act")[0] >= LAYERS * 2 * rows * 48 * 4
     # Of the shared expert its input is somebody else's, too; left out are both halves and their product.
     assert kept(shared)[0] - kept(f"{shared} {SELECTIVE} shared_experts")[0] == LAYERS * 3 * rows // 2 * 40 * 4
     whole = kept(f"{shared} {SELECTIVE} moe")[0]
-    assert kept(shared)[0] - whole > LAYERS * (rows * (32 + 4 * 48) + rows // 2 * 3 * 40) * 4
+    assert kept(shared)[0] - whole > LAYERS * (rows * (32 + 3 * 48) + rows // 2 * 3 * 40) * 4
     assert kept("")[0] > whole, "less than a dense layer keeps"
     assert kept(f"{shared} {FULL} uniform --recompute-num-layers 1")[0] < whole
     assert kept(f"{shared} --moe-layer-recompute")[0] < whole, "core_attn as well"

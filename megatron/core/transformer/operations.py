@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from megatron.core.activations import find_activation
-from megatron.core.device import current_device
+from megatron.core.device import current_device, is_cuda
+from megatron.core.kernels.launching import find_obstacle, kernels_work
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.transformer.attention import uses_fused_rope
@@ -32,6 +33,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
         return fused if is_fused else plain
 
+    by_kernel = "one kernel each way" if kernels_work(device) else "fused"
     layers = [AttentionOptions.from_config(config, index + 1) for index in range(config.num_layers)]
     # Layers may differ (sliding windows), but equal names are said once.
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
@@ -44,14 +46,23 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
-        + fused_or_plain(uses_fused_activation(config), "fused, keeps only its input"),
+        + fused_or_plain(uses_fused_activation(config), f"{by_kernel}, keeps only its input"),
         **rotary,
         **experts,
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
         "cross entropy": "vocabulary-parallel, "
         + ("from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"),
+        **describe_kernels(device),
         "layers": "torch.compile, one graph for each layer" if config.compile else "eager",
     }
+
+
+def describe_kernels(device: torch.device) -> dict[str, str]:
+    """Return whether the kernels of megatron/core/kernels run on a GPU, and why not; nothing for a CPU."""
+    if not is_cuda(device):
+        return {}
+    obstacle = find_obstacle(device)
+    return {"kernels": "Triton" if obstacle is None else f"PyTorch's own alone: {obstacle}"}
 
 
 def _describe_linear(config: TransformerConfig, device: torch.device) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.activations import weighted_squared_relu
+from megatron.core.activations import bias_gated_activation, weighted_squared_relu
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.parameters import Initialiser, declare_parame
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
-from megatron.core.transformer.mlp import build_activation, choose_activate, list_gate_and_up
+from megatron.core.transformer.mlp import build_activation, choose_activate, list_gate_and_up, uses_fused_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -91,7 +91,9 @@ class Experts(MegatronModule):
         assert number is not None and inner is not None
         self.activation = build_activation(config, config.moe_mlp_glu_interleave_size)
         self.activate = choose_activate(config)
-        self.weighs_input, self.fuses_weights = config.moe_apply_probs_on_input, config.use_fused_weighted_squared_relu
+        self.weighs_input = config.moe_apply_probs_on_input
+        fused_gate = config.gated_linear_unit and uses_fused_activation(config)
+        self.fuses_weights = config.use_fused_weighted_squared_relu or fused_gate
         self.recomputes_activation = ActivationPolicy(config, has_experts=True).recomputes_expert_activation
         ep, etp = pg_collection.ep, pg_collection.expt_tp
         self.adds_bias = etp.rank() == 0
@@ -159,13 +161,19 @@ class Experts(MegatronModule):
 
     def _weigh_in_one_operation(self, intermediate: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """See _activate_and_multiply."""
-        weighted = weighted_squared_relu(intermediate, weights)
+        weighted = self._activate_and_weigh(intermediate, weights)
         if not self.recomputes_activation:
             output: Tensor = self.linear_fc2(weighted, ends)
             return output
-        together = RecomputedTogether(lambda: (weighted_squared_relu(intermediate, weights),))
+        together = RecomputedTogether(lambda: (self._activate_and_weigh(intermediate, weights),))
         with keep_as(weighted, together.way(0)):
             return self.linear_fc2(weighted, ends)
+
+    def _activate_and_weigh(self, intermediate: Tensor, weights: Tensor) -> Tensor:
+        """[n, f / etp], gated [n, 2 f / etp], and weights [n, 1] -> [n, f / etp]; keeps only what it is given."""
+        if self.config.gated_linear_unit:
+            return bias_gated_activation(intermediate, None, self.activation, weights)
+        return weighted_squared_relu(intermediate, weights)
 
 
 def _inside(dim: int, group: Group, parts: tuple[Part, ...] | None = None) -> tuple[Split, ...]:

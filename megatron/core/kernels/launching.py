@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether kernels run where a tensor lies, and the one place that launches them.
+
+A kernel is a function under `@triton.jit` whose parameters are tensors (pointers in the kernel), numbers, and
+constants, annotated `tl.constexpr`; a function beside it takes and returns tensors, allocates, and calls `launch`. All
+arithmetic is in float32, whatever the tensors' number formats are.
+
+Tests put another function in the place of `launch`: to compile what would be launched, or to count it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import find_kernel_obstacle, is_cpu
+
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Number formats that kernels read and write."""
+
+
+def uses_kernels(*tensors: Tensor | None) -> bool:
+    """Whether kernels take these tensors: on a GPU for which Triton compiles, contiguous, in one of `FORMATS`."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    # Asked in every call of every operation: what sends the CPU away comes first.
+    if is_cpu(present[0]):
+        return False
+    fit = all(tensor.dtype in FORMATS and tensor.is_contiguous() for tensor in present)
+    return fit and kernels_work(present[0].device)
+
+
+def kernels_work(device: torch.device) -> bool:
+    """Whether Triton's kernels run on the device; asked once, then remembered."""
+    return find_obstacle(device) is None
+
+
+@functools.cache
+def find_obstacle(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run on the device, in words for the log; None where they do."""
+    obstacle = find_kernel_obstacle(device)
+    if obstacle is not None:
+        return obstacle
+    try:
+        from megatron.core.kernels.probe import add_one
+
+        # Triton builds its launcher with the system's C compiler, and only a launch shows whether there is one.
+        launch(add_one, (1,), torch.zeros(1, device=device))
+    except Exception as error:
+        return f"Triton fails here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    return None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    """Start a kernel, as many programs as the grid has points; none for an empty grid.
+
+    arguments: tensors, None for a tensor that is left out, and numbers, in the kernel's order. constants: its
+    `constexpr` parameters by name.
+    """
+    if 0 not in grid:
+        kernel[grid](*arguments, num_warps=num_warps, **constants)
+
+
+def choose_block(elements: int, largest: int) -> int:
+    """Elements that a program works on at a time: a power of two, enough for `elements` or `largest`."""
+    return max(16, min(largest, 1 << (elements - 1).bit_length()))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU kernels without a GPU: their numbers by Triton's interpreter, their machine code for an H200 by its compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.activations import bias_gated_activation, find_activation  # noqa: E402
+from megatron.core.kernels import launching  # noqa: E402
+from tests.kernels.comparisons import COMPARISONS  # noqa: E402
+from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """What every comparison says, all in one process: Triton asks for its interpreter when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_kernel_equals_its_reference(answers: dict[str, str], name: str) -> None:
+    assert answers[name] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_kernel_equals_its_reference_on_a_gpu(name: str) -> None:
+    assert launching.find_obstacle(torch.device("cuda", 0)) is None
+    COMPARISONS[name]("cuda")
+
+
+def weighted_gate() -> None:
+    x = torch.randn(8, 2 * 2816).bfloat16().requires_grad_()
+    weights = torch.randn(8, 1, requires_grad=True)
+    bias_gated_activation(x * 1, None, find_activation("silu"), weights).sum().backward()
+
+
+OPERATIONS: list[Callable[[], None]] = [weighted_gate]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_machine_code_reads_16_bytes_at_a_time_and_spills_nothing(
+    operation: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with capture() as launches:
+        operation()
+    assert launches
+    for launch in launches:
+        code = compile_for_h200(launch)
+        assert code.count_wide("ld") and code.count_wide("st"), f"{launch.kernel.__name__}:\n{code.ptx}"
+        assert code.stack_bytes == 0 and code.registers <= 128, (launch.kernel.__name__, code.registers)
+        # As much as a block may have on an H200.
+        assert code.shared_bytes <= 227 * 1024
+
+
+def test_no_kernel_is_chosen_on_a_cpu() -> None:
+    assert not launching.uses_kernels(torch.zeros(4))
+    assert launching.find_obstacle(torch.device("cpu")) == "no GPU"
