@@ -109,6 +109,11 @@ def find_kernel_obstacle(device: torch.device) -> str | None:
     return None
 
 
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether torch's flash kernel for GPUs runs on the device: compute capability 8.0 and above."""
+    return is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def choose_backend(device: torch.device) -> str:
     """The torch.distributed backend that moves this device's tensors."""
     return "nccl" if is_cuda(device) else "gloo"

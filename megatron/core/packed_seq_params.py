@@ -10,16 +10,18 @@ Each token sees earlier tokens of its own document only.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.process_groups_config import Group
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Documents:
     """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length."""
 
     bounds: tuple[int, ...]
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -93,6 +96,14 @@ class Documents:
             start, stop = self.bounds[index], min(end, self.bounds[index + 1])
             yield Stretch(start, first, stop)
             first, index = stop, index + 1
+
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for these documents: every layer asks for the same, and it may be on a
+        device."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
 
     @cached_property
     def starts(self) -> Tensor:

@@ -13,9 +13,17 @@ from megatron.core.transformer.core_attention.block_kernels import (
     MergedBlocks,
     PlainKernel,
 )
+from megatron.core.transformer.core_attention.flash import FlashKernel
+from tests.unit import flash_stand_in
 
 SCALE = 0.3
 BATCH, HEADS, QUERIES, WIDTH = 2, 4, 6, 8
+
+
+@pytest.fixture(autouse=True)
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's kernel is its definition."""
+    flash_stand_in.install(monkeypatch)
 
 
 def tensors(groups: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,7 +57,9 @@ def by_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("kernel", [PlainKernel(SCALE), CPUFlashKernel(SCALE)], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [PlainKernel(SCALE), CPUFlashKernel(SCALE), FlashKernel(SCALE)], ids=lambda kernel: kernel.name
+)
 def test_merged_blocks_equal_the_whole(kernel: BlockKernel, groups: int) -> None:
     q, k, v, grad = tensors(groups, 3)
     mask = torch.ones(QUERIES, 3 * QUERIES, dtype=torch.bool).triu(2 * QUERIES + 1)
@@ -58,7 +68,9 @@ def test_merged_blocks_equal_the_whole(kernel: BlockKernel, groups: int) -> None
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kernel", [PlainKernel(SCALE), CPUFlashKernel(SCALE)], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [PlainKernel(SCALE), CPUFlashKernel(SCALE), FlashKernel(SCALE)], ids=lambda kernel: kernel.name
+)
 def test_masks_that_hide_a_block_or_everything(kernel: BlockKernel) -> None:
     """Query 0 sees nothing at all, query 1 nothing of the first block: zeros and no NaN."""
     q, k, v, grad = tensors(2, 2)
@@ -95,7 +107,7 @@ def test_dropout_is_the_same_in_backward() -> None:
 
 def test_bfloat16_is_merged_in_float32() -> None:
     q, k, v, grad = (x.bfloat16() for x in tensors(4, 2))
-    for kernel in (PlainKernel(SCALE), CPUFlashKernel(SCALE)):
+    for kernel in (PlainKernel(SCALE), CPUFlashKernel(SCALE), FlashKernel(SCALE)):
         found = by_blocks(kernel, q, k, v, grad, [{"causal": False}, {"causal": True}])
         assert found[0].dtype == torch.float32
         mask = torch.ones(QUERIES, 2 * QUERIES, dtype=torch.bool).triu(QUERIES + 1)

@@ -92,7 +92,8 @@ class HeadExchangeAttention:
         if sinks is not None:  # of the heads that this rank gets
             # The all-to-all gives rank i the i-th run of heads, so the sinks' chunk of the same number belongs to it.
             sinks = sinks.chunk(self.group.size())[self.group.rank()]
-        context = self.inner(AttentionInputs(query, key, value, visible, sinks, inputs.training))  # [s, b, n/cp * dv]
+        whole = dataclasses.replace(inputs, query=query, key=key, value=value, visible=visible, sinks=sinks)
+        context = self.inner(whole)  # [s, b, n/cp * dv]
         return self._exchange_heads_for_tokens(context)
 
     def _exchange_tokens_for_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

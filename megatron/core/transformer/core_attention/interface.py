@@ -139,6 +139,8 @@ class AttentionInputs:
     """float32 [n]: for each head the score of one further key, which has no value; None without one."""
     training: bool = False
     """Whether dropout, where the config has any, is drawn."""
+    is_part: bool = False
+    """Whether these are one of several documents or chunks, whose lengths are others in every call."""
 
     def build_mask(self) -> Tensor | None:
         """`Visible.build_mask` of these queries and keys."""
@@ -146,13 +148,12 @@ class AttentionInputs:
 
     def cut(self, queries: slice, keys: slice) -> AttentionInputs:
         """The inputs of attention of some of the queries to some of the keys; see `Visible.cut`."""
-        return AttentionInputs(
-            self.query[queries],
-            self.key[keys],
-            self.value[keys],
-            self.visible.cut(queries, keys),
-            self.sinks,
-            self.training,
+        return dataclasses.replace(
+            self,
+            query=self.query[queries],
+            key=self.key[keys],
+            value=self.value[keys],
+            visible=self.visible.cut(queries, keys),
         )
 
     def by_stretch(self) -> Iterator[AttentionInputs]:
@@ -161,12 +162,17 @@ class AttentionInputs:
         The work is the sum over the documents and chunks, not the square of the whole sequence.
         """
         # Inside of one the rule that divides them is the causal rule, so that kernels without a mask will do.
-        undivided = dataclasses.replace(self, visible=dataclasses.replace(self.visible, documents=None, chunk=None))
+        visible = dataclasses.replace(self.visible, documents=None, chunk=None)
+        undivided = dataclasses.replace(self, visible=visible, is_part=True)
+        first = self.key.shape[0] - self.query.shape[0]
+        for start, begin, stop in self.stretches():
+            yield undivided.cut(slice(begin - first, stop - first), slice(start, stop))
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Where the documents or chunks of the queries lie, counted in the keys."""
         # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
-        first = end - self.query.shape[0]
-        for start, begin, stop in self.visible.stretches(first, end):
-            yield undivided.cut(slice(begin - first, stop - first), slice(start, stop))
+        return self.visible.stretches(end - self.query.shape[0], end)
 
 
 class CoreAttention(Protocol):
@@ -218,6 +224,8 @@ class AttentionOptions:
     """Tokens of a chunk, of which a query sees only its own; None for no chunks."""
     softcap: float | None
     """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
+    deterministic: bool = False
+    """Only kernels whose gradients are the same in every run (--deterministic-mode)."""
 
     @classmethod
     def from_config(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
@@ -234,6 +242,7 @@ class AttentionOptions:
             window=find_window_of_layer(config, layer_number),
             chunk=find_chunk_of_layer(config, layer_number),
             softcap=config.attn_logit_softcapping,
+            deterministic=config.deterministic_mode,
         )
 
 

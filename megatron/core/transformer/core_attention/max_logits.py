@@ -13,7 +13,7 @@ _BLOCK = 128
 """Queries whose scores are in memory at a time."""
 
 
-class MaxLogits(AttentionBackend):
+class MaxLogits:
     """A backend that notes scale * max(q k) of each head over everything it sees in training, before any bound on
     scores. Costs one more product of queries and keys, a block at a time."""
 
@@ -23,13 +23,19 @@ class MaxLogits(AttentionBackend):
         self.largest: Tensor | None = None
         """float32 [n]; None before the first call."""
 
-    def attend(self, inputs: AttentionInputs) -> Tensor:
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
+        # Scores are measured document by document, and attention is the backend's: it may have one call for all.
+        is_whole = inputs.visible.documents is None and inputs.visible.chunk is None
+        for part in (inputs,) if is_whole else inputs.by_stretch():
+            self._note(part)
+        return self.backend(inputs)
+
+    def _note(self, inputs: AttentionInputs) -> None:
         # Only training steps count: evaluation would mix other data into what optimizers clip by.
         if inputs.training:
             found = self._measure(inputs)
             self.largest = found if self.largest is None else torch.maximum(self.largest, found)
-        return self.backend(inputs)
 
     @torch.no_grad()
     def _measure(self, inputs: AttentionInputs) -> Tensor:

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention through torch's scaled_dot_product_attention: one operator, several kernels.
 
+On a GPU the kernels are tried in an order that is ours, not torch's, which differs between releases and GPUs. cuDNN's
+is the fastest, but makes a plan for every new length (tens of milliseconds each, kept for ever): it is for sequences of
+one length, as in training, and not for documents, or for generation, which has a new length with every token. Its
+gradients are not the same in every run, so that --deterministic-mode leaves it out.
+
 Its flash kernels want queries, keys and values of one width. Narrower ones are padded with zeros, which change neither
 scores nor the rest of the output, and the output is cut back; the kernels that take several widths as they are store
 all scores (on the CPU) or are slower.
@@ -25,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron.core.device import is_cpu
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
@@ -36,22 +42,39 @@ _KERNELS: dict[str, SDPBackend] = {
     "fused": SDPBackend.CUDNN_ATTENTION,
     "unfused": SDPBackend.MATH,
 }
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_NAMES = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.MATH: "math",
+}
 
 
 class SDPAttention(AttentionBackend):
-    """softmax(scale * Q K^T) V by torch's operator, its own choice of kernel or a given one."""
+    """softmax(scale * Q K^T) V by torch's operator: a given kernel, or on a GPU the first that can, in a fixed
+    order."""
 
-    def __init__(self, options: AttentionOptions, kernel: str) -> None:
+    def __init__(self, options: AttentionOptions, kernel: str, device: torch.device | None = None) -> None:
+        """kernel: as --attention-backend. device: where it runs; the CPU when None."""
         self.options = options
         self.kernel = _KERNELS.get(kernel)
-        self.name = "torch scaled_dot_product_attention, " + ("its choice" if kernel == "auto" else kernel) + " kernel"
+        self.order: list[SDPBackend] = [] if self.kernel is None else [self.kernel]
+        chosen = ("its choice" if kernel == "auto" else kernel) + " kernel"
+        self.runs_on_gpu = device is not None and not is_cpu(device)
+        if self.kernel is None and self.runs_on_gpu:
+            self.order = [*([] if options.deterministic else [SDPBackend.CUDNN_ATTENTION]), *_WITHOUT_PLANS]
+            chosen = "the first that can of " + ", ".join(_NAMES[kernel] for kernel in self.order)
+        self.name = f"torch scaled_dot_product_attention, {chosen}"
         if options.window is not None:
             self.name += ", by blocks of queries with the keys in their window"
 
-    def _chosen(self) -> AbstractContextManager[None]:
-        if self.kernel is None:
+    def _chosen(self, has_one_length: bool) -> AbstractContextManager[None]:
+        """has_one_length: whether further calls will have these lengths."""
+        if not self.order:
             return contextlib.nullcontext()
-        return sdpa_kernel(self.kernel)
+        order = self.order if self.kernel is not None or has_one_length else _WITHOUT_PLANS
+        return sdpa_kernel(order, set_priority=True)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
@@ -73,6 +96,9 @@ class SDPAttention(AttentionBackend):
         # Told that attention is causal, the kernels leave out the hidden half; they mean s = t by it.
         is_square = query.shape[0] == key.shape[0] and visible.window_reaches(key.shape[0])
         is_causal = visible.causal and visible.mask is None and is_square
+        is_last = visible.causal and visible.mask is None and visible.window_reaches(key.shape[0]) and not is_square
+        if is_last and query.shape[0] > 1 and self.runs_on_gpu:
+            return self._attend_to_earlier_keys(inputs)
         hidden = None if is_causal else inputs.build_mask()
         heads_per_group = query.shape[2] // key.shape[2]
         if hidden is not None and heads_per_group > 1 and not is_cpu(query):
@@ -84,7 +110,7 @@ class SDPAttention(AttentionBackend):
         if is_padded:
             query, key, value = _padded(query, key, value)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, n, d] -> [b, n, s, d], views
-        with self._chosen():
+        with self._chosen(inputs.training and is_square and not inputs.is_part):
             context = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -97,6 +123,26 @@ class SDPAttention(AttentionBackend):
             )
         context = context[..., :width] if is_padded else context
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, dv] -> [s, b, n * dv]
+
+    def _attend_to_earlier_keys(self, inputs: AttentionInputs) -> Tensor:
+        """Causal attention of the last positions on a GPU, without a mask: torch's "lower right" causal bias."""
+        query, key, value = inputs.query, inputs.key, inputs.value
+        heads_per_group = query.shape[2] // key.shape[2]
+        if heads_per_group > 1:  # no kernel that takes such a bias and groups takes these operands
+            key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
+        width = value.shape[-1]
+        query, key, value = _padded(query, key, value)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with self._chosen(False):
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=causal_lower_right(q.shape[2], k.shape[2]),
+                dropout_p=self.options.dropout if inputs.training else 0.0,
+                scale=self.options.scale,
+            )
+        return context[..., :width].permute(2, 0, 1, 3).flatten(2)
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:

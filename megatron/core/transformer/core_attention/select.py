@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.device import is_cpu
+from megatron.core.device import has_flash_attention, is_cpu, is_cuda
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.config_fields.attention import comm_type_problem
 from megatron.core.transformer.core_attention.block_kernels import BlockKernel, CPUFlashKernel, PlainKernel
+from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.exchanges import (
     GatheredKeysAttention,
     HeadExchangeAttention,
 )
+from megatron.core.transformer.core_attention.flash import FlashKernel, find_problem
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionOptions, CoreAttention
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.max_logits import MaxLogits
@@ -58,13 +61,22 @@ def build_attention_backend(
     has_more = config.softmax_type != "vanilla" or options.softcap is not None
     if config.attention_backend == "local" or (has_more and config.compile):
         return LocalAttention(options)
+    if config.attention_backend in ("auto", "flash") and is_cuda(device) and not config.compile:
+        return CUDAAttention(options, config.attention_backend, device, find_flash_problem(config, device))
     if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
     # Its backward is written by hand, where a compiler would break the graph.
     if config.attention_backend == "auto" and is_cpu(device) and not config.compile:
         return CPUAttention(options)
     # Everything else, and every compiled model: torch's operator is one node that compilers know.
-    return SDPAttention(options, config.attention_backend)
+    return SDPAttention(options, config.attention_backend, device)
+
+
+def find_flash_problem(config: TransformerConfig, device: torch.device) -> str | None:
+    """Why torch's flash kernel for GPUs cannot compute these layers on this device; None where it can."""
+    if not has_flash_attention(device):
+        return "it needs a GPU of compute capability 8.0"
+    return find_problem(parameter_dtype(config), config.query_width, config.value_width)
 
 
 def choose_comm_type(config: TransformerConfig, layer_number: int) -> str:
@@ -137,4 +149,6 @@ def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, de
     by_kernel = config.attention_backend in ("auto", "flash") and options.dropout == 0 and options.softcap is None
     if by_kernel and is_cpu(device):
         return CPUFlashKernel(options.scale)
+    if by_kernel and find_flash_problem(config, device) is None:
+        return FlashKernel(options.scale)
     return PlainKernel(options.scale, options.dropout, options.softcap)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --attention-backend auto and flash mean on a GPU: each kind of attention through the kernel that is made for it.
+
+| what                                             | kernel                                                           |
+|--------------------------------------------------|------------------------------------------------------------------|
+| a causal or full sequence, also one new token    | torch's operator, in the order of `sdpa.py`                      |
+| packed documents, chunks                         | flash, all sequences in one call                                 |
+| sliding windows; more keys than queries; sinks   | flash                                                            |
+| bounds on scores                                 | flex attention, compiled                                         |
+| a given mask                                     | torch's operator                                                 |
+
+What the flash kernel does not take (float32, heads of more than 256 channels, a GPU before Ampere) goes where it goes
+on the CPU: documents one after another, windows and sinks by blocks of queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.core_attention import flash
+from megatron.core.transformer.core_attention.flash import FlashCall, Sequences, flash_attention
+from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
+from megatron.core.transformer.core_attention.query_blocks import QueryBlocksAttention
+from megatron.core.transformer.core_attention.sdpa import SDPAttention
+
+
+class CUDAAttention(AttentionBackend):
+    """softmax(scale * Q K^T) V on a GPU, by the first of the doors above that fits."""
+
+    def __init__(
+        self, options: AttentionOptions, kernel: str, device: torch.device, flash_problem: str | None = None
+    ) -> None:
+        """kernel: auto or flash, as --attention-backend. flash_problem: why the flash kernel cannot compute these
+        layers on this device; None where it can."""
+        self.options, self.flash_problem = options, flash_problem
+        self.operator = SDPAttention(options, kernel, device)
+        self.blocks = QueryBlocksAttention(options)
+        self._last_chunks: tuple[object, Sequences] | None = None
+        self.name = self._describe()
+
+    def _describe(self) -> str:
+        # Sinks are no option of a layer's: who builds the backend names them.
+        if self.options.softcap is not None:
+            return self.blocks.name
+        if self.flash_problem is not None:
+            return f"{self.operator.name} (no flash kernel: {self.flash_problem})"
+        if self.options.window is not None:
+            return f"torch's flash kernel with a window of {self.options.window + 1} tokens"
+        if self.options.chunk is not None:
+            return f"torch's flash kernel, all chunks of {self.options.chunk} tokens in one call"
+        return f"{self.operator.name}; packed documents in one call of the flash kernel"
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention."""
+        visible = inputs.visible
+        if visible.documents is None and visible.chunk is None:
+            return self.attend(inputs)
+        if not self._takes(inputs):
+            return super().__call__(inputs)
+        return self._attend_to_sequences(inputs)
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See AttentionBackend."""
+        visible, queries, keys = inputs.visible, inputs.query.shape[0], inputs.key.shape[0]
+        has_all = not visible.causal or (visible.window_reaches(keys) and queries in (1, keys))
+        if inputs.sinks is None and self.options.softcap is None and (has_all or visible.mask is not None):
+            return self.operator(inputs)
+        if self._takes(inputs):
+            # [s, b, heads, width] -> [b, s, heads, width], views
+            q, k, v = (x.transpose(0, 1) for x in (inputs.query, inputs.key, inputs.value))
+            return flash_attention(q, k, v, inputs.sinks, self._call(inputs)).transpose(0, 1).flatten(2)
+        if inputs.sinks is not None or self.options.softcap is not None:
+            return self.blocks(inputs)
+        return self.operator(inputs)
+
+    def _takes(self, inputs: AttentionInputs) -> bool:
+        """Whether the flash kernel can compute it."""
+        if self.flash_problem is not None or inputs.visible.mask is not None or self.options.softcap is not None:
+            return False
+        return flash.find_problem(inputs.query.dtype, inputs.query.shape[-1], inputs.value.shape[-1]) is None
+
+    def _call(self, inputs: AttentionInputs, sequences: Sequences | None = None) -> FlashCall:
+        visible = inputs.visible
+        # A window that hides nothing is left out: without one the kernel has a faster way through a triangle.
+        longest = inputs.key.shape[0] if sequences is None else sequences.longest_keys
+        window = visible.window if visible.causal and not visible.window_reaches(longest) else None
+        dropout = self.options.dropout if inputs.training else 0.0
+        return FlashCall(self.options.scale, visible.causal, window, sequences, dropout)
+
+    def _attend_to_sequences(self, inputs: AttentionInputs) -> Tensor:
+        """Documents or chunks in one call; those of further samples follow one after another."""
+        sequences, first_key = self._find_sequences(inputs)
+        # [s, b, heads, width] -> [b * s, heads, width]: a view for one sample, as packed documents are.
+        q, k, v = (
+            x.transpose(0, 1).flatten(0, 1) for x in (inputs.query, inputs.key[first_key:], inputs.value[first_key:])
+        )
+        out = flash_attention(q, k, v, inputs.sinks, self._call(inputs, sequences))
+        return out.unflatten(0, (inputs.query.shape[1], -1)).transpose(0, 1).flatten(2)
+
+    def _find_sequences(self, inputs: AttentionInputs) -> tuple[Sequences, int]:
+        """The bounds of the documents or chunks, and the first key that any query sees."""
+        query, keys, visible = inputs.query, inputs.key.shape[0], inputs.visible
+        before, device = keys - query.shape[0], query.device
+        first_key = next(inputs.stretches()).start
+
+        def build() -> Sequences:
+            stretches = list(inputs.stretches()) * query.shape[1]
+            # A document of which this rank has the end only has more keys than queries, which are the last of them.
+            return Sequences.build(
+                [end - first for _, first, end in stretches], [end - start for start, _, end in stretches], device
+            )
+
+        # Every layer has the same bounds, which are copied to the device.
+        key = (before, keys, query.shape[1], visible.chunk, device)
+        if visible.documents is not None:
+            return visible.documents.keep(key, build), first_key
+        if self._last_chunks is None or self._last_chunks[0] != key:
+            self._last_chunks = (key, build())
+        return self._last_chunks[1], first_key

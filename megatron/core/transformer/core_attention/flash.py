@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's flash kernel for GPUs, with what its scaled_dot_product_attention does not hand on to it.
+
+The operator underneath takes four things more, all without a mask in memory and without repeating grouped keys:
+
+    sequences   many of any lengths in one call, which lie one after another ("varlen")
+    window      a band of keys before each query
+    s < t       causal, the queries being the last of the positions
+    L           the logarithm of each query's sum is returned, and backward takes L and O of a softmax over more than
+                these keys: blocks can be merged (block_kernels.py), and sinks added
+
+It wants 16-bit operands of one width, a multiple of 8 up to 256; others are padded with zeros, which change nothing.
+(Dao, "FlashAttention-2", 2023.) `torch.nn.attention.varlen` is the same operator, without L in backward.
+
+Not yet run on a GPU: tests replace `run_forward` and `run_backward` by their definition, and check the operator's
+signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.transformer.core_attention.block_kernels import (
+    Gradients,
+    PlainKernel,
+    add_sinks,
+    compute_sinks_grad,
+)
+
+NUMBER_FORMATS = frozenset({torch.bfloat16, torch.float16})
+"""What the kernel multiplies."""
+WIDEST = 256
+"""Channels of a head, at most."""
+_MULTIPLE = 8
+
+
+class Sequences(NamedTuple):
+    """Where sequences that lie one after another begin, among the queries and among the keys."""
+
+    queries: Tensor
+    """int32 [sequences + 1], from 0 to all queries, on the kernel's device."""
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+    @classmethod
+    def build(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Sequences:
+        """Of the lengths of each sequence's queries and keys."""
+        bounds = torch.zeros(2, len(queries) + 1, dtype=torch.int32)
+        bounds[:, 1:] = torch.tensor([queries, keys]).cumsum(1)
+        # One copy for both; nothing on the host has to wait for it.
+        on_device = bounds.to(device, non_blocking=True)
+        return cls(on_device[0], on_device[1], max(queries), max(keys))
+
+
+@dataclass(frozen=True)
+class FlashCall:
+    """What one call computes: softmax(scale * Q K^T) V, over which keys."""
+
+    scale: float
+    causal: bool
+    """The queries are the last of the positions of the keys."""
+    window: int | None = None
+    """A query sees so many keys before its own position, the queries being the last; None for all."""
+    sequences: Sequences | None = None
+    """Of operands [tokens, heads, width]; None for a batch [b, s, heads, width]."""
+    dropout: float = 0.0
+
+    def band(self) -> tuple[int, int]:
+        """Keys before and after its own position that a query sees; -1 for all."""
+        return (-1 if self.window is None else self.window), (0 if self.causal else -1)
+
+    def lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """The operator's arguments on sequences."""
+        if self.sequences is None:
+            return None, None, q.shape[1], k.shape[1]
+        queries, keys, longest_queries, longest_keys = self.sequences
+        return queries, keys, longest_queries, longest_keys
+
+
+class FlashResult(NamedTuple):
+    """What the kernel answers."""
+
+    out: Tensor
+    """Shaped as the queries, in their number format."""
+    log_sum: Tensor
+    """float32 [b, n, s], or [n, tokens] of sequences."""
+    random_state: tuple[Tensor | None, Tensor | None] = (None, None)
+    """Of its dropout, for backward."""
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> FlashResult:
+    """The operator: q [b, s, n, d], k and v [b, t, g, d]; of sequences q [tokens, n, d], k and v [tokens, g, d]."""
+    before, after = call.band()
+    out, log_sum, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        *call.lengths(q, k),
+        call.dropout,
+        # A band says by itself that it ends at the query's own position.
+        call.causal and call.window is None,
+        False,
+        scale=call.scale,
+        window_size_left=before,
+        window_size_right=after,
+    )
+    return FlashResult(out, log_sum, (seed, offset))
+
+
+def run_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: FlashResult, call: FlashCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator's gradients of q, k and v. result: O and L over all keys of the softmax, L contiguous."""
+    before, after = call.band()
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        result.out,
+        result.log_sum,
+        *call.lengths(q, k),
+        call.dropout,
+        call.causal and call.window is None,
+        *result.random_state,
+        scale=call.scale,
+        window_size_left=before,
+        window_size_right=after,
+    )
+    return grads
+
+
+def find_problem(dtype: torch.dtype, *widths: int) -> str | None:
+    """Why the kernel cannot take operands of this number format and these widths; None where it can."""
+    if dtype not in NUMBER_FORMATS:
+        return f"it takes 16-bit numbers, not {str(dtype).removeprefix('torch.')}"
+    if max(widths) > WIDEST:
+        return f"it takes heads of up to {WIDEST} channels, not {max(widths)}"
+    return None
+
+
+def compute_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> FlashResult:
+    """As `run_forward`, with any widths of keys and values."""
+    width = v.shape[-1]
+    q, k, v = _pad(q, k, v)
+    out, log_sum, random_state = run_forward(q, k, v, call)
+    # The padding is let go of: what is kept for backward is as wide as the values.
+    out = out if out.shape[-1] == width else out[..., :width].contiguous()
+    return FlashResult(out, log_sum, random_state)
+
+
+def compute_backward(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: FlashResult, call: FlashCall
+) -> Gradients:
+    """As `run_backward`, with any widths of keys and values; inputs: q, k, v."""
+    q, k, v, grad, out = _pad(*inputs, grad, result.out)
+    # The kernel reads L by its address alone: a slice would be read as if it were the whole.
+    whole = FlashResult(out, result.log_sum.contiguous(), result.random_state)
+    grads = run_backward(grad, q, k, v, whole, call)
+    grad_q, grad_k, grad_v = (
+        grad if grad.shape[-1] == x.shape[-1] else grad[..., : x.shape[-1]]
+        for grad, x in zip(grads, inputs, strict=True)
+    )
+    return grad_q, grad_k, grad_v
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: FlashCall) -> Tensor:
+    """Attention by the flash kernel, shaped as for `run_forward`, values of any width; sinks: float32 [n] or None."""
+    result: Tensor = _FlashAttention.apply(query, key, value, sinks, call)
+    return result
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: FlashCall) -> Tensor:
+        out, log_sum, random_state = compute_forward(query, key, value, call)
+        if sinks is not None:
+            narrow = out.dtype
+            wide, sums = add_sinks(*_heads_first(out, log_sum), sinks)
+            out, log_sum = wide.to(narrow).transpose(-2, -3).reshape(out.shape), sums.view(log_sum.shape)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, sinks, out, log_sum, *random_state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        query, key, value, sinks, out, log_sum, *random_state = ctx.saved_tensors
+        result = FlashResult(out, log_sum, (random_state[0], random_state[1]))
+        # O and L have the sinks in them, so that the kernel's P and row sums are those of the whole softmax.
+        grads = compute_backward(grad_output, (query, key, value), result, ctx.call)
+        grad_sinks = None
+        if sinks is not None:
+            heads_first, sums = _heads_first(out, log_sum)
+            grad_sinks = compute_sinks_grad(_heads_first(grad_output, log_sum)[0], heads_first, sums, sinks)
+        return *grads, grad_sinks, None
+
+
+class FlashKernel:
+    """The flash kernel on one block of keys, for a ring. Masks and what it does not take go to the plain kernel."""
+
+    name = "the GPU's flash kernel"
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.plain = PlainKernel(scale)
+
+    def _takes(self, q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+        return mask is None and find_problem(q.dtype, q.shape[-1], v.shape[-1]) is None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See BlockKernel."""
+        if not self._takes(q, v, mask):
+            return self.plain.forward(q, k, v, causal=causal, mask=mask)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        result = compute_forward(q, k, v, FlashCall(self.scale, causal))
+        return result.out.transpose(1, 2), result.log_sum
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        merged: tuple[Tensor, Tensor],
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        seed: int | None = None,
+    ) -> Gradients:
+        """See BlockKernel."""
+        if not self._takes(inputs[0], inputs[2], mask):
+            return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
+        q, k, v, out, grad = (x.transpose(1, 2) for x in (*inputs, merged[0], grad))
+        grads = compute_backward(grad, (q, k, v), FlashResult(out, merged[1]), FlashCall(self.scale, causal))
+        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
+        return grad_q, grad_k, grad_v
+
+
+def _heads_first(out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """O [b, n, s, dv] and L [b, n, s], views; sequences are a batch of one."""
+    out = out.transpose(-2, -3)
+    return (out, log_sum) if log_sum.dim() == 3 else (out.unsqueeze(0), log_sum.unsqueeze(0))
+
+
+def _pad(*tensors: Tensor) -> list[Tensor]:
+    """All of one width, that of the widest, rounded up to what the kernel takes; channels lie one after another."""
+    width = -(-max(x.shape[-1] for x in tensors) // _MULTIPLE) * _MULTIPLE
+    padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention is on a GPU: every kind against the definition, with the flash kernel's definition in its place where
+there is no GPU, and with the kernel itself where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.core_attention import flash, query_blocks
+from megatron.core.transformer.core_attention.cuda import CUDAAttention
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention.flash import FlashCall
+from megatron.core.transformer.core_attention.interface import AttentionInputs, Visible
+from megatron.core.transformer.core_attention.sdpa import SDPAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit import flash_stand_in
+from tests.unit.plain_attention import CASES, Case, draw, plain_attention
+
+CPU = torch.device("cpu")
+HEADS, GROUPS, LENGTH = 6, 3, 24
+OWN_CASES = [
+    *(case for case in CASES if "attention_backend" not in case.config),
+    Case("window of one token", {"window_size": (0, 0)}),
+    Case("documents that leave tokens", {}, bounds=(0, 1, 2, 9)),
+    Case("one document", {"window_size": (4, 0)}, bounds=(0, 24)),
+]
+WIDTHS = {"width 12": (12, 12), "width 64": (64, 64), "latent": (24, 16), "wider values": (8, 24)}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[FlashCall]:
+    """The flash kernel is its definition; every call of it."""
+    monkeypatch.setattr(query_blocks, "_BLOCK", 5)
+    return flash_stand_in.install(monkeypatch)
+
+
+def core_attention(query_width: int, device: torch.device = CPU, **options: Any) -> DotProductAttention:
+    """As on a GPU. Its learned sinks, where it has any, drawn."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=48, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        kv_channels=query_width, attention_dropout=0.0, **options,
+    )  # fmt: skip
+    core = DotProductAttention(config, 1, pg_collection=ProcessGroupCollection.single())
+    core.backend = CUDAAttention(core.options, "auto", device)
+    if core.softmax_offset is not None:
+        core.softmax_offset.data = draw([HEADS], 4).to(device)
+    return core
+
+
+def operands(batch: int, widths: tuple[int, int], queries: int = LENGTH, keys: int = LENGTH) -> list[Tensor]:
+    """Query, key and value, which lie among others in memory, as those of a packed projection."""
+    shapes = [(queries, HEADS, widths[0]), (keys, GROUPS, widths[0]), (keys, GROUPS, widths[1])]
+    return [draw((s, batch, n, d + 4), seed)[..., :d] for seed, (s, n, d) in enumerate(shapes)]
+
+
+def compare(
+    core: DotProductAttention, case: Case, own: list[Tensor], device: torch.device = CPU, tolerance: float = 1e-5
+) -> None:
+    """Output and all gradients are those of the definition."""
+    query, key, value = own
+    grad = draw([query.shape[0], case.batch, HEADS * value.shape[-1]], 5).to(query.dtype)
+    sinks = None if core.softmax_offset is None else core.softmax_offset.detach().cpu()
+    expected = plain_attention(case, query, key, value, sinks, grad)
+    leaves = {
+        name: x.to(device).detach().requires_grad_() for name, x in zip(("query", "key", "value"), own, strict=True)
+    }
+    mask = case.given_mask(key.shape[0])
+    mask = None if mask is None else mask[:, :, -query.shape[0] :].to(device)
+    output = core(*leaves.values(), mask, case.mask_type, packed_seq_params=case.packed())
+    output.backward(grad.to(device))
+    found = {"output": output.detach()} | {name: x.grad for name, x in leaves.items()}
+    if core.softmax_offset is not None:
+        found["sinks"] = core.softmax_offset.grad
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        largest = max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(
+            found[name].cpu().double(), theirs, rtol=10 * tolerance, atol=tolerance * largest,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
+def test_attention_is_the_definition(calls: list[FlashCall], case: Case, widths: str) -> None:
+    compare(core_attention(WIDTHS[widths][0], **case.config), case, operands(case.batch, WIDTHS[widths]))
+    bounded, masked = "attn_logit_softcapping" in case.config, case.mask
+    special = case.bounds or "window_size" in case.config or "attention_chunk_size" in case.config
+    by_flash = (special or "softmax_type" in case.config) and not bounded and not masked
+    assert len(calls) == bool(by_flash), "documents and chunks are one call"
+
+
+@pytest.mark.parametrize("queries", [7, 1])
+@pytest.mark.parametrize("case", [case for case in OWN_CASES if not case.bounds], ids=lambda case: case.name)
+def test_with_keys_of_earlier_calls(calls: list[FlashCall], case: Case, queries: int) -> None:
+    compare(core_attention(24, **case.config), case, operands(case.batch, (24, 16), queries))
+
+
+def test_what_the_flash_kernel_does_not_take() -> None:
+    """In float32, without the stand-in: the same results from torch's operator and from blocks."""
+    for case in OWN_CASES:
+        compare(core_attention(24, **case.config), case, operands(case.batch, (24, 16)))
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_earlier_keys_without_the_flash_kernel(widths: str) -> None:
+    core = core_attention(WIDTHS[widths][0])
+    core.backend = CUDAAttention(core.options, "auto", torch.device("cuda"), "it is not here")
+    case = next(case for case in OWN_CASES if case.name == "causal")
+    compare(core, case, operands(2, WIDTHS[widths], 7))
+    assert "no flash kernel: it is not here" in core.backend.name
+
+
+@pytest.mark.parametrize("first", [0, 5, 16])
+def test_a_ranks_queries_with_gathered_keys(calls: list[FlashCall], first: int) -> None:
+    """A piece of a packed sequence, with the keys up to its end."""
+    bounds, last = (0, 3, 4, 11, 12, 21, 24), 22
+    core = core_attention(24, window_size=(5, 0))
+    query, key, value = operands(1, (24, 16))
+    whole = Visible(window=5, documents=Documents(bounds))
+    expected = core.backend(AttentionInputs(query, key, value, whole))
+    found = core.backend(AttentionInputs(query[first:last], key[:last], value[:last], whole))
+    torch.testing.assert_close(found, expected[first:last])
+    assert len(calls) == 2
+
+
+def test_bounds_are_made_once_for_all_layers(calls: list[FlashCall]) -> None:
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 4, 24]))
+    layers = [core_attention(24) for _ in range(3)]
+    for layer in layers:
+        layer(*operands(1, (24, 24)), packed_seq_params=packed)
+    assert len(calls) == 3 and len({id(call.sequences) for call in calls}) == 1
+    chunked = core_attention(24, attention_chunk_size=5)
+    for _ in range(2):
+        chunked(*operands(2, (24, 24)))
+    assert calls[-1].sequences is calls[-2].sequences
+    assert calls[-1].sequences is not None and calls[-1].sequences.longest_queries == 5
+
+
+def test_dropout_reaches_the_kernel_in_training_only(calls: list[FlashCall]) -> None:
+    core = core_attention(24, window_size=(3, 0))
+    core.backend.options = dataclasses.replace(core.options, dropout=0.25)  # type: ignore[union-attr]
+    core(*operands(2, (24, 24)))
+    core.eval()
+    core(*operands(2, (24, 24)))
+    assert [call.dropout for call in calls] == [0.25, 0.0]
+
+
+def test_the_order_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's only for the one length of training, and never where gradients must be the same in every run."""
+    seen: list[tuple[list[SDPBackend], bool]] = []
+    monkeypatch.setattr(
+        "megatron.core.transformer.core_attention.sdpa.sdpa_kernel",
+        lambda order, set_priority: seen.append((list(order), set_priority)) or torch.no_grad(),
+    )
+    cudnn, flash_kernel, efficient, math = (
+        SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    )  # fmt: skip
+    options = core_attention(24).options
+    q, k, v = operands(1, (24, 24))
+    gpu = SDPAttention(options, "auto", torch.device("cuda"))
+    training = AttentionInputs(q, k, v, training=True)
+    gpu(training)
+    gpu(dataclasses.replace(training, training=False))
+    gpu(dataclasses.replace(training, query=q[-1:]))
+    gpu(dataclasses.replace(training, visible=Visible(documents=Documents((0, 5, 24)))))
+    without = [flash_kernel, efficient, math]
+    assert [order for order, _ in seen] == [[cudnn, *without], without, without, without, without]
+    assert all(is_ordered for _, is_ordered in seen)
+    seen.clear()
+    reproducible = SDPAttention(dataclasses.replace(options, deterministic=True), "auto", torch.device("cuda"))
+    reproducible(training)
+    SDPAttention(options, "flash", torch.device("cuda"))(training)
+    assert [order for order, _ in seen] == [without, [flash_kernel]]
+    assert gpu.name.endswith("the first that can of cuDNN, flash, efficient, math")
+    assert reproducible.name.endswith("the first that can of flash, efficient, math")
+
+
+def test_the_operators_signature() -> None:
+    """On tensors without memory: the shapes that the operator answers with are those that backward hands back."""
+    meta = torch.device("meta")
+    packed = flash.Sequences(*(torch.empty(4, dtype=torch.int32, device=meta) for _ in range(2)), 11, 13)
+    for sequences, lead in ((None, (2,)), (packed, ())):
+        q, k, v = (
+            torch.empty(*lead, tokens, heads, 24, dtype=torch.bfloat16, device=meta)
+            for tokens, heads in ((16, HEADS), (24, GROUPS), (24, GROUPS))
+        )
+        for window in (None, 5):
+            call = FlashCall(0.3, True, window, sequences)
+            result = flash.run_forward(q, k, v, call)
+            assert result.out.shape == q.shape
+            assert tuple(result.log_sum.shape) == flash_stand_in.find_log_sum_shape(q, call)
+            grads = flash.run_backward(result.out, q, k, v, result, call)
+            assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(widths: str, dtype: torch.dtype) -> None:
+    """The kernels themselves; bfloat16 has eight bits."""
+    device = torch.device("cuda")
+    for case in OWN_CASES:
+        core = core_attention(WIDTHS[widths][0], device, **case.config).to(device)
+        own = [x.to(dtype) for x in operands(case.batch, WIDTHS[widths])]
+        compare(core, case, own, device, 2e-2 if dtype == torch.bfloat16 else 1e-4)
+        if not case.bounds:
+            own = [x.to(dtype) for x in operands(case.batch, WIDTHS[widths], 7)]
+            compare(core, case, own, device, 2e-2 if dtype == torch.bfloat16 else 1e-4)
