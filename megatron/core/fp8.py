@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,17 +60,23 @@ class Operand:
         block = (self.block[1], self.block[0])
         return Operand(self.values.transpose(-2, -1), self.inverse.transpose(-2, -1), block)
 
-    def select_rows(self, rows: slice) -> Operand:
-        """Some rows, where each row has scales of its own, or all share one."""
-        if self.block is None:
-            return dataclasses.replace(self, values=self.values[rows])
-        assert self.block[0] == 1, f"rows share scales in blocks {self.block}"
-        return Operand(self.values[rows], self.inverse[rows], self.block)
-
     def select_matrix(self, index: int) -> Operand:
         """One matrix of a stack."""
         inverse = self.inverse if self.block is None else self.inverse[index]
         return Operand(self.values[index], inverse, self.block)
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """The tensors to keep: values, and inverse scales, of blocks in E8M0, which holds powers of two."""
+        # A part of padded blocks would keep the memory of all of them.
+        is_part = self.values.untyped_storage().nbytes() > self.values.numel()
+        values = self.values.clone() if is_part else self.values
+        return values, self.inverse if self.block is None else self.inverse.to(torch.float8_e8m0fnu)
+
+    @staticmethod
+    def unpack(kept: Sequence[Tensor], block: tuple[int, int] | None) -> Operand:
+        """The operand that pack made tensors of."""
+        values, inverse = kept
+        return Operand(values, inverse.float(), block)
 
     def dequantise(self) -> Tensor:
         """The values that are meant, in float32 and the shape of `values`."""

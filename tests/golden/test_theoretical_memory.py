@@ -64,6 +64,19 @@ def test_the_report_has_the_lines_of_the_reference_and_no_others(name: str) -> N
     assert squeeze(describe_memory(estimate(config), config.model)) == squeeze(CASES[name]["result"]["report_text"])
 
 
+def test_inputs_that_wait_in_eight_bits_count_half() -> None:
+    """No reference: 2 h + f values a token and layer of one byte instead of two; scales of 32 values take one more."""
+    flags, variables = flags_of("llama3_8b")
+    # Four ranks share the channels, and with sequence parallelism the tokens, too.
+    for divided, values in (([], 4096 * (2 * 4096 + 14336 / 4)), (["--sequence-parallel"], 1024 * (2 * 4096 + 14336))):
+        plain = estimate(read([*flags, *divided], variables))
+        for recipe, spared in (("tensorwise", 1.0), ("mxfp8", 31 / 32)):
+            fp8 = estimate(read([*flags, *divided, "--fp8-format", "hybrid", "--fp8-recipe", recipe], variables))
+            assert plain.layer_activations - fp8.layer_activations == pytest.approx(values * spared)
+    exact = estimate(read([*flags, *divided, "--fp8-format", "hybrid", "--no-fp8-wgrad"], variables))
+    assert exact.layer_activations == plain.layer_activations
+
+
 def test_the_report_says_what_virtual_stages_cost() -> None:
     flags = "--num-layers 32 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128"
     flags += " --micro-batch-size 1 --global-batch-size 64 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 1000"

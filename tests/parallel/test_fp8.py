@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.fp8_products import INPUT, WEIGHT, FP8Matmul
-from megatron.core.tensor_parallel.parameters import find_global_name
+from megatron.core.mesh import RankGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.fp8_products import INPUT, WEIGHT, FP8Matmul, FP8Recipe
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.parameters import find_global_name, initialise_parameters, normal
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.loop import train
 from megatron.training.run import Run
@@ -20,6 +25,7 @@ from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import own_rank, training
+from tests.unit.run_flags import run_config
 
 STEPS = 5
 FP8 = f"""
@@ -120,3 +126,54 @@ def test_scales_go_from_layout_to_layout(tmp_path: Path) -> None:
             loaded |= state
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(data, loaded[name]) for name, data in saved.items())
+
+
+# ---- what waits for backward
+
+
+def kept_and_whole(recipe: str, flags: str) -> list[tuple[int, list[Tensor]]]:
+    """Of a column and a row layer under sequence parallelism, with inputs that wait in 8 bits and without: the bytes
+    that wait, and the output with all gradients."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = ProcessGroupCollection.build(RankGrid(size, tp=size), rank).tp
+    base = f"--tensor-model-parallel-size {size} --sequence-parallel --num-attention-heads 4"
+    config = run_config(f"{base} {flags}", world_size=size).model
+    options: Any = {"config": config, "init_method": normal(0.5), "tp_group": group, "bias": False}
+    model = nn.Sequential(
+        ColumnParallelLinear(32, 64, gather_output=False, **options),
+        RowParallelLinear(64, 32, input_is_parallel=True, skip_bias_add=True, **options),
+    )
+    initialise_parameters(model, seed=1)
+    # [s / tp, b, h]: 128 tokens in all.
+    tokens = torch.randn(size, 32, 2, 32, generator=torch.Generator().manual_seed(2))[rank]
+    found = []
+    for keeps in (True, False):
+        kept = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += tensor.untyped_storage().nbytes()
+            return tensor
+
+        for layer in model:
+            layer.product = FP8Matmul(FP8Recipe(name=recipe, hybrid=True), keeps_rounded_input=keeps)
+        x = tokens.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output, _ = model[1](model[0](x)[0])
+        grads = torch.autograd.grad(output.square().sum(), [x, *model.parameters()])
+        found.append((kept, [output.detach(), *grads]))
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_divided_tokens_wait_in_eight_bits(recipe: str) -> None:
+    scales = 32 if recipe == "mxfp8" else None
+    for flags, spares in (("", True), ("--tp-comm-overlap", False)):
+        for (few, found), (all_bytes, expected) in run_distributed(kept_and_whole, 2, recipe, flags):
+            assert all(map(torch.equal, found, expected))
+            if not spares:  # the scales of a chunk of tokens are not those that the weight gradient has
+                assert few == all_bytes
+                continue
+            # Of the column layer this rank's tokens, of the row layer its channels.
+            values = 64 * 32 + 128 * 32
+            assert all_bytes - few >= values * 3 - (2 * 4 if scales is None else values / scales)

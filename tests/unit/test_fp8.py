@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8: rounding and scales equal their definitions bit for bit, products are those of the rounded operands, and each
-flag has its effect on the layers of a model."""
+"""FP8: rounding and scales equal their definitions bit for bit, and products are those of the rounded operands."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
 from megatron.core.fp8 import (
     E4M3,
     E5M2,
@@ -39,17 +36,12 @@ from megatron.core.tensor_parallel.fp8_products import (
     FP8Matmul,
     FP8Recipe,
     end_step,
-    find_kernel,
 )
-from megatron.core.tensor_parallel.products import Matmul, Product
 from megatron.core.transformer.moe.grouped_products import FP8Experts
-from tests.unit.gpt_models import build_model, read_config, token_batch
 
 FORMATS = [E4M3, E5M2]
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
 ONE = torch.ones(())
-WIDE = "--hidden-size 128 --num-attention-heads 2 --vocab-size 127 --make-vocab-size-divisible-by 128"
-"""Widths that every recipe takes."""
 
 
 def all_finite(dtype: torch.dtype) -> Tensor:
@@ -341,156 +333,3 @@ def test_an_overflow_leaves_the_scales_alone() -> None:
         product.forward(x, weight)
         end_step([product], SingleRankGroup())
     assert product.amax_history[INPUT].tolist() == [0.0, 1.0, 0.0] and product.amax[INPUT] == 1.0
-
-
-# ---- in a model
-
-
-def list_products(flags: str) -> dict[str, Product]:
-    found = {name: getattr(module, "product", None) for name, module in build_model(flags).named_modules()}
-    return {name: product for name, product in found.items() if isinstance(product, Matmul | FP8Matmul)}
-
-
-def list_fp8(flags: str) -> list[str]:
-    return [name for name, product in list_products(flags).items() if isinstance(product, FP8Matmul)]
-
-
-@pytest.mark.flags("--fp8-format", "--fp8-output-proj")
-def test_linear_layers_of_transformer_layers_multiply_in_fp8() -> None:
-    inside = [
-        f"decoder.layers.{layer}.{linear}"
-        for layer in range(2)
-        for linear in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    ]
-    assert list_fp8("") == []
-    assert sorted(list_fp8("--fp8-format e4m3")) == sorted(inside)
-    assert sorted(list_fp8("--fp8-format e4m3 --fp8-output-proj")) == sorted([*inside, "output_layer"])
-    further = "--mtp-num-layers 1 --position-embedding-type rope --fp8-format hybrid"
-    names = [name for name in list_fp8(further) if "mtp" in name]
-    assert any(name.endswith("eh_proj") for name in names) and len(names) == 5
-    latent = (
-        "--multi-latent-attention --position-embedding-type rope --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 "
-        "--qk-pos-emb-head-dim 16 --v-head-dim 16 --fp8-format hybrid --num-experts 4 --moe-ffn-hidden-size 32 "
-        "--disable-bias-linear"
-    )
-    kinds = {name.split(".", 3)[-1]: type(product) for name, product in list_products(latent).items()}
-    assert kinds["self_attention.linear_kv_down_proj"] is FP8Matmul and kinds["output_layer"] is Matmul
-    assert kinds["mlp.experts.linear_fc1"] is FP8Experts
-
-
-@pytest.mark.flags("--fp8-format")
-def test_only_hybrid_has_gradients_in_e5m2() -> None:
-    for name, expected in (("hybrid", E5M2), ("e4m3", E4M3)):
-        product = next(p for p in list_products(f"--fp8-format {name}").values() if isinstance(p, FP8Matmul))
-        assert [product.recipe.format_of(operand) for operand in (INPUT, WEIGHT, GRAD)] == [E4M3, E4M3, expected]
-
-
-@pytest.mark.flags("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
-def test_first_and_last_layers_may_stay_in_bf16() -> None:
-    def layers(flags: str) -> set[int]:
-        return {
-            int(n.split(".")[2]) for n in list_fp8(f"--num-layers 6 --fp8-format e4m3 --fp8-recipe tensorwise {flags}")
-        }
-
-    assert layers("") == {0, 1, 2, 3, 4, 5}
-    assert layers("--first-last-layers-bf16") == {1, 2, 3, 4}
-    assert layers("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0") == {0, 1, 2, 3, 4}
-    assert layers("--first-last-layers-bf16 --num-layers-at-end-in-bf16 3") == {1, 2}
-    assert layers("--num-layers-at-end-in-bf16 3") == {0, 1, 2, 3, 4, 5}, "a count alone says nothing"
-
-
-def losses_and_grads(flags: str) -> list[Tensor]:
-    model = build_model(flags)
-    ids, positions, labels = token_batch()
-    losses = model(ids, positions, labels=labels)
-    losses.mean().backward()
-    return [losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.flags("--fp8-recipe", "--no-fp8-wgrad")
-def test_every_recipe_computes_other_numbers_close_to_those_without() -> None:
-    exact = losses_and_grads(WIDE)
-    found = {name: losses_and_grads(f"{WIDE} --fp8-format hybrid --fp8-recipe {name}") for name in RECIPES}
-    found["no wgrad"] = losses_and_grads(f"{WIDE} --fp8-format hybrid --fp8-recipe tensorwise --no-fp8-wgrad")
-    for numbers in found.values():
-        torch.testing.assert_close(numbers[0], exact[0], rtol=0.02, atol=0.0)
-        assert not torch.equal(numbers[0], exact[0])
-        for grad, plain in zip(numbers[1:], exact[1:], strict=True):
-            assert (grad - plain).norm() <= 0.2 * plain.norm() + 1e-7
-    # Before any step delayed scaling has nothing but the operand's own amax.
-    assert all(map(torch.equal, found["delayed"], found["tensorwise"]))
-    grads = {name: torch.cat([grad.flatten() for grad in numbers[1:]]) for name, numbers in found.items()}
-    distinct = [grad for name, grad in grads.items() if name != "delayed"]
-    assert not any(torch.equal(*pair) for pair in itertools.combinations(distinct, 2))
-    assert torch.equal(found["no wgrad"][0], found["tensorwise"][0])
-
-
-@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
-def test_recomputation_gives_the_same_numbers(name: str) -> None:
-    flags = f"{WIDE} --fp8-format hybrid --fp8-recipe {name}"
-    again = f"{flags} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    assert all(map(torch.equal, losses_and_grads(flags), losses_and_grads(again)))
-
-
-@pytest.mark.flags("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin", "--fp8-interval")
-def test_flags_of_delayed_scaling_reach_the_products() -> None:
-    flags = "--fp8-format hybrid --fp8-amax-history-len 9 --fp8-amax-compute-algo max --fp8-margin 2 --fp8-interval 3"
-    for flags_given, expected in ((flags, (9, True, 2, 3)), ("--fp8-format hybrid", (1, False, 0, 1))):
-        product = next(p for p in list_products(flags_given).values() if isinstance(p, FP8Matmul))
-        used = product.recipe
-        assert (used.history_length, used.takes_largest, used.margin, used.interval) == expected
-        assert product.amax_history.shape == (3, expected[0])
-
-
-@pytest.mark.flags("--fp8-emulation")
-def test_a_gpu_without_fp8_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda", 0)
-    for capability in ((8, 0), (9, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for name in RECIPES:
-            emulates = read_config(f"{WIDE} --fp8-format e4m3 --fp8-emulation").model.fp8_emulation
-            assert find_kernel(name, emulates=emulates, device=cuda) is False
-            assert find_kernel(name, emulates=False, device=torch.device("cpu")) is False
-            if capability == (9, 0) and name in ("delayed", "tensorwise"):
-                assert find_kernel(name, emulates=False, device=cuda) is True
-                continue
-            said = "no FP8 products" if capability == (8, 0) else f"--fp8-recipe {name} has no kernel"
-            with pytest.raises(ConfigError, match=f"{said}.*--fp8-emulation"):
-                find_kernel(name, emulates=False, device=cuda)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--hidden-size 72 --num-attention-heads 4", "--hidden-size 72 is no multiple of 16, as --fp8-recipe delayed"),
-        ("--fp8-recipe blockwise", "--hidden-size 32 is no multiple of 128, as --fp8-recipe blockwise"),
-        ("--fp8-recipe mxfp8 --ffn-hidden-size 48", "--ffn-hidden-size 48 is no multiple of 32"),
-        ("--ffn-hidden-size 40", "--ffn-hidden-size 40 is no multiple of 16"),
-        ("--fp8-recipe custom", "--fp8-recipe custom is not supported"),
-        ("--first-last-layers-bf16", "--first-last-layers-bf16 does not work with --fp8-recipe delayed"),
-        ("--compile", "cannot be combined with --compile"),
-        ("--fp4-format e2m1", "--fp8-format hybrid and --fp4-format e2m1 contradict each other"),
-        ("--fp8-param-gather", "--fp8-param-gather needs --use-distributed-optimizer"),
-        ("--num-experts 2 --moe-ffn-hidden-size 24 --disable-bias-linear", "--moe-ffn-hidden-size 24 is no multiple"),
-    ],
-)
-def test_what_does_not_fit_is_one_sentence(flags: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_config(f"--fp8-format hybrid {flags}")
-    assert sum(sentence in line for line in str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.flags("--fp8-param-gather")
-def test_parameters_are_gathered_as_they_are() -> None:
-    config = read_config("--bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer")
-    assert any("--fp8-param-gather has no effect" in note for note in config.notes)
-    with pytest.raises(ConfigError, match="--fp8-param-gather needs --fp8-format"):
-        read_config("--fp8-param-gather --use-distributed-optimizer")
-
-
-def test_what_has_nothing_to_do_is_noted() -> None:
-    notes = (
-        read_config("--fp8-margin 1").notes + read_config("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-margin 1").notes
-    )
-    assert any("--fp8-margin 1 has no effect without --fp8-format" in note for note in notes)
-    assert any("--fp8-margin 1 has no effect without --fp8-recipe delayed" in note for note in notes)

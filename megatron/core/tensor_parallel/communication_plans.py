@@ -55,6 +55,7 @@ from torch import Tensor
 from megatron.core.collectives import Handle, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -63,10 +64,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.products import (
     CommunicationPlan,
+    Kept,
     Product,
     defers_weight_grad,
     finish_weight_grad,
+    forward_keeping,
+    load_kept,
     multiply,
+    save_kept,
     sum_bias_grad,
 )
 
@@ -186,19 +191,20 @@ class _MultiplyAndSumInputGrad(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, plan: SumInputGrad
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.product, ctx.plan = weight, product, plan
-        return product.forward(x, weight, bias)
+        output, kept = forward_keeping(product, x, weight, bias)
+        save_kept(ctx, kept)
+        ctx.weight, ctx.product, ctx.plan, ctx.shape = weight, product, plan, x.shape
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,), weight, product = ctx.saved_tensors, ctx.weight, ctx.product
+        (x, _), weight, product = load_kept(ctx), ctx.weight, ctx.product
         grad = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
         grad_bias = sum_bias_grad(grad, weight) if ctx.needs_input_grad[2] else None
         grad = grad.to(weight.dtype)
         grad_x, summing = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = product.input_grad(grad, weight).view(x.shape)
+            grad_x = product.input_grad(grad, weight).view(ctx.shape)
             # Under way while dW is computed, which does not need it.
             summing = all_reduce(grad_x, ctx.plan.group, async_op=True)
         grad_weight = finish_weight_grad(product, weight, grad, x) if ctx.needs_input_grad[1] else None
@@ -211,12 +217,19 @@ class _GatherAndMultiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, plan: GatherInput
     ) -> Tensor:
-        # Our own tokens only: the gathered ones are tp times as large, and backward can hide a second gather.
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.product, ctx.plan = weight, product, plan
+        ctx.weight, ctx.product, ctx.plan, ctx.tokens, ctx.divides = weight, product, plan, x.shape[0], []
         chunks = _count_chunks(x.shape[0]) if plan.overlap_ag else 1
+        # Our own tokens only: the gathered ones are tp times as large, and backward can hide a second gather.
         if chunks == 1:
-            return product.forward(_gather(x, plan.group)[0], weight, bias)
+            full = _gather(x, plan.group)[0]
+            if has_way(x):
+                save_kept(ctx, x)
+                return product.forward(full, weight, bias)
+            output, kept = product.forward_keeping(full, weight, bias)
+            own, ctx.divides = (x, []) if isinstance(kept, Tensor) else _divide_kept(kept, plan.group)
+            save_kept(ctx, own)
+            return output
+        save_kept(ctx, x)
         dtype = x.dtype if product.out_dtype is None else product.out_dtype
         output = x.new_empty(x.shape[0] * plan.group.size(), x.shape[1], weight.shape[0], dtype=dtype)
         # A chunk's tokens come from all ranks: its product goes straight to their places in the sequence.
@@ -226,25 +239,26 @@ class _GatherAndMultiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,), weight, product, plan = ctx.saved_tensors, ctx.weight, ctx.product, ctx.plan
+        (x, _), weight, product, plan = load_kept(ctx), ctx.weight, ctx.product, ctx.plan
         grad_bias = sum_bias_grad(grad.flatten(0, -2), weight) if ctx.needs_input_grad[2] else None
         grad = grad.to(weight.dtype).contiguous()
         # A weight gradient that waits in a queue gathers when its turn comes: until then only our tokens are kept.
         is_later = defers_weight_grad(product, weight)
-        x_full, gathering = None, None
+        x_full: Kept | None = None
+        gathering: list[Handle | None] = []
         if ctx.needs_input_grad[1] and not is_later:
-            x_full, gathering = _gather(x, plan.group, async_op=plan.bulk_dgrad)
-        chunks = _count_chunks(x.shape[0]) if plan.overlap_rs_dgrad else 1
+            x_full, gathering = _gather_kept(x, ctx.divides, plan.group, async_op=plan.bulk_dgrad)
+        chunks = _count_chunks(ctx.tokens) if plan.overlap_rs_dgrad else 1
         grad_x, scattering = _multiply_and_scatter(
             grad, lambda rows: product.input_grad_parts(rows, weight), weight.shape[1], plan.group, chunks
         )
         # Switched off, the scatter ends before the weight gradient begins; else it has that product's time.
         if not (plan.bulk_wgrad or plan.overlap_rs_dgrad):
             _wait(scattering)
-        _wait([gathering])
+        _wait(gathering)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            tokens = (lambda: _gather(x, plan.group)[0]) if x_full is None else x_full
+            tokens = (lambda: _gather_kept(x, ctx.divides, plan.group)[0]) if x_full is None else x_full
             grad_weight = finish_weight_grad(product, weight, grad.flatten(0, -2), tokens)
         _wait(scattering)
         return grad_x, grad_weight, grad_bias, None, None
@@ -253,26 +267,34 @@ class _GatherAndMultiply(torch.autograd.Function):
 class _MultiplyAndScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, plan: ScatterOutput) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.product, ctx.plan = weight, product, plan
+        ctx.weight, ctx.product, ctx.plan, ctx.shape = weight, product, plan, x.shape
         chunks = _count_chunks(x.shape[0] // plan.group.size()) if plan.overlap_rs else 1
-        output, scattering = _multiply_and_scatter(
-            x.contiguous(), lambda rows: product.forward_parts(rows, weight), weight.shape[0], plan.group, chunks
-        )
+        kept: Kept = x
+
+        def multiply_chunk(rows: Tensor) -> Tensor:
+            nonlocal kept
+            # Scales of a chunk are not those of all tokens, which the weight gradient is a sum over.
+            if chunks > 1 or not product.has_smaller_form:
+                return product.forward_parts(rows, weight)
+            output, kept = forward_keeping(product, rows, weight)
+            return output
+
+        output, scattering = _multiply_and_scatter(x.contiguous(), multiply_chunk, weight.shape[0], plan.group, chunks)
+        save_kept(ctx, x if isinstance(kept, Tensor) else kept)
         _wait(scattering)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,), weight, product, plan = ctx.saved_tensors, ctx.weight, ctx.product, ctx.plan
+        (x, _), weight, product, plan = load_kept(ctx), ctx.weight, ctx.product, ctx.plan
         chunks = _count_chunks(grad.shape[0]) if plan.overlap_ag else 1
         # dY of all tokens serves both products, so it is gathered once and needs no second collective.
         if chunks == 1:
             grad_full, _ = _gather(grad, plan.group)
-            grad_x = product.input_grad(grad_full.flatten(0, -2), weight).view(x.shape)
+            grad_x = product.input_grad(grad_full.flatten(0, -2), weight).view(ctx.shape)
         else:
-            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            full = grad.new_empty(chunks, x.shape[0] // chunks, *grad.shape[1:])
+            grad_x = grad.new_empty(ctx.shape)
+            full = grad.new_empty(chunks, ctx.shape[0] // chunks, *grad.shape[1:])
             for rows, gathered in _gather_chunks(grad.contiguous(), plan.group, chunks, into=full):
                 product.input_grad_parts(gathered, weight, out=rows(grad_x))
         grad_weight = None
@@ -280,7 +302,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
             if chunks > 1:
                 # The weight gradient is one sum over tokens, so dY has to stand in the order of X.
                 by_rank = full.view(chunks, plan.group.size(), -1, *grad.shape[1:]).transpose(0, 1)
-                grad_full = by_rank.reshape(x.shape[0], *grad.shape[1:])
+                grad_full = by_rank.reshape(ctx.shape[0], *grad.shape[1:])
             grad_weight = finish_weight_grad(product, weight, grad_full.flatten(0, -2), x)
         return grad_x, grad_weight, None, None
 
@@ -292,6 +314,40 @@ def _gather(own: Tensor, group: Group, async_op: bool = False) -> tuple[Tensor, 
     """All ranks' tokens, [s/tp, b, h] -> [s, b, h], and what to wait for."""
     full = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
     return full, all_gather_into_tensor(full, own.contiguous(), group, async_op=async_op)
+
+
+def _is_divisible(tensor: Tensor, group: Group) -> bool:
+    return tensor.dim() > 1 and tensor.shape[0] % group.size() == 0
+
+
+def _divide_kept(kept: tuple[Tensor, ...], group: Group) -> tuple[tuple[Tensor, ...], list[bool]]:
+    """Our tokens' part of what a product keeps of all of them, and of which of its tensors it is a part."""
+    divides = [_is_divisible(tensor, group) for tensor in kept]
+    # A copy, because a view of some rows keeps the memory of all of them.
+    parts = (
+        tensor.chunk(group.size())[group.rank()].clone() if divided else tensor
+        for tensor, divided in zip(kept, divides, strict=True)
+    )
+    return tuple(parts), divides
+
+
+def _gather_kept(
+    kept: Kept, divides: list[bool], group: Group, async_op: bool = False
+) -> tuple[Kept, list[Handle | None]]:
+    """All ranks' tokens again, [s, b, h] or in the product's own form, and what to wait for."""
+    if isinstance(kept, Tensor):
+        full, handle = _gather(kept, group, async_op)
+        return full, [handle]
+    gathered, handles = [], []
+    for tensor, divided in zip(kept, divides, strict=True):
+        if not divided:
+            gathered.append(tensor)
+            continue
+        # As bytes, because collectives know no 8-bit floats.
+        full, handle = _gather(tensor.view(torch.uint8), group, async_op)
+        gathered.append(full.view(tensor.dtype))
+        handles.append(handle)
+    return tuple(gathered), handles
 
 
 Rows = Callable[[Tensor], Tensor]

@@ -41,7 +41,7 @@ from megatron.core.fp8 import (
     quantise_tensor,
 )
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.products import Matmul, Product
+from megatron.core.tensor_parallel.products import Kept, Matmul, Product
 
 OPERANDS = ("input", "weight", "grad")
 INPUT, WEIGHT, GRAD = range(3)
@@ -76,6 +76,11 @@ class FP8Recipe:
     def has_one_scale(self, operand: int) -> bool:
         """Whether rounding is the same for either direction of the sum."""
         return self.name in ("delayed", "tensorwise") or (self.name == "blockwise" and operand == WEIGHT)
+
+    @property
+    def kept_block(self) -> tuple[int, int] | None:
+        """Tokens and inputs that share a scale where a sum over tokens reads an input."""
+        return {"blockwise": (SCALED_BLOCK, 1), "mxfp8": (MX_BLOCK, 1)}.get(self.name)
 
     def describe(self) -> str:
         """For the log: `FP8 hybrid, delayed scales, emulated in float32`."""
@@ -115,9 +120,18 @@ class FP8Matmul(Product, nn.Module):
     steps: Tensor
     """int64, with delayed scaling: how many steps have ended."""
 
-    def __init__(self, recipe: FP8Recipe, *, accumulates: bool = True, out_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        recipe: FP8Recipe,
+        *,
+        accumulates: bool = True,
+        out_dtype: torch.dtype | None = None,
+        keeps_rounded_input: bool = True,
+    ) -> None:
+        """keeps_rounded_input: until backward in 8 bits, where the weight gradient reads it in 8 bits."""
         nn.Module.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
+        self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
         self.name = recipe.describe()
         self._exact = Matmul(accumulates=accumulates)
         if recipe.name == "delayed":
@@ -134,25 +148,48 @@ class FP8Matmul(Product, nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Multiply x [..., in] by the weight, and add the bias: -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+        return self._multiply_rounded(self._round(INPUT, x.reshape(-1, x.shape[-1])), x, weight, bias)
+
+    def _multiply_rounded(self, rounded: Operand, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Y of an input x [..., in] that is rounded [tokens, in] already."""
         dtype = x.dtype if self.out_dtype is None else self.out_dtype
-        y = self._multiply(self._round(INPUT, rows), self._round_weight(weight), dtype, bias)
+        y = self._multiply(rounded, self._round_weight(weight), dtype, bias)
         # Not view(): whoever reads the output may overwrite it, which autograd forbids for views.
         reshaped: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
         return reshaped
+
+    def forward_keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        """`forward`, and the input in 8 bits where the weight gradient reads it so."""
+        if not self.has_smaller_form:
+            return self.forward(x, weight, bias, ends), x
+        rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
+        rounded = self._round(INPUT, rows)
+        y = self._multiply_rounded(rounded, x, weight, bias)
+        return y, self._round_for_weight_grad(rounded, rows).pack()
+
+    def _round_for_weight_grad(self, rounded: Operand, rows: Tensor) -> Operand:
+        """[tokens, in] as a sum over tokens rounds it; rounded: as a sum over `in` does."""
+        return rounded if self.recipe.has_one_scale(INPUT) else self._round(INPUT, rows, over_rows=True).transposed
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [tokens, out] -> input gradients [tokens, in]."""
         return self._multiply(self._round(GRAD, grad), self._round_weight(weight, over_rows=True), grad.dtype)
 
     def weight_grad(
-        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+        self, grad: Tensor, x: Kept, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
     ) -> Tensor | None:
-        """grad [tokens, out], x [..., in] -> [out, in], or None when added to main_grad."""
+        """grad [tokens, out], x [..., in] or what forward_keeping kept of it -> [out, in], or None when added to
+        main_grad."""
         if not self.recipe.rounds_weight_grad:
+            assert isinstance(x, Tensor)
             return self._exact.weight_grad(grad, x, weight, main_grad)
-        rows = x.reshape(-1, x.shape[-1])
-        operands = self._round(GRAD, grad, over_rows=True), self._round(INPUT, rows, over_rows=True)
+        if isinstance(x, Tensor):
+            right = self._round(INPUT, x.reshape(-1, x.shape[-1]), over_rows=True)
+        else:
+            right = Operand.unpack(x, self.recipe.kept_block).transposed
+        operands = self._round(GRAD, grad, over_rows=True), right
         if main_grad is None:
             return self._multiply(*operands, weight.dtype)
         main_grad.add_(self._multiply(*operands, torch.float32))

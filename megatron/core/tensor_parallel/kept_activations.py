@@ -181,6 +181,11 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
         _RULES.reset(token)
 
 
+def has_way(value: Tensor) -> bool:
+    """Whether a block around here says how this tensor waits, so that nobody needs to keep it in another form."""
+    return any(rule.concerns(value) or rule.is_permuted(value) for rule in _RULES.get())
+
+
 def _pack(rules: tuple[_Rule, ...], kept: Tensor) -> Any:
     # The innermost rule wins.
     for rule in reversed(rules):

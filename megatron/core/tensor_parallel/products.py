@@ -30,7 +30,11 @@ from torch import Tensor
 
 from megatron.core.device import is_cpu
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.parameters import parameter_dtype
+
+Kept = Tensor | tuple[Tensor, ...]
+"""What weight_grad reads of an input: the input itself, or the tensors of a smaller form of it."""
 
 
 class Product(ABC):
@@ -55,10 +59,21 @@ class Product(ABC):
     """Whether a zero-bubble schedule may compute the weight gradient later than the input gradient."""
     out_dtype: torch.dtype | None = None
     """Number format of the result; that of the operands when None."""
+    has_smaller_form: bool = False
+    """Whether forward_keeping returns a form of the input in fewer bytes, instead of the input."""
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Y = X W^T + b; x [..., in], bias [out] -> [..., out] in `out_dtype`."""
+
+    def forward_keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        """`forward`, and what is to wait for `weight_grad`: x, or a form of it in fewer bytes.
+
+        The tensors of that form have stretches of tokens, in their order, as first dimension, or no dimension at all.
+        """
+        return self.forward(x, weight, bias, ends), x
 
     @abstractmethod
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
@@ -66,11 +81,12 @@ class Product(ABC):
 
     @abstractmethod
     def weight_grad(
-        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+        self, grad: Tensor, x: Any, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
     ) -> Tensor | None:
         """dW = dY^T X, added to main_grad, returning None; or returned where main_grad is None.
 
-        grad: [tokens, out]. x: as forward got it. main_grad: shaped as the weight, often in a wider number format.
+        grad: [tokens, out]. x: as forward got it, or what forward_keeping returned. main_grad: shaped as the weight,
+        often in a wider number format.
         """
 
     # Communication in chunks multiplies the same stretch of every rank's tokens at a time: rows with gaps between the
@@ -237,14 +253,15 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, ends: Tensor | None
     ) -> Tensor:
         # Only the input is kept. The weight lives anyway, and the output is kept by whoever reads it.
-        ctx.save_for_backward(x, ends)
+        output, kept = forward_keeping(product, x, weight, bias, ends)
+        save_kept(ctx, kept, ends)
         # The weight itself, with its main_grad and queue: hooks for saved tensors would hand back another tensor.
-        ctx.weight, ctx.product = weight, product
-        return product.forward(x, weight, bias, ends)
+        ctx.weight, ctx.product, ctx.shape = weight, product, x.shape
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x, ends), weight, product = ctx.saved_tensors, ctx.weight, ctx.product
+        (x, ends), weight, product = load_kept(ctx), ctx.weight, ctx.product
         grad = grad.reshape(-1, grad.shape[-1])  # [s, b, out] -> [tokens, out]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[2]:
@@ -252,10 +269,32 @@ class _Multiply(torch.autograd.Function):
         grad = grad.to(weight.dtype)  # that of a float32 result of 16-bit operands is rounded as the operands are
         # The input gradient first: the layers before this one wait for it, the optimizer waits for the other.
         if ctx.needs_input_grad[0]:
-            grad_x = product.input_grad(grad, weight, ends).view(x.shape)  # [tokens, in] -> [s, b, in]
+            grad_x = product.input_grad(grad, weight, ends).view(ctx.shape)  # [tokens, in] -> [s, b, in]
         if ctx.needs_input_grad[1]:
             grad_weight = finish_weight_grad(product, weight, grad, x, ends)
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def forward_keeping(
+    product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
+) -> tuple[Tensor, Kept]:
+    """The product's output, and what of x is to wait for the weight gradient; see Product.forward_keeping."""
+    # What is computed again, or kept elsewhere, needs no smaller form.
+    if has_way(x):
+        return product.forward(x, weight, bias, ends), x
+    return product.forward_keeping(x, weight, bias, ends)
+
+
+def save_kept(ctx: Any, kept: Kept, ends: Tensor | None = None) -> None:
+    """Save what waits for backward where hooks for saved tensors see it."""
+    ctx.has_smaller_form = not isinstance(kept, Tensor)
+    ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else kept), ends)
+
+
+def load_kept(ctx: Any) -> tuple[Any, Tensor | None]:
+    """What save_kept saved."""
+    *kept, ends = ctx.saved_tensors
+    return (tuple(kept) if ctx.has_smaller_form else kept[0]), ends
 
 
 def sum_bias_grad(grad: Tensor, weight: Tensor) -> Tensor:
@@ -284,24 +323,24 @@ def defers_weight_grad(product: Product, weight: Tensor) -> bool:
 
 
 def finish_weight_grad(
-    product: Product, weight: Tensor, grad: Tensor, x: Tensor | Callable[[], Tensor], ends: Tensor | None = None
+    product: Product, weight: Tensor, grad: Tensor, x: Kept | Callable[[], Kept], ends: Tensor | None = None
 ) -> Tensor | None:
     """What backward returns for the weight: its gradient, or None when that is in main_grad, or will be.
 
-    grad: dY [tokens, out]. x: X as forward got it, or what makes it when its turn comes (a gather).
+    grad: dY [tokens, out]. x: what was kept of X, or what makes it when its turn comes (a gather).
     """
     # The queue holds dY and X (or what gathers it) until the schedule asks for the product.
     if defers_weight_grad(product, weight):
         weight.weight_grad_queue.defer(functools.partial(_add_late_weight_grad, product, weight, grad, x, ends))  # type: ignore[attr-defined]
         return None
-    x = x if isinstance(x, Tensor) else x()
+    x = x() if callable(x) and not isinstance(x, Tensor) else x
     # Outside training, and under FSDP, weights have no buffer: autograd takes the gradient to weight.grad.
     main_grad = getattr(weight, "main_grad", None) if product.accumulates else None
     return product.weight_grad(grad, x, weight, main_grad, ends)
 
 
 def _add_late_weight_grad(
-    product: Product, weight: Tensor, grad: Tensor, x: Tensor | Callable[[], Tensor], ends: Tensor | None
+    product: Product, weight: Tensor, grad: Tensor, x: Kept | Callable[[], Kept], ends: Tensor | None
 ) -> None:
     """The deferred half of a backward pass: what autograd would have done with the result is done here."""
     with torch.no_grad():

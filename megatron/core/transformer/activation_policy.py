@@ -17,6 +17,8 @@
 | selective shared_experts     | all but what lies inside the shared expert                                      |
 | selective mla_up_proj        | all but queries, keys and values of latent attention; of these what a kernel or |
 |                              | an exchange copies is kept                                                      |
+| fp8_format                   | of the inputs of linear layers in FP8 their 8 bits and scales, where the weight |
+|                              | gradient reads those and nobody keeps the input beside them                     |
 | distribute_saved_activations | of the inputs that full recomputation keeps, this rank's part                   |
 
 Where routing is repeated, it finds what it found before, and nothing is counted twice (`decide_once` in
@@ -62,6 +64,12 @@ class ActivationPolicy:
         within = parts if has_experts and "moe" not in parts else set()
         self.recomputes_expert_activation = "moe_act" in within
         self.recomputes_shared_experts = "shared_experts" in within
+
+    def keeps_rounded_input(self, layer: str) -> bool:
+        """Whether a linear layer that multiplies in 8 bits keeps its input in them. layer: its name in the transformer
+        layer."""
+        # What attention returns it keeps itself, unless it is computed again: another form would come on top.
+        return layer != "self_attention.linear_proj" or self.recomputes_core_attention
 
     def divide_layers(self, layers: int) -> list[Unit]:
         """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""

@@ -18,8 +18,10 @@ from megatron.core.device import current_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, end_step, find_kernel
 from megatron.core.tensor_parallel.products import Matmul
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.config_fields.precision import PrecisionFields
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class FP8Products(nn.Module):
@@ -60,16 +62,22 @@ def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None,
     )
 
 
-def multiply_in_fp8(module: nn.Module, config: PrecisionFields, groups: ProcessGroupCollection) -> FP8Products:
+def multiply_in_fp8(module: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> FP8Products:
     """Exchange the product of every linear layer and of the experts inside the module, or of itself."""
     # With a loss per token gradients are sums, which nobody divides before the end of the step.
     recipe = read_fp8_recipe(config, replicas=1 if config.calculate_per_token_loss else groups.dp_cp.size())
+    policy = ActivationPolicy(config)
     exchanged: dict[str, FP8Matmul] = {}
     for name, part in list(module.named_modules()):
         # Asked of the dictionary: embeddings and norms have no product, or another kind.
         plain: Any = part.__dict__.get("product")
         if isinstance(plain, Matmul | ExpertByExpert):
             kind = FP8Experts if isinstance(plain, ExpertByExpert) else FP8Matmul
-            part.product = kind(recipe, accumulates=plain.accumulates, out_dtype=plain.out_dtype)
+            part.product = kind(
+                recipe,
+                accumulates=plain.accumulates,
+                out_dtype=plain.out_dtype,
+                keeps_rounded_input=policy.keeps_rounded_input(name),
+            )
             exchanged[name] = part.product
     return FP8Products(exchanged)

@@ -63,6 +63,14 @@ class PrecisionFields(ArchitectureFields):
     """Log how well each operand of FP8 products survives: the ratio of signal to quantisation noise in dB, the largest
     absolute value, and the shares of values that are cut off or become zero."""
 
+    @property
+    def rounded_input_bytes(self) -> float | None:
+        """Bytes of one value of a linear layer's input that waits for backward in 8 bits, with its share of a scale;
+        None where weight gradients are computed from inputs as they were."""
+        if self.fp8 is None or not self.fp8_wgrad:
+            return None
+        return 1 + {"blockwise": 1 / 128, "mxfp8": 1 / 32}.get(self.fp8_recipe, 0.0)
+
     def is_fp8_layer(self, layer_number: int) -> bool:
         """Whether a layer, counted from 1, multiplies in FP8; those of multi-token prediction come behind the last."""
         if self.fp8 is None:

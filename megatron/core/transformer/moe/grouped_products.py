@@ -13,12 +13,14 @@ a stack of weights [experts, out, in]; `ends` [experts] int32 says where each ex
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from megatron.core.fp8 import Operand
 from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, FP8Matmul
-from megatron.core.tensor_parallel.products import Product, accumulates_weight_grads, add_weight_grad
+from megatron.core.tensor_parallel.products import Kept, Product, accumulates_weight_grads, add_weight_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -125,49 +127,91 @@ class FP8Experts(FP8Matmul):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Rows of all experts [n, in] -> [n, out]."""
         assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
-        return self._multiply_rows(INPUT, x, weight, ends, over_rows=False)
+        return self._multiply_rows(self._round(INPUT, x), weight, ends, x.dtype, over_rows=False)
+
+    def forward_keeping(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        """`forward`, and the rows in 8 bits where the weight gradient reads them so."""
+        assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
+        if not self.has_smaller_form:
+            return self.forward(x, weight, ends=ends), x
+        rounded = self._round(INPUT, x)
+        y = self._multiply_rows(rounded, weight, ends, x.dtype, over_rows=False)
+        if self.recipe.has_one_scale(INPUT):
+            return y, rounded.pack()
+        # Blocks of tokens end with an expert's rows, so that an expert's scales follow those of the one before.
+        of_experts = [self._round_for_weight_grad(rounded, part).pack() for part in x.split(_count_rows(ends))]
+        return y, tuple(torch.cat(tensors) for tensors in zip(*of_experts, strict=True))
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [n, out] -> input gradients [n, in]."""
         assert ends is not None
-        return self._multiply_rows(GRAD, grad, weight, ends, over_rows=True)
+        return self._multiply_rows(self._round(GRAD, grad), weight, ends, grad.dtype, over_rows=True)
 
     def weight_grad(
-        self, grad: Tensor, x: Tensor, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
+        self, grad: Tensor, x: Kept, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
     ) -> Tensor | None:
-        """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
+        """Output gradients [n, out] and inputs [n, in], or what forward_keeping kept of them -> [experts, out, in], or
+        None when added to main_grad."""
         assert ends is not None
         if not self.recipe.rounds_weight_grad:
+            assert isinstance(x, Tensor)
             return ExpertByExpert(accumulates=self.accumulates).weight_grad(grad, x, weight, main_grad, ends)
         into = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
-        # Scales of a whole matrix are those of all experts' rows; blocks along the rows are an expert's own.
-        whole = [self._round(GRAD, grad), self._round(INPUT, x)] if self.recipe.has_one_scale(GRAD) else None
-        start = 0
-        for of_expert, rows in zip(into, _count_rows(ends), strict=True):
-            part = slice(start, start + rows)
-            start += rows
-            if not rows:
-                continue
-            if whole is None:
-                left = self._round(GRAD, grad[part], over_rows=True)
-                right = self._round(INPUT, x[part], over_rows=True)
-            else:
-                left, right = (rounded.select_rows(part).transposed for rounded in whole)
-            of_expert.add_(self._multiply(left, right, torch.float32))
+        rows_per_expert = _count_rows(ends)
+        grads, inputs = self._list_grads(grad, rows_per_expert), self._list_inputs(x, rows_per_expert)
+        for of_expert, rows, left, right in zip(into, rows_per_expert, grads, inputs, strict=True):
+            if rows:
+                of_expert.add_(self._multiply(left.transposed, right.transposed, torch.float32))
         return into.to(weight.dtype) if main_grad is None else None
 
-    def _multiply_rows(self, operand: int, rows: Tensor, weight: Tensor, ends: Tensor, *, over_rows: bool) -> Tensor:
-        """[n, k] of one of OPERANDS times each expert's matrix; over_rows: summed over the matrix's rows."""
-        matrices, rounded = self._round_weight(weight, over_rows=over_rows), self._round(operand, rows)
-        result = rows.new_empty(rows.shape[0], matrices.values.shape[1])
-        start = 0
-        for index, count in enumerate(_count_rows(ends)):
-            part = slice(start, start + count)
-            start += count
-            if count:
-                matrix = matrices.select_matrix(index)
-                result[part] = self._multiply(rounded.select_rows(part), matrix, rows.dtype)
+    def _list_grads(self, grad: Tensor, rows_per_expert: list[int]) -> Iterator[Operand]:
+        """Output gradients of each expert [rows of e, out], rounded to be summed over them."""
+        # Scales of a whole matrix are those of all experts' rows; blocks along the rows are an expert's own.
+        if self.recipe.has_one_scale(GRAD):
+            yield from _split_rows(self._round(GRAD, grad), rows_per_expert)
+            return
+        for part in grad.split(rows_per_expert):
+            yield self._round(GRAD, part, over_rows=True).transposed
+
+    def _list_inputs(self, x: Kept, rows_per_expert: list[int]) -> Iterator[Operand]:
+        """Inputs of each expert [rows of e, in], rounded to be summed over them."""
+        has_one_scale = self.recipe.has_one_scale(INPUT)
+        if isinstance(x, Tensor) and not has_one_scale:
+            for part in x.split(rows_per_expert):
+                yield self._round(INPUT, part, over_rows=True).transposed
+        elif isinstance(x, Tensor):
+            yield from _split_rows(self._round(INPUT, x), rows_per_expert)
+        else:
+            yield from _split_rows(Operand.unpack(x, self.recipe.kept_block), rows_per_expert)
+
+    def _multiply_rows(
+        self, rounded: Operand, weight: Tensor, ends: Tensor, dtype: torch.dtype, *, over_rows: bool
+    ) -> Tensor:
+        """Rounded rows [n, k] times each expert's matrix, in `dtype`; over_rows: summed over the matrix's rows."""
+        matrices = self._round_weight(weight, over_rows=over_rows)
+        rows, width = rounded.values.shape[0], matrices.values.shape[1]
+        result = torch.empty(rows, width, dtype=dtype, device=rounded.values.device)
+        rows_per_expert = _count_rows(ends)
+        parts = zip(_split_rows(rounded, rows_per_expert), result.split(rows_per_expert), strict=True)
+        for index, (part, into) in enumerate(parts):
+            if len(into):
+                into.copy_(self._multiply(part, matrices.select_matrix(index), dtype))
         return result
+
+
+def _split_rows(rounded: Operand, rows_per_expert: list[int]) -> Iterator[Operand]:
+    """The operands [rows of e, k] of a matrix [n, k] that was rounded whole, or expert by expert."""
+    start = blocks = 0
+    for rows in rows_per_expert:
+        inverse = rounded.inverse
+        if rounded.block is not None:
+            count = -(-rows // rounded.block[0])
+            inverse = inverse[blocks : blocks + count]
+            blocks += count
+        yield Operand(rounded.values[start : start + rows], inverse, rounded.block)
+        start += rows
 
 
 def _count_rows(ends: Tensor) -> list[int]:
