@@ -188,13 +188,25 @@ def receive(tensor: torch.Tensor, group: Group, source: int, tag: int = 0) -> Ha
 def pass_on(sent: torch.Tensor, received: torch.Tensor, group: Group, tag: int = 0) -> list[Handle]:
     """Begin to send to the next member and to receive from the previous one, in a ring."""
     assert not isinstance(group, SingleRankGroup), "a ring of one passes nothing on"
-    ranks, rank, size = group_ranks(group), group.rank(), group.size()
-    # What arrives is counted where it is sent.
-    counted = _count_call(group, "send", sent)
-    outgoing = dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], counted, tag)
-    incoming = dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], counted, tag)
+    rank, size = group.rank(), group.size()
+    return send_and_receive((sent, (rank + 1) % size), (received, (rank - 1) % size), group, tag)
+
+
+def send_and_receive(
+    outgoing: tuple[torch.Tensor, int] | None, incoming: tuple[torch.Tensor, int] | None, group: Group, tag: int = 0
+) -> list[Handle]:
+    """Begin to send a tensor to one member and to overwrite another with what a member sends: (tensor, rank within the
+    group) each, or None."""
+    assert not isinstance(group, SingleRankGroup), "a group of one has nobody to send to"
+    ranks, calls = group_ranks(group), []
+    if outgoing is not None:
+        # What arrives is counted where it is sent.
+        counted = _count_call(group, "send", outgoing[0])
+        calls.append(dist.P2POp(dist.isend, outgoing[0], ranks[outgoing[1]], counted, tag))
+    if incoming is not None:
+        calls.append(dist.P2POp(dist.irecv, incoming[0], ranks[incoming[1]], torch_group(group), tag))
     # In one batch: NCCL would hang where every member sends before it receives.
-    return list(dist.batch_isend_irecv([outgoing, incoming]))
+    return list(dist.batch_isend_irecv(calls))
 
 
 def barrier(group: Group) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import local_checkpoints
-from megatron.core.dist_checkpointing.local_checkpoints import compute_layout, find_rank_directory
+from megatron.core.dist_checkpointing.local_checkpoints import Copying, compute_layout, find_rank_directory
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.training.checkpoint.save_directories import find_local_directory
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -25,10 +26,10 @@ from tests.programs import Program
 LOCAL = "--non-persistent-save-interval 1 --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir fast".split()
 
 
-def train(job: Path, crash_point: str = "") -> tuple[list[int | None], str, str]:
+def train(job: Path, crash_point: str = "", more: Sequence[str] = ()) -> tuple[list[int | None], str, str]:
     """A run of two ranks, each of which has a working directory, and with it `fast`, of its own: exit codes, output of
     the first, errors of both."""
-    flags = [*TINY, *"--train-iters 6 --bf16 --use-distributed-optimizer --save-interval 3".split(), *LOCAL]
+    flags = [*TINY, *"--train-iters 6 --bf16 --use-distributed-optimizer --save-interval 3".split(), *LOCAL, *more]
     flags += ["--save", job / "save", "--load", job / "save"]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     common |= {"MEGATRON_CRASH_POINT": crash_point} if crash_point else {}
@@ -90,6 +91,21 @@ def test_a_killed_run_repeats_the_uninterrupted_one(
     resumed = read_tensors(job / "save", 6)
     assert resumed.keys() == whole.keys()
     assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
+
+
+@pytest.mark.flags("--replication", "--replication-jump", "--replication-factor")
+def test_a_run_whose_node_was_lost_goes_on_from_the_copies(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Rank 1 dies when it has saved iteration 5 and its copy of rank 0's part, whose node is lost then."""
+    job, copies = tmp_path / "job", "--replication --replication-jump 1 --replication-factor 2".split()
+    assert train(job, "renamed:1:8", copies)[0][1] == -signal.SIGKILL
+    shutil.rmtree(job / "node0" / "fast")
+    codes, output, errors = train(job, more=copies)
+    assert codes == [0, 0], errors
+    assert "rank 0 takes its file of the local checkpoint of iteration 5 from rank 1, which has it on its" in output
+    assert "rank_00000/iter_0000005, after 20 samples" in output
+    resumed = read_tensors(job / "save", 6)
+    assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
+    assert len(list(job.glob("node?/fast/*/rank_*/copy_of_rank_*/iter_0000005"))) == 2, "there are copies again"
 
 
 # ---- the parts themselves
@@ -157,3 +173,126 @@ def test_the_newest_is_the_last_one_that_all_have_undamaged(tmp_path: Path) -> N
     assert passed_over[1].startswith(f"the local checkpoint of iteration 5 cannot be loaded: {damaged} is damaged")
     iteration, passed_over = run_distributed(load_parts, 2, str(whole), 4)[0]
     assert (iteration, passed_over) == (None, ["the local checkpoint of iteration 8 was written in another layout"])
+
+
+# ---- copies on other nodes
+
+
+COPYING = Copying(jump=2, factor=2)
+"""Four ranks, two of which share a node: 0 and 2 keep each other's parts, 1 and 3 as well."""
+
+
+def own_directory(root: str, places: Sequence[int] = (0, 0, 1, 1)) -> Path:
+    """Of this rank, on the node at its place in `places`."""
+    return find_rank_directory(Path(root) / f"node{places[dist.get_rank()]}", dist.get_rank())
+
+
+def save_copies(root: str, iterations: list[int], fails_at: int | None = None) -> list[list[str]]:
+    """Save on two nodes, with copies; what went wrong with the copies of each save."""
+    directory, found = own_directory(root), []
+    partners = COPYING.list_partners(dist.get_rank())
+    directory.mkdir(parents=True, exist_ok=True)
+    for iteration in iterations:
+        path = local_checkpoints.save(
+            state(), directory, iteration, documents={"state": iteration}, since=None, layout={"dp": 4}, group=world(),
+            replicas=(world(),),
+        )  # fmt: skip
+        if iteration == fails_at and dist.get_rank() == 3:
+            (path / "state.json").unlink()
+        if fails_at is not None and iteration > fails_at and dist.get_rank() == 3:
+            shutil.rmtree(directory / "copy_of_rank_00001")
+            (directory / "copy_of_rank_00001").write_text("")
+        problems = local_checkpoints.copy_to_partners(path, directory, COPYING, world())
+        found.append(problems)
+        if not problems:
+            local_checkpoints.remove_others(directory, iteration, keeps_copies_of=partners)
+    return found
+
+
+def load_copies(root: str, places: Sequence[int]) -> tuple[int | None, list[str], tuple[str, ...]]:
+    """Which iteration is found when the ranks are on these nodes, what was passed over, and what was fetched."""
+    tensors, directory = state(fill=-1.0), own_directory(root, places)
+    layout = compute_layout(tensors, {"dp": 4}, world())
+    found, passed_over = local_checkpoints.find(directory, layout, world(), lambda offer: True)
+    if found is None:
+        return None, passed_over, ()
+    assert found.checkpoint.path.parent == directory
+    local_checkpoints.load(tensors, found, group=world(), replicas=(world(),))
+    assert all(torch.equal(tensors[key].data, saved.data) for key, saved in state().items())
+    assert not list(Path(root).rglob("*.tmp-*"))
+    return found.checkpoint.manifest.iteration, passed_over, found.moved
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two nodes with the parts of two ranks each, and the copies of the others'."""
+    root = tmp_path_factory.mktemp("copied") / "nodes"
+    assert run_distributed(save_copies, 4, str(root), [4, 5]) == [[[], []]] * 4
+    parts = sorted(str(path.relative_to(root)) for path in root.rglob("iter_*"))
+    assert parts == [
+        f"node{rank // 2}/rank_{rank:05d}/{copy}iter_0000005"
+        for rank in range(4)
+        for copy in (f"copy_of_rank_{(rank + 2) % 4:05d}/", "")
+    ], "and only the newest stays"
+    return root
+
+
+def lose(copied: Path, to: Path, *lost: str) -> str:
+    """The nodes without some of what lies there."""
+    shutil.copytree(copied, to)
+    for name in lost:
+        shutil.rmtree(to / name)
+    return str(to)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_lost_node_costs_nothing(copied: Path, tmp_path: Path) -> None:
+    root = lose(copied, tmp_path / "one", "node1")
+    for found in run_distributed(load_copies, 4, root, (0, 0, 2, 2)):
+        assert found == (
+            5, [], tuple(f"rank {rank} takes its file of the local checkpoint of iteration 5 from rank {rank - 2}"
+                         for rank in (2, 3)),
+        )  # fmt: skip
+    # What was fetched is there for the next time.
+    assert run_distributed(load_copies, 4, root, (0, 0, 2, 2)) == [(5, [], ())] * 4
+    # Ranks that have changed places see their files on the other node.
+    moved = run_distributed(load_copies, 4, lose(copied, tmp_path / "moved"), (1, 1, 0, 0))
+    assert [found[0] for found in moved] == [5] * 4 and len(moved[0][2]) == 4
+    # Both nodes: nobody has anything, and that is no error.
+    assert (
+        run_distributed(load_copies, 4, lose(copied, tmp_path / "both", "node0", "node1"), (0, 0, 1, 1))
+        == [(None, [], ())] * 4
+    )
+
+
+def test_a_damaged_part_is_replaced_by_its_copy(copied: Path, tmp_path: Path) -> None:
+    root = Path(lose(copied, tmp_path / "nodes", "node0/rank_00001"))
+    damage(root / "node1/rank_00002/iter_0000005/__0_0.distcp")
+    iteration, passed_over, moved = run_distributed(load_copies, 4, str(root), (0, 0, 1, 1))[3]
+    assert (iteration, passed_over, len(moved)) == (5, [], 2)
+    # A copy that is damaged as well, of a part that is gone.
+    shutil.rmtree(root / "node0/rank_00001/iter_0000005")
+    copy = root / "node1/rank_00003/copy_of_rank_00001/iter_0000005/__0_0.distcp"
+    damage(copy)
+    iteration, passed_over, _ = run_distributed(load_copies, 4, str(root), (0, 0, 1, 1))[0]
+    assert iteration is None
+    assert passed_over[0].startswith(f"the local checkpoint of iteration 5 cannot be loaded: {copy} is damaged")
+
+
+def test_without_all_copies_the_save_before_stays(tmp_path: Path) -> None:
+    problems = run_distributed(save_copies, 4, str(tmp_path), [4, 5, 6], 5)[0]
+    assert problems[0] == [] and len(problems[1]) == 1 and len(problems[2]) == 1
+    assert problems[1][0].startswith("rank 1 has no copy of the part of rank 3: ")
+    assert problems[1][0].endswith("rank_00003/iter_0000005/state.json cannot be read: No such file or directory")
+    assert problems[2][0].endswith("rank_00003/copy_of_rank_00001: File exists")
+    assert {path.name for path in tmp_path.glob("node?/rank_*/iter_*")} == {f"iter_000000{i}" for i in (4, 5, 6)}
+
+
+def test_who_keeps_copies_of_whom() -> None:
+    assert [Copying(2, 2).list_partners(rank) for rank in range(8)] == [[2], [3], [0], [1], [6], [7], [4], [5]]
+    assert [Copying(1, 3).list_partners(rank) for rank in (3, 4, 5)] == [[4, 5], [5, 3], [3, 4]]

@@ -20,6 +20,8 @@ from megatron.training.flags.read import read_run_config
 from tests.functional.pretrain_runs import TINY, run
 from tests.unit.tiny_training import differing, prepare, train_tiny
 
+LOCAL = ("--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "local",
+         "--non-persistent-local-ckpt-dir", "{save}")  # fmt: skip
 OFTEN = ("--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "global")
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -165,7 +167,13 @@ def test_another_run_has_the_directory(tmp_path: Path, monkeypatch: pytest.Monke
         ([*OFTEN[:3], "in_memory"], "--non-persistent-ckpt-type in_memory is not supported; use global"),
         ([*OFTEN, "--non-persistent-global-ckpt-dir", "{save}/../save"], "is also --save; give it a directory"),
         ([*OFTEN, "--non-persistent-global-ckpt-dir", "{save}/a/b"], "cannot be made"),
-        ([*OFTEN, "--replication"], "files of --non-persistent-ckpt-type local are not copied to other nodes"),
+        ([*LOCAL, "--replication"], "--replication needs --replication-jump, the distance between ranks"),
+        (
+            [*LOCAL, "--replication", "--replication-jump", "2"],
+            "--replication-jump 2 x --replication-factor 2 is no divisor of the 1 ranks, which keep copies in sets of "
+            "2; leave --replication out",
+        ),
+        ([*LOCAL, "--replication", "--replication-jump", "1", "--replication-factor", "1"], "--replication-factor 1"),
     ],
 )
 def test_what_is_refused(flags: list[str], sentence: str, tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints on the ranks' own nodes: each rank has its part of the run's state in a directory of its own.
 
-    node 0   place/rank_00000/iter_0000990/    a complete checkpoint of one process, with a manifest of its own
-    node 1   place/rank_00001/iter_0000990/    local.json: {"save": "<the same on all ranks>", "number": 7, ...}
+    node 0   place/rank_00000/iter_0000990/                    a complete checkpoint of one process, with a manifest
+             place/rank_00000/copy_of_rank_00001/iter_0000990/ the same as on node 1, where copies are kept
+    node 1   place/rank_00001/iter_0000990/                    local.json: {"save": "<the same on all ranks>", ...}
+             place/rank_00001/copy_of_rank_00000/iter_0000990/
 
 Tensors are stored as the rank holds them, so that only a run of the same layout can go on from there; local.json has a
-checksum of that layout. A save counts when every rank has its part: the one before stays until then, and a rank without
-its part, as after a change of its node, makes all of them take an earlier one.
+checksum of that layout. A save counts when every rank has its part: the one before stays until then. A rank without its
+part, or with a damaged one, takes it from a rank on whose node it lies: because one of them has changed its node, or
+because copies are kept. Where nobody has it, all ranks take an earlier save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +35,14 @@ from megatron.core.dist_checkpointing.directory import (
     iteration_directory,
     remove_checkpoint,
     saved_iterations,
+    settle_leftovers,
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
+from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
-from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, verify_files
+from megatron.core.dist_checkpointing.manifest import read_manifest, verify_files
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.part_transfer import Transfer, transfer
 from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup
 
@@ -45,6 +53,26 @@ _ALONE = SingleRankGroup()
 def find_rank_directory(place: Path, rank: int) -> Path:
     """Where a rank's own parts lie in a directory of its node."""
     return place / f"rank_{rank:05d}"
+
+
+def find_copies_directory(directory: Path, rank: int) -> Path:
+    """Where copies of another rank's parts lie in a rank's own directory."""
+    return directory / f"copy_of_rank_{rank:05d}"
+
+
+class Copying(NamedTuple):
+    """Which ranks keep copies of each other's parts: `factor` ranks at a distance of `jump` from each other."""
+
+    jump: int
+    factor: int
+
+    def list_partners(self, rank: int) -> list[int]:
+        """The others of a rank's set, in the order in which it sends them its part. The number of ranks is a multiple
+        of jump * factor."""
+        block, place = divmod(rank, self.jump * self.factor)
+        column, row = place % self.jump, place // self.jump
+        first = block * self.jump * self.factor + column
+        return [first + (row + step) % self.factor * self.jump for step in range(1, self.factor)]
 
 
 class Offer(NamedTuple):
@@ -67,6 +95,8 @@ class FoundPart:
 
     checkpoint: FoundCheckpoint
     is_shared: bool
+    moved: tuple[str, ...] = ()
+    """Which ranks had to take their part from another one; the same on all ranks."""
 
 
 # ---- saving
@@ -101,11 +131,48 @@ def save(
     )
 
 
-def remove_others(directory: Path, iteration: int) -> None:
-    """Remove this rank's parts of all saves but one, once every rank has its part of that. Raises StorageError."""
-    for other in saved_iterations(directory):
-        if other != iteration:
-            remove_checkpoint(directory, other)
+def copy_to_partners(path: Path, directory: Path, copying: Copying, group: Group) -> list[str]:
+    """Keep a copy of this rank's part `path`, which lies in its `directory`, with each of its partners; returns what
+    went wrong on any rank. Every member of `group` calls this, with parts of the same save."""
+    transfers = [
+        Transfer(rank, partner)
+        for step in range(copying.factor - 1)
+        for rank in range(group.size())
+        for partner in [copying.list_partners(rank)[step]]
+    ]
+
+    def prepare() -> str | None:
+        try:
+            for partner in copying.list_partners(group.rank()):
+                root = find_copies_directory(directory, partner)
+                root.mkdir(exist_ok=True)
+                settle_leftovers(root)
+        except OSError as error:
+            return f"{error.filename}: {error.strerror or error}"
+        return None
+
+    if problems := [problem for problem in all_gather_object(prepare(), group) if problem is not None]:
+        return problems
+    outcomes = transfer(transfers, lambda _: path, lambda item: find_copies_directory(directory, item.source), group)
+    return [
+        f"rank {item.destination} has no copy of the part of rank {item.source}: {problem}"
+        for item, problem in zip(transfers, outcomes, strict=True)
+        if problem is not None
+    ]
+
+
+def remove_others(directory: Path, iteration: int, keeps_copies_of: Collection[int] = ()) -> None:
+    """Remove this rank's parts of all saves but one, once every rank has its part of that, and copies of all but that
+    and of all ranks but those. Raises StorageError."""
+    kept = [find_copies_directory(directory, rank) for rank in keeps_copies_of]
+    for root in (directory, *kept):
+        for other in saved_iterations(root):
+            if other != iteration:
+                remove_checkpoint(root, other)
+    for root in directory.glob("copy_of_rank_*"):
+        if root not in kept:
+            with storage_errors(f"removing {root}"):
+                shutil.rmtree(root)
 
 
 # ---- loading
@@ -118,13 +185,19 @@ def find(
     is_wanted: Callable[[Offer], bool],
 ) -> tuple[FoundPart | None, list[str]]:
     """This rank's part of the newest save of which every member of `group` has an undamaged one in its own directory,
-    and why a newer one was passed over. Every member calls this and gets the same answer.
+    or can get one from another member, and why a newer one was passed over. Every member calls this and gets the same
+    answer.
 
     layout: compute_layout() of this run. is_wanted: asked on the first member before the files are read.
     """
-    offers = _list_offers(directory)
-    everyone = all_gather_object(offers, group)
+    own = _list_offers(directory)
+    everyone = all_gather_object(own, group)
     known: dict[str, Offer] = {identity: offer for part in everyone for identity, offer in part.items()}
+    if not known:
+        # Every rank may be on another node than before.
+        seen = _list_elsewhere(directory, range(group.size()))
+        for part in all_gather_object({identity: offer for identity, _, offer, _ in seen}, group):
+            known |= part
     passed_over: list[str] = []
     for identity in sorted(known, key=lambda identity: (known[identity].number, identity), reverse=True):
         offer = known[identity]
@@ -135,18 +208,25 @@ def find(
         if offer.layout != layout:
             passed_over.append(f"{what} was written in another layout")
             continue
-        missing = [rank for rank, part in enumerate(everyone) if identity not in part]
-        if missing:
-            ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"{len(missing)} ranks, {missing[0]} first, have"
+        lacking = [rank for rank, part in enumerate(everyone) if identity not in part]
+        places = _find_places(directory, identity, lacking, group)
+        if homeless := [rank for rank in lacking if rank not in places]:
+            ranks = (
+                f"rank {homeless[0]} has" if len(homeless) == 1 else f"{len(homeless)} ranks, {homeless[0]} first, have"
+            )
             passed_over.append(f"{ranks} no file of {what}; was a node replaced?")
             continue
         path = iteration_directory(directory, offer.iteration)
-        found, problem = _verify(path)
-        problems = [text for text in all_gather_object(problem, group) if text is not None]
-        if not problems:
-            assert found is not None
-            return FoundPart(found, offer.is_shared), passed_over
-        passed_over.append(f"{what} cannot be loaded: {problems[0]}")
+        problem = _find_damage(path) if identity in own else None
+        problems = {rank: text for rank, text in enumerate(all_gather_object(problem, group)) if text is not None}
+        places |= _find_places(directory, identity, sorted(problems), group)
+        moved, problems = _fetch(directory, dict.fromkeys(lacking, "") | problems, places, group)
+        if problems:
+            passed_over.append(f"{what} cannot be loaded: {problems[min(problems)]}")
+            continue
+        said = tuple(f"rank {rank} takes its file of {what} from rank {source}" for rank, source in moved.items())
+        found = FoundCheckpoint(path, with_everyone(group, lambda: read_manifest(path)))  # noqa: B023 - called at once
+        return FoundPart(found, offer.is_shared, said), passed_over
     return None, passed_over
 
 
@@ -206,11 +286,76 @@ def _list_offers(directory: Path) -> dict[str, Offer]:
     return offers
 
 
-def _verify(path: Path) -> tuple[FoundCheckpoint | None, str | None]:
-    """A part whose files are all as they were written, or why it is not."""
+def _find_damage(path: Path) -> str | None:
+    """Why a part's files are not as they were written; None where they are."""
     try:
-        manifest: Manifest = read_manifest(path)
-        verify_files(path, manifest)
+        verify_files(path, read_manifest(path))
     except (CheckpointError, StorageError) as error:
-        return None, str(error)
-    return FoundCheckpoint(path, manifest), None
+        return str(error)
+    return None
+
+
+# ---- parts that lie elsewhere
+
+
+class _Place(NamedTuple):
+    """Where a part lies on another rank's node, or on the own one outside the rank's directory."""
+
+    holder: int
+    """A rank that sees it."""
+    path: Path
+
+
+def _list_elsewhere(directory: Path, owners: Iterable[int]) -> list[tuple[str, int, Offer, Path]]:
+    """Parts of these ranks that lie on this rank's node, but for those in its own directory that are its own: the save
+    that each is of, the rank whose part it is, what is said of it, and where it lies."""
+    place = directory.parent
+    found = []
+    for owner in owners:
+        copies = sorted(find_copies_directory(other, owner) for other in place.glob("rank_*"))
+        for root in (find_rank_directory(place, owner), *copies):
+            if root != directory:
+                offers = _list_offers(root).items()
+                found += [(save, owner, offer, iteration_directory(root, offer.iteration)) for save, offer in offers]
+    return found
+
+
+def _find_places(directory: Path, identity: str, owners: Sequence[int], group: Group) -> dict[int, list[_Place]]:
+    """Where parts of a save lie elsewhere: rank whose part it is -> places, in the order in which to try them."""
+    if not owners:
+        return {}
+    rank = group.rank()
+    own = [
+        (owner, _Place(rank, path)) for save, owner, _, path in _list_elsewhere(directory, owners) if save == identity
+    ]
+    places: dict[int, list[_Place]] = {}
+    for owner, place in (entry for part in all_gather_object(own, group) for entry in part):
+        places.setdefault(owner, []).append(place)
+    for owner, found in places.items():
+        found.sort()
+        # Each asks another rank where several see all of them, and itself where it sees its own.
+        first = owner % len(found)
+        places[owner] = sorted(found[first:] + found[:first], key=lambda place: place.holder != owner)  # noqa: B023
+    return places
+
+
+def _fetch(
+    directory: Path, problems: Mapping[int, str], places: Mapping[int, list[_Place]], group: Group
+) -> tuple[dict[int, int], dict[int, str]]:
+    """Copy parts into the directories of the ranks that have a problem with their own; returns for these from which
+    rank they have it now, or what the problem is still, the same on every member."""
+    left, sources = dict(problems), {}
+    untried = {rank: list(places.get(rank, ())) for rank in left}
+    # What is missing shows when the copy begins.
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+    while chosen := {rank: untried[rank].pop(0) for rank in sorted(left) if untried[rank]}:
+        transfers = [Transfer(place.holder, rank) for rank, place in chosen.items()]
+        outcomes = transfer(transfers, lambda item: chosen[item.destination].path, lambda _: directory, group)  # noqa: B023
+        for item, problem in zip(transfers, outcomes, strict=True):
+            if problem is None:
+                sources[item.destination] = item.source
+                del left[item.destination]
+            else:
+                left[item.destination] = "; ".join(filter(None, (left[item.destination], problem)))
+    return sources, left

@@ -9,14 +9,20 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import local_checkpoints, non_persistent
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.local_checkpoints import FoundPart, Offer, find_rank_directory
+from megatron.core.dist_checkpointing.local_checkpoints import Copying, FoundPart, Offer, find_rank_directory
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import StorageError, report_error
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
 from megatron.training.checkpoint.run_tensors import select_tensors
-from megatron.training.checkpoint.save_directories import find_global_directory, find_local_directory, warn_once
+from megatron.training.checkpoint.save_directories import (
+    find_global_directory,
+    find_local_directory,
+    say_once,
+    warn_once,
+)
+from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.run import Run
 
 RNG_DOCUMENT = "rng"
@@ -42,11 +48,32 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
         replicas=_list_replicas(run) if settings.non_persistent_local_ckpt_algo == "fully_parallel" else (),
         lock=next((lock for lock in run.save_locks if lock.covers(directory)), None),
     )  # fmt: skip
+    copying = find_copying(settings)
+    partners = [] if copying is None else copying.list_partners(groups.world.rank())
+    if copying is not None and _copy_to_partners(run, run.progress.iteration, path, directory, copying):
+        return path  # what lies there from before is whole with its copies
     try:
-        local_checkpoints.remove_others(directory, run.progress.iteration)
+        local_checkpoints.remove_others(directory, run.progress.iteration, keeps_copies_of=partners)
     except StorageError as error:
         report_error(StorageError(f"earlier local checkpoints were not removed: {error}; training goes on"))
     return path
+
+
+def find_copying(settings: CheckpointConfig) -> Copying | None:
+    """Which ranks keep copies of each other's parts; None without --replication."""
+    if not settings.replication or not settings.saves_locally:
+        return None
+    assert settings.replication_jump is not None
+    return Copying(settings.replication_jump, settings.replication_factor)
+
+
+def _copy_to_partners(run: Run, iteration: int, path: Path, directory: Path, copying: Copying) -> list[str]:
+    """See local_checkpoints.copy_to_partners; says what went wrong: without a copy a part is still a part."""
+    problems = local_checkpoints.copy_to_partners(path, directory, copying, run.groups.world)
+    if problems and run.is_first_rank:
+        others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        report_error(StorageError(f"iteration {iteration}: {problems[0]}{others}; training goes on"))
+    return problems
 
 
 def find_local_part(run: Run, root: Path) -> FoundPart | None:
@@ -55,7 +82,8 @@ def find_local_part(run: Run, root: Path) -> FoundPart | None:
     settings, groups = run.config.checkpoint, run.groups
     if not settings.loads_locally:
         return None
-    directory = find_rank_directory(find_local_directory(settings, str(root)), groups.world.rank())
+    place = find_local_directory(settings, str(root))
+    directory = find_rank_directory(place, groups.world.rank())
     other = find_global_directory(settings, str(root))
 
     def is_wanted(offer: Offer) -> bool:
@@ -66,6 +94,13 @@ def find_local_part(run: Run, root: Path) -> FoundPart | None:
     found, passed_over = local_checkpoints.find(directory, layout, groups.world, is_wanted)
     if passed_over:
         warn_once(groups.world, f"all ranks take an earlier checkpoint: {'; '.join(passed_over)}")
+    if found is not None and found.moved:
+        more = f"; {len(found.moved) - 1} more likewise" if len(found.moved) > 1 else ""
+        say_once(groups.world, f"{found.moved[0]}, which has it on its node{more}")
+        copying = find_copying(settings)
+        if copying is not None and settings.save is not None and find_local_directory(settings, settings.save) == place:
+            # The node that has come into the place of a lost one has no copies yet, and may be followed by the next.
+            _copy_to_partners(run, found.checkpoint.manifest.iteration, found.checkpoint.path, directory, copying)
     return found
 
 

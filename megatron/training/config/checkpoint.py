@@ -27,6 +27,9 @@ _ASYNC = Needs("--async-save", lambda run: run.async_save)
 _WORKER = Needs("--async-save and --use-persistent-ckpt-worker", lambda run: run.use_persistent_ckpt_worker)
 
 
+_LOCAL = Needs("--non-persistent-ckpt-type local", lambda run: run.non_persistent_ckpt_type == "local")
+_COPIES = Needs("--replication", lambda run: run.replication)
+
 HF_PREFIX = "hf:"
 """What --load hf:DIR begins with."""
 
@@ -94,8 +97,8 @@ class CheckpointConfig(CheckedConfig):
         needs=Needs("--non-persistent-save-interval", lambda run: run.non_persistent_save_interval is not None),
     )
     """global: they are checkpoints like the others, in a directory that all ranks share. local: each rank writes what
-    it holds into a directory of its own node, also with --async-save while training waits; only the same layout on the
-    same nodes continues from there."""
+    it holds into a directory of its own node, also with --async-save while training waits; only the same layout
+    continues from there."""
     non_persistent_global_ckpt_dir: PathText | None = None
     """The directory of `global`, for saving and for loading; `non_persistent` in --save, and in --load, when not
     given."""
@@ -104,10 +107,18 @@ class CheckpointConfig(CheckedConfig):
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
         choices=("fully_parallel", "atomic"),
-        needs=Needs("--non-persistent-ckpt-type local", lambda run: run.non_persistent_ckpt_type == "local"),
+        needs=_LOCAL,
     )
     """How ranks divide the writing of `local`. fully_parallel: of what data-parallel ranks all hold each writes a
     share, and loading exchanges the shares. atomic: each rank writes all that it holds."""
+    replication: bool = flag(False, needs=_LOCAL)
+    """Ranks also keep copies of each other's files of `local`: when nodes are lost, those that have come into their
+    place fetch the files of their ranks from there."""
+    replication_jump: int | None = flag(None, minimum=1, unit="ranks", needs=_COPIES)
+    """Ranks at this distance from each other keep copies: usually as many ranks as a node has, so that copies lie on
+    other nodes."""
+    replication_factor: int = flag(2, minimum=2, needs=_COPIES)
+    """On how many ranks each file lies, the rank whose it is among them."""
     async_save: bool = flag(False, needs=_SAVING)
     """Save while training goes on: it stands still only while tensors are copied into host memory."""
     use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)
@@ -257,6 +268,11 @@ class CheckpointConfig(CheckedConfig):
             yield f"{self.say('non_persistent_save_interval')} needs --non-persistent-ckpt-type global or local"
         if self.saves_locally and self.non_persistent_local_ckpt_dir is None:
             yield f"{self.say('non_persistent_ckpt_type')} needs --non-persistent-local-ckpt-dir"
+        if self.saves_locally and self.replication and self.replication_jump is None:
+            yield (
+                "--replication needs --replication-jump, the distance between ranks that keep copies of each other's "
+                "files; give the number of ranks of a node"
+            )
         for name in ("no_save_optim", "no_save_rng"):
             if self.saves_locally and getattr(self, name):
                 yield f"{self.say(name)}: {self.say('non_persistent_ckpt_type')} saves all state; leave one of them out"

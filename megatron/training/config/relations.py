@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.config_base import name_multiples
+from megatron.core.config_base import name_divisors, name_multiples
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
@@ -285,6 +285,23 @@ def profiled_ranks_exist(run: RunConfig) -> Iterator[str]:
         )
 
 
+def copies_of_local_files_have_their_ranks(run: RunConfig) -> Iterator[str]:
+    """Ranks that keep copies of each other's files form sets of the same size."""
+    settings = run.checkpoint
+    jump, factor, ranks = settings.replication_jump, settings.replication_factor, run.world_size
+    if not (settings.saves_locally and settings.replication) or jump is None or ranks % (jump * factor) == 0:
+        return
+    if ranks % factor:
+        others = [divisor for divisor in range(2, ranks + 1) if ranks % divisor == 0]
+        remedy = f"use a factor of {' or '.join(map(str, others))}" if others else "leave --replication out"
+    else:
+        remedy = f"use a jump of {name_divisors(ranks // factor, jump)}"
+    yield (
+        f"{run.say('replication_jump')} x {run.say('replication_factor')} is no divisor of the {ranks} ranks, which "
+        f"keep copies in sets of {factor}; {remedy}"
+    )
+
+
 def named_ranges_are_not_compiled(run: RunConfig) -> Iterator[str]:
     """A compiled layer is one range."""
     if run.profiling.nvtx_ranges and run.model.compile:
@@ -295,7 +312,7 @@ RELATIONS = (
     run_is_described, batch_is_divisible, evaluation_batch_is_divisible, growing_batch_is_possible,
     units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises, final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
-    upstream_knows_what_is_saved,
+    upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
     profiled_ranks_exist, named_ranges_are_not_compiled,
 )  # fmt: skip
 
