@@ -25,6 +25,13 @@ from megatron.core.activations import (
     gated_activation_reference,
 )
 from megatron.core.kernels import launching
+from megatron.core.mesh import RankGrid
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    fused_vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 
 COMPARISONS: dict[str, Callable[[str], None]] = {}
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -152,3 +159,98 @@ def activations_run_backward_once(device: str) -> None:
             assert "modified by an inplace operation" in str(error)
         else:
             raise AssertionError("backward ran twice through an input that the first run had overwritten")
+
+
+# ---- cross entropy
+
+
+def _compare_loss(
+    shape: tuple[int, int], vocabulary: int, smoothing: float, dtype: torch.dtype, device: str, scale: float = 4.0
+) -> None:
+    group = ProcessGroupCollection.single().tp
+    logits = randn(*shape, vocabulary, dtype=dtype, device=device, scale=scale)
+    target = torch.arange(shape[0] * shape[1], device=device).mul_(7).remainder_(vocabulary).view(shape)
+    expected = run(lambda x: vocab_parallel_cross_entropy(x, target, smoothing, group), [logits.double()])
+    with kernels_chosen() as launched:
+        found = run(lambda x: vocab_parallel_cross_entropy(x, target, smoothing, group), [logits])
+    assert len(launched) == 2 and found[0].dtype == torch.float32 and found[1].dtype == dtype
+    assert_close(found[:1], expected[:1], 2e-5)
+    assert_close(found[1:], expected[1:], TOLERANCES[dtype])
+
+
+@compared
+def losses(device: str) -> None:
+    for dtype in TOLERANCES:
+        _compare_loss((3, 2), 1009, 0.0, dtype, device)
+        _compare_loss((1, 1), 72, 0.1, dtype, device)
+    _compare_loss((2, 2), 4096 + 72, 0.1, torch.float32, device)
+    _compare_loss((2, 1), 1, 0.0, torch.float32, device)
+
+
+@compared
+def losses_of_extreme_logits(device: str) -> None:
+    """Beyond what exp can hold, a masked stretch longer than a block, and a logit that is not a number."""
+    _compare_loss((2, 2), 300, 0.0, torch.float32, device, scale=1e4)
+    group = ProcessGroupCollection.single().tp
+    logits = randn(2, 1, 8192 + 5, dtype=torch.float32, device=device)
+    logits[0, 0, :5000] = float("-inf")
+    logits[1, 0, 3] = float("nan")
+    target = torch.full((2, 1), 8000, device=device)
+    with kernels_chosen():
+        loss = fused_vocab_parallel_cross_entropy(logits.clone(), target, tp_group=group)
+    expected = torch.nn.functional.cross_entropy(logits[0, 0].double(), target[0, 0])
+    torch.testing.assert_close(loss[0, 0].double(), expected)
+    assert loss[1, 0].isnan()
+
+
+class _Unknown(Exception):
+    """The result of an all-reduce to which other ranks have yet to contribute."""
+
+
+def on_all_ranks(function: Callable[[Group], list[Tensor]], module: Any, ranks: int = 2) -> list[list[Tensor]]:
+    """What the function returns on each rank of a group; they run in turn, again for each all-reduce of `module`."""
+    known: list[Tensor] = []
+    while True:
+        results, contributed = [], []
+        for rank in range(ranks):
+            groups = ProcessGroupCollection.pretend(RankGrid(ranks, tp=ranks), rank)
+            with mock.patch.object(module, "all_reduce", _Answers(known)):
+                try:
+                    results.append(function(groups.tp))
+                except _Unknown as asked:
+                    contributed.append(asked.args)
+        if len(results) == ranks:
+            return results
+        joined = torch.stack([tensor for tensor, _ in contributed])
+        known.append(joined.amax(0) if contributed[0][1] == "max" else joined.sum(0))
+
+
+class _Answers:
+    """An all-reduce that gives known results in their order, and then says what is contributed to the next."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.known = iter(known)
+
+    def __call__(self, tensor: Tensor, group: Group, op: str = "sum") -> None:
+        found = next(self.known, None)
+        if found is None:
+            raise _Unknown(tensor.clone(), op)
+        tensor.copy_(found)
+
+
+@compared
+def losses_of_a_divided_vocabulary(device: str) -> None:
+    logits = randn(5, 1, 2 * 504, dtype=torch.float32, device=device, scale=4.0)
+    target = torch.tensor([3, 503, 504, 1000, 700], device=device).view(5, 1)
+    single = ProcessGroupCollection.single().tp
+    for smoothing in (0.0, 0.1):
+        expected = run(lambda x, s=smoothing: vocab_parallel_cross_entropy(x, target, s, single), [logits.double()])
+
+        def own(group: Group, smoothing: float = smoothing) -> list[Tensor]:
+            part = logits.chunk(2, dim=-1)[group.rank()].contiguous()
+            return run(lambda x: vocab_parallel_cross_entropy(x, target, smoothing, group), [part])
+
+        with kernels_chosen():
+            found = on_all_ranks(own, cross_entropy)
+        for rank, part in enumerate(found):
+            assert_close(part, [expected[0], expected[1].chunk(2, dim=-1)[rank]], 2e-5)

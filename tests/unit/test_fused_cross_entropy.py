@@ -43,6 +43,12 @@ def test_same_loss_and_gradient(dtype: torch.dtype, block: int, monkeypatch: pyt
     torch.testing.assert_close(gradient, expected_gradient)
 
 
+def test_a_gpu_takes_larger_blocks() -> None:
+    """Each of them costs some kernels."""
+    assert len(list(cross_entropy._blocks(torch.empty(8192, 128256, device="meta")))) <= 4
+    assert len(list(cross_entropy._blocks(torch.empty(8192, 1024)))) == 2
+
+
 def stored_bytes(flags: str) -> tuple[int, Tensor]:
     """Bytes that the loss keeps for backward beside the model's own, as a multiple of the logits' elements."""
     model = build_model(flags)

@@ -13,6 +13,9 @@ arithmetic is in float32, on blocks of tokens that are small against the logits.
 and one number per token; backward computes the softmax again and writes the gradient over the logits. With bfloat16
 logits of n bytes the first way, after a conversion, holds n + 2n + 2n bytes at its peak, this one n.
 
+Where kernels run (megatron/core/kernels/cross_entropy.py) both are one: a kernel that reads the logits once, in any
+number format, and in backward one that writes their gradient over them.
+
 Source: Shoeybi et al., 2019, section 3.
 """
 
@@ -25,10 +28,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce
+from megatron.core.device import is_cpu
+from megatron.core.kernels import launching
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
-BLOCK_ELEMENTS = 2**22
-"""Logits that the fused way converts to float32 at a time: 16 MiB."""
+BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**22, 2**28
+"""Logits that the fused way converts to float32 at a time: 16 MiB, which caches hold, and 1 GiB on a GPU, where to
+start a kernel costs as much as to convert millions of them."""
 
 
 def vocab_parallel_cross_entropy(
@@ -40,6 +46,8 @@ def vocab_parallel_cross_entropy(
     label_smoothing: probability mass that is spread evenly over the other entries. Returns [s, b] float32.
     """
     group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+    if launching.uses_kernels(vocab_parallel_logits):
+        return kernel_vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing, group)
     loss: Tensor = _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)
     return loss
 
@@ -105,6 +113,8 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
     vocab_parallel_logits: [s, b, v / tp] in any number format; overwritten in backward. target: [s, b] token numbers in
     the whole vocabulary. Returns [s, b] float32.
     """
+    if launching.uses_kernels(vocab_parallel_logits):
+        return kernel_vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
     loss: Tensor = _FusedCrossEntropy.apply(vocab_parallel_logits, target, tp_group)
     return loss
 
@@ -147,5 +157,56 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 def _blocks(rows: Tensor) -> Iterator[slice]:
     """Slices of tokens; rows [tokens, v / tp]."""
-    step = max(1, BLOCK_ELEMENTS // rows.shape[-1])
+    step = max(1, (BLOCK_ELEMENTS if is_cpu(rows) else GPU_BLOCK_ELEMENTS) // rows.shape[-1])
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+# ---- by kernels
+
+
+def kernel_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float, tp_group: Group
+) -> Tensor:
+    """Loss of every token, [s, b] float32, by kernels; the arguments are those of `vocab_parallel_cross_entropy`, the
+    logits in any number format, and overwritten in backward."""
+    loss: Tensor = _KernelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, tp_group)
+    return loss
+
+
+class _KernelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, label_smoothing: float, group: Group) -> Tensor:
+        from megatron.core.kernels.cross_entropy import summarise_logits
+
+        local_vocab = logits.shape[-1]
+        vocab = local_vocab * group.size()
+        local_target = (target.reshape(-1) - group.rank() * local_vocab).contiguous()  # [tokens]
+        rows = logits.detach().view(-1, local_vocab)  # [s, b, v / tp] -> [tokens, v / tp]
+        log_sum, target_logit, logit_sum = summarise_logits(rows, local_target, bool(label_smoothing))
+        if group.size() > 1:
+            # log(sum of exp over all ranks) = max + log(sum over ranks of exp(own - max)).
+            largest = log_sum.clone()
+            all_reduce(largest, group, op="max")
+            sums = [(log_sum - largest).exp_(), target_logit, *([] if logit_sum is None else [logit_sum])]
+            joined = torch.stack(sums)
+            all_reduce(joined, group)
+            log_sum, target_logit = largest.add_(joined[0].log()), joined[1]
+            logit_sum = None if logit_sum is None else joined[2]
+        ctx.save_for_backward(logits, local_target, log_sum)
+        loss = log_sum - target_logit
+        smoothing = label_smoothing * vocab / (vocab - 1) if label_smoothing else 0.0
+        ctx.hit, ctx.rest = 1.0 - smoothing, smoothing / vocab
+        if logit_sum is not None:
+            # (1 - smoothing) * loss of the target + smoothing * mean loss of all entries.
+            loss = ctx.hit * loss + smoothing * (log_sum - logit_sum / vocab)
+        return loss.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:
+        from megatron.core.kernels.cross_entropy import overwrite_with_gradient
+
+        logits, local_target, log_sum = ctx.saved_tensors
+        logits = logits.detach()
+        rows = logits.view(-1, logits.shape[-1])
+        overwrite_with_gradient(rows, local_target, log_sum, grad_loss.reshape(-1), ctx.hit, ctx.rest)
+        return logits, None, None, None

@@ -50,8 +50,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         **rotary,
         **experts,
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
-        "cross entropy": "vocabulary-parallel, "
-        + ("from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"),
+        "cross entropy": f"vocabulary-parallel, {_describe_loss(config, device)}",
         **describe_kernels(device),
         "layers": "torch.compile, one graph for each layer" if config.compile else "eager",
     }
@@ -63,6 +62,12 @@ def describe_kernels(device: torch.device) -> dict[str, str]:
         return {}
     obstacle = find_obstacle(device)
     return {"kernels": "Triton" if obstacle is None else f"PyTorch's own alone: {obstacle}"}
+
+
+def _describe_loss(config: TransformerConfig, device: torch.device) -> str:
+    if kernels_work(device):
+        return "one kernel each way, from logits as they are"
+    return "from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"
 
 
 def _describe_linear(config: TransformerConfig, device: torch.device) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from megatron.core.kernels import launching
 from megatron.core.placement import get_placement, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
@@ -73,10 +74,11 @@ class LanguageModule(MegatronModule):
         place(word_embeddings, dataclasses.replace(placement, is_copy=is_copy, partial_grad_axes=("embd",)))
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32 or with
-        cross_entropy_loss_fusion."""
+        """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32, with
+        cross_entropy_loss_fusion, or where the loss is a kernel."""
         group = self.pg_collection.tp
-        if self.config.cross_entropy_loss_fusion:
+        # A kernel computes in float32 as it reads, and needs no copy in either case.
+        if self.config.cross_entropy_loss_fusion or launching.uses_kernels(logits):
             loss = fused_vocab_parallel_cross_entropy(logits, labels.t(), tp_group=group)  # [s, b]
         else:
             # A float32 copy of 16-bit logits, which the loss then overwrites with their gradient.
