@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The items of `python -m benchmarks gpu`, each a process of its own:
+
+    python -m benchmarks.gpu_parts operations --out operations.json --seconds 60
+
+An item writes what it has found after every piece. It fails with the last line of its log as the reason; what it found
+before stays.
+"""
+
+# ruff: noqa: E402 - the path comes before the imports
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, installed or not
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks import operations
+from benchmarks.conditions import describe_conditions
+from benchmarks.curves import compare_curves
+from benchmarks.gpu import ROOT, write_atomically
+from benchmarks.measurements import FLOP_FORMULA, Measurement, choose_dtype
+from benchmarks.packed_documents import build_packed_datasets
+from benchmarks.training import (
+    PRESETS,
+    Preset,
+    StepClock,
+    build_flags,
+    describe_error,
+    is_memory_shortage,
+    measure_ours,
+    shrink,
+    summarise,
+    train_here,
+)
+from megatron.core import device as device_module
+from megatron.core.errors import MegatronError
+from megatron.core.optional_deps import available
+from megatron.core.transformer.core_attention.interface import AttentionOptions
+from megatron.core.transformer.core_attention.select import build_attention_backend
+from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from megatron.training.run import Hook, Phase, Run, Step
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+_LAST_STEPS_SHARE = 0.8
+"""Of an item's time, after which no further step is begun."""
+
+
+class Part:
+    """What an item may use, and where its findings go."""
+
+    def __init__(self, path: Path, seconds: float, python: Sequence[str], *, is_tiny: bool) -> None:
+        self.path, self.python, self.is_tiny = path, list(python), is_tiny
+        self.seconds = seconds
+        self.began_at = time.monotonic()
+        self.found: dict[str, Any] = {"state": "running", "conditions": describe_conditions(), "results": {}}
+
+    def note(self, headline: str | None = None, **results: Any) -> None:
+        """Keep results, and the line of the table."""
+        self.found["results"].update(results)
+        if headline is not None:
+            self.found["headline"] = headline
+        write_atomically(self.path, self.found)
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> subprocess.Popen[bytes]:
+        """Start a process beside this one, which ends with it."""
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def deadline(self, share: float = _LAST_STEPS_SHARE) -> float:
+        """Of time.monotonic(): when so much of the time is over."""
+        return self.began_at + share * self.seconds
+
+    def preset(self, name: str) -> Preset:
+        """A preset, small with --tiny."""
+        return shrink(PRESETS[name]) if self.is_tiny else PRESETS[name]
+
+    def flags(self, preset: Preset, iterations: int, more: str = "") -> list[str]:
+        """The flags of a run of the preset in this device's number format."""
+        return build_flags(preset, choose_dtype(), iterations, more.split())
+
+
+# ---- versions
+
+
+def tell_versions(part: Part) -> None:
+    """Versions, the device, and torch's choice of an attention kernel for the views that layers have."""
+    device = device_module.current_device()
+    packages = [name for name in ("triton", "transformers", "transformer_engine", "flash_attn") if available(name)]
+    facts = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "packages": packages}
+    with contextlib.suppress(AttributeError, RuntimeError):
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["memory_gib"] = round(device_module.read_total_memory_bytes() / 2**30, 1)
+    part.note(**facts)
+    sizes = operations.Sizes(is_tiny=part.is_tiny)
+    chosen = {}
+    for n, g, d in sizes.heads:
+        config = operations.build_config(sizes, kv_channels=d)
+        backend = build_attention_backend(config, AttentionOptions.from_config(config, 1), device)
+        q, k, v = (sizes.draw(sizes.sequence, sizes.batch, heads, d).permute(1, 2, 0, 3) for heads in (n, g, g))
+        number = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=n != g)
+        chosen[f"{n}/{g} heads of {d}"] = {"ours": backend.name, "torch": SDPBackend(number).name}
+    names = sorted({choice["torch"] for choice in chosen.values()})
+    part.note(f"torch {torch.__version__}, {device_module.device_name()}; attention: {', '.join(names)}", sdpa=chosen)
+
+
+# ---- tests
+
+
+def run_tests(part: Part) -> None:
+    """pytest -m gpu, on the files that have such tests."""
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    names = [str(path.relative_to(ROOT)) for path in files]
+    command = [*part.python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *names]
+    part.note(command=shlex.join(command))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr, sep="\n")
+    lines = done.stdout.strip().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    part.note(lines[-1].strip("= ") if lines else "pytest printed nothing", failed=failed)
+    if done.returncode:
+        raise RuntimeError(f"pytest ended with {done.returncode}: {failed[0] if failed else done.stderr[-200:]}")
+
+
+# ---- curves
+
+
+def draw_curves(part: Part) -> None:
+    """Losses of 30 steps on this device against the CPU's, and bit-for-bit repetitions."""
+    outcomes = {}
+    for name, outcome in compare_curves(is_tiny=part.is_tiny, deadline=part.deadline(0.9)):
+        outcomes[name] = outcome
+        wrong = [key for key, value in outcomes.items() if not value["is_right"]]
+        said = f"{len(outcomes) - len(wrong)} of {len(outcomes)} curves agree" + (f"; not {wrong}" if wrong else "")
+        part.note(said, curves=outcomes)
+    if wrong:
+        raise RuntimeError("curves differ: " + ", ".join(f"{name}: {outcomes[name]['said']}" for name in wrong))
+
+
+# ---- profile
+
+
+class Watch(Hook):
+    """Waits of the host in one step, and the kernels of the next."""
+
+    phase = Phase.SAVE
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.profile: torch.profiler.profile | None = None
+
+    def wrap_step(self, step: Step) -> Step:
+        """The second step is watched for waits, the third is profiled."""
+
+        def watched(run: Run, batches: Iterator[Any]) -> None:
+            if run.progress.iteration == 1:
+                with warnings.catch_warnings(record=True) as caught, _sync_warnings():
+                    warnings.simplefilter("always")
+                    step(run, batches)
+                self.waits = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchron" in str(w.message)]
+            elif run.progress.iteration == 2:
+                device_module.synchronize()
+                with torch.profiler.profile(activities=device_module.list_profiler_activities()) as self.profile:
+                    step(run, batches)
+                    device_module.synchronize()
+            else:
+                step(run, batches)
+
+        return watched
+
+
+@contextlib.contextmanager
+def _sync_warnings() -> Iterator[None]:
+    on_device = not device_module.is_cpu(device_module.current_device())
+    if on_device:
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        if on_device:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def profile_step(part: Part) -> None:
+    """Waits, and the kernels that take longest, of steps of a 1B model."""
+    watch, clock = Watch(), StepClock(part.deadline())
+    preset = part.preset("1b")
+    train_here(part.flags(dataclasses.replace(preset, global_batch=preset.micro_batch), 4), [watch, clock])
+    assert watch.profile is not None
+    on_device = not device_module.is_cpu(device_module.current_device())
+    rows = []
+    for entry in watch.profile.key_averages():
+        seconds = (entry.self_device_time_total if on_device else entry.self_cpu_time_total) / 1e6
+        rows.append({"name": entry.key, "calls": entry.count, "seconds": seconds})
+    rows.sort(key=lambda row: -row["seconds"])
+    busy = sum(row["seconds"] for row in rows)
+    seconds = summarise("profiled", clock, 3).seconds
+    said = f"{len(watch.waits)} waits of the host; kernels take {1e3 * busy:.0f} ms of a step of {1e3 * seconds:.0f} ms"
+    part.note(said, waits=watch.waits, kernels=rows[:30], kernel_seconds=busy, step_seconds=seconds)
+
+
+# ---- operations
+
+
+def measure_operations(part: Part) -> None:
+    """All of `python -m benchmarks attention linear optimizer loss`, in shares of the ceilings."""
+    arguments = argparse.Namespace(tiny=part.is_tiny, rounds=2 if part.is_tiny else 20)
+    best = []
+    for name in operations.OPERATIONS:
+        if time.monotonic() > part.deadline():
+            part.note(left_out=name)
+            break
+        report = operations.run(name, arguments)
+        report.print()
+        assert report.ceilings is not None
+        rates = [m.flops / m.seconds / report.ceilings.product_flops for m in report.measurements if m.flops]
+        best.append(f"{name} {100 * max(rates):.0f} %" if rates else name)
+        part.note(f"best shares of the product: {', '.join(best)}", **{name: report.as_dict()})
+
+
+# ---- training steps
+
+
+def measure_steps(part: Part, name: str, more: str = "", *, steps: int, warm_ups: int = 3) -> Measurement:
+    """Time training steps of a preset; fewer where the time does not suffice. Raises MegatronError."""
+    if part.is_tiny:
+        steps, warm_ups = 2, 1
+    flags = part.flags(part.preset(name), steps + warm_ups, more)
+    part.note(flags=shlex.join(flags), formula=FLOP_FORMULA)
+    found = measure_ours(f"{name} {more}".strip(), flags, warm_ups, part.deadline())
+    print("\n".join(found.details["log"]))
+    return found
+
+
+def describe_speed(found: Measurement) -> str:
+    """Tokens per second, TFLOP/s and their share of the data sheet's peak, memory."""
+    rate = (found.flops or 0.0) / found.seconds
+    peak = device_module.get_dense_peak_flops(choose_dtype())
+    share = f" ({100 * rate / peak:.1f} % of the data sheet's dense peak)" if peak else ""
+    return (
+        f"{found.details['tokens/s']:.0f} tokens/s, {rate / 1e12:.4g} TFLOP/s{share}, {found.details['peak GiB']} GiB"
+    )
+
+
+def train_1b(part: Part) -> None:
+    """1B, eager."""
+    found = measure_steps(part, "1b", steps=12)
+    part.note(describe_speed(found), step=dataclasses.asdict(found))
+
+
+def train_1b_compiled(part: Part) -> None:
+    """1B with torch.compile."""
+    found = measure_steps(part, "1b", "--compile", steps=8)
+    part.note(describe_speed(found), step=dataclasses.asdict(found))
+
+
+def train_8b(part: Part) -> None:
+    """8B with small optimizer state; where memory is short with ever more recomputation."""
+    ways = ("", "--recompute-granularity selective --recompute-modules layernorm",
+            "--recompute-granularity selective --recompute-modules mlp", FULL)  # fmt: skip
+    for more in ways:
+        try:
+            found = measure_steps(part, "8b", more, steps=6, warm_ups=2)
+        except (MegatronError, RuntimeError) as error:
+            if not is_memory_shortage(error) or more == ways[-1]:
+                raise
+            part.note(**{f"out of memory with {more or 'nothing recomputed'}": describe_error(error)})
+            continue
+        part.note(f"{describe_speed(found)}; {more or 'nothing recomputed'}", step=dataclasses.asdict(found))
+        return
+
+
+def train_moe(part: Part) -> None:
+    """8 experts of a 1B model."""
+    found = measure_steps(part, "moe", steps=10)
+    part.note(describe_speed(found), step=dataclasses.asdict(found))
+
+
+def train_fp8(part: Part) -> None:
+    """Half of the layers of 8B, in bfloat16 and in FP8."""
+    plain = measure_steps(part, "8b-slice", steps=3, warm_ups=1)
+    part.note(f"bfloat16 {describe_speed(plain)}", bfloat16=dataclasses.asdict(plain))
+    eighth = measure_steps(part, "8b-slice", FP8, steps=3, warm_ups=1)
+    ratio = plain.seconds / eighth.seconds
+    part.note(f"{ratio:.3f}x of bfloat16: {describe_speed(eighth)}", fp8=dataclasses.asdict(eighth), ratio=ratio)
+
+
+def train_documents(part: Part) -> None:
+    """Packed documents of random lengths against one document of the whole sequence, the same model and tokens."""
+    preset = part.preset("8b-slice")
+    layers = min(4, preset.sizes.layers)
+    preset = dataclasses.replace(
+        preset, sizes=dataclasses.replace(preset.sizes, layers=layers), micro_batch=1, global_batch=2
+    )
+    steps, warm_ups = (2, 1) if part.is_tiny else (10, 3)
+    found = {}
+    for name in ("one document", "documents"):
+        clock = StepClock(part.deadline())
+        build = build_packed_datasets(preset.sequence, preset.sizes.vocab, whole=name == "one document")
+        train_here(part.flags(preset, steps + warm_ups), [clock], build_datasets=build)
+        found[name] = summarise(name, clock, warm_ups)
+        part.note(**{name: dataclasses.asdict(found[name])})
+    ratio = found["documents"].seconds / found["one document"].seconds
+    part.note(f"packed documents take {ratio:.3f}x of the time of one long document", ratio=ratio)
+
+
+# ---- two processes
+
+
+class Losses(Hook):
+    """Losses and gradient norms of all steps, for comparison."""
+
+    phase = Phase.SAVE
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_metrics(self, run: Run, rows: Sequence[Any]) -> None:
+        """Take over what was read."""
+        for row in rows:
+            self.rows.append({"loss": row.losses["lm loss"], "grad_norm": row["grad_norm"]})
+
+
+def run_rank(part: Part, flags: Sequence[str]) -> None:
+    """One process of a job: its place comes from the environment."""
+    losses = Losses()
+    train_here(flags, [losses])
+    part.note(rows=losses.rows)
+
+
+LAYOUTS = {
+    "tp2 with sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "dp2 with a distributed optimizer and both overlaps": """--use-distributed-optimizer --overlap-grad-reduce
+        --overlap-param-gather""",
+}
+
+
+def train_in_two_processes(part: Part) -> None:
+    """Two processes on this GPU, gloo between them, against one process."""
+    preset = dataclasses.replace(shrink(PRESETS["1b"]), global_batch=4)
+    steps = 3 if part.is_tiny else 10
+    flags = [*part.flags(preset, steps), "--log-interval", "1", "--distributed-backend", "gloo"]
+    alone = _start_job(part, flags, 1)
+    part.note(alone=alone)
+    tolerance = 1e-4 if choose_dtype() == torch.float32 else 1e-2
+    wrong = []
+    for name, layout in LAYOUTS.items():
+        rows = _start_job(part, [*flags, *layout.split()], 2)
+        pairs = zip(rows, alone, strict=True)
+        error = max(abs(a["loss"] - b["loss"]) / max(abs(b["loss"]), 1e-9) for a, b in pairs)
+        part.note(**{name: {"rows": rows, "largest_relative_error": error}})
+        if error > tolerance:
+            wrong.append(f"{name}: losses differ by {error:.2g}, expected at most {tolerance:g}")
+    part.note(f"{len(LAYOUTS) - len(wrong)} of {len(LAYOUTS)} layouts give the losses of one process")
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+
+
+def _start_job(part: Part, flags: Sequence[str], processes: int) -> list[dict[str, float]]:
+    """Train with so many processes on this machine's first GPU; the rows of the first rank."""
+    with tempfile.TemporaryDirectory(prefix="two-processes-") as directory:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        started = []
+        for rank in range(processes):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [*part.python, "-m", "benchmarks.gpu_parts", "rank", "--out", f"{directory}/{rank}.json"]
+            command += ["--seconds", str(part.seconds), "--flags", shlex.join(flags)]
+            with Path(directory, f"{rank}.log").open("w") as log:
+                started.append(part.start(command, os.environ | place, log))
+        for rank, code in enumerate([process.wait() for process in started]):
+            if code:
+                lines = Path(directory, f"{rank}.log").read_text(errors="replace").strip().splitlines()
+                print("\n".join(lines))
+                raise RuntimeError(f"rank {rank} ended with {code}: {lines[-1] if lines else ''}")
+        content = json.loads(Path(directory, "0.json").read_text(encoding="utf-8"))
+    rows: list[dict[str, float]] = content["results"]["rows"]
+    return rows
+
+
+# ---- checkpoint
+
+
+class Saving(Hook):
+    """Saves at the end of a run, and loads at the beginning of one that has something to load; seconds of either."""
+
+    phase = Phase.SAVE
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.path: Path | None = None
+
+    def on_train_start(self, run: Run) -> None:
+        """Load a second time: the first was part of setting up."""
+        if run.config.checkpoint.load is not None:
+            began_at = time.perf_counter()
+            load_checkpoint(run)
+            device_module.synchronize()
+            self.seconds = time.perf_counter() - began_at
+
+    def on_train_end(self, run: Run) -> None:
+        """Save once."""
+        if run.config.checkpoint.load is None:
+            device_module.synchronize()
+            began_at = time.perf_counter()
+            self.path = save_checkpoint(run)
+            self.seconds = time.perf_counter() - began_at
+
+
+def save_and_load(part: Part) -> None:
+    """1B with its optimizer state to this machine's temporary directory, and back."""
+    preset = part.preset("1b")
+    preset = dataclasses.replace(preset, micro_batch=1, global_batch=1)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
+        saving = Saving()
+        train_here(part.flags(preset, 1, f"--save {directory}/a --save-interval 100000"), [saving])
+        assert saving.path is not None
+        size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
+        rate = size / saving.seconds / 1e9
+        said = f"{size / 1e9:.2f} GB: saved in {saving.seconds:.1f} s ({rate:.2f} GB/s)"
+        part.note(said, bytes=size, save_seconds=saving.seconds)
+        loading = Saving()
+        train_here(part.flags(preset, 1, f"--load {directory}/a"), [loading])
+        rate = size / loading.seconds / 1e9
+        part.note(f"{said}, loaded in {loading.seconds:.1f} s ({rate:.2f} GB/s)", load_seconds=loading.seconds)
+
+
+# ---- the program
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "versions": tell_versions,
+    "tests": run_tests,
+    "curves": draw_curves,
+    "profile": profile_step,
+    "operations": measure_operations,
+    "1b": train_1b,
+    "8b": train_8b,
+    "moe": train_moe,
+    "fp8": train_fp8,
+    "documents": train_documents,
+    "two-processes": train_in_two_processes,
+    "checkpoint": save_and_load,
+    "1b-compiled": train_1b_compiled,
+}
+"""Name of an item in gpu.py -> what it does."""
+
+
+def main() -> int:
+    """Run one item."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=[*PARTS, "rank"])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=600.0, help="what the item may take (default: 600)")
+    parser.add_argument("--python", default=sys.executable, help="what starts Python")
+    parser.add_argument("--flags", default="", help="of a rank: the flags of pretrain_gpt.py")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
+    arguments = parser.parse_args()
+    part = Part(arguments.out, arguments.seconds, shlex.split(arguments.python), is_tiny=arguments.tiny)
+    part.note()
+    try:
+        if arguments.name == "rank":
+            run_rank(part, shlex.split(arguments.flags))
+        else:
+            PARTS[arguments.name](part)
+    except Exception as error:
+        part.note(error=describe_error(error))
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

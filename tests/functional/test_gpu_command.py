@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks gpu`: it stops in time, a part that fails is no end, and every line of every part runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_parts
+from megatron.core.errors import ConfigError
+from tests.programs import Program
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STAND_IN = """
+import json, os, subprocess, sys, time
+name, out = sys.argv[3], sys.argv[sys.argv.index("--out") + 1]
+json.dump({"headline": f"{name} began", "results": {"pid": os.getpid()}}, open(out, "w"))
+if name == "tests":
+    raise ValueError("no such kernel")
+if name == "curves":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    json.dump({"headline": "3 of 9", "results": {"child": child.pid}}, open(out, "w"))
+    time.sleep(600)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path) -> dict[str, Any]:
+    """Of items of which one hangs, and is given few of the 60 seconds, and one fails."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    shares = {"curves": 4, "versions": 20, "tests": 20, "1b": 20}
+    items = [gpu.Item(name, share, "") for name, share in shares.items()]
+    python = [sys.executable, str(tmp_path / "stand_in.py")]
+    began_at = time.monotonic()
+    found = gpu.run_items(items, tmp_path / "out", 60.0, python, is_tiny=True)
+    return {outcome["name"]: outcome for outcome in found} | {"seconds": time.monotonic() - began_at, "at": tmp_path}
+
+
+def test_it_stops_in_time_and_keeps_what_was_found(outcomes: dict[str, Any]) -> None:
+    assert outcomes["versions"]["state"] == "done" and outcomes["1b"]["state"] == "done"
+    failed, cut = outcomes["tests"], outcomes["curves"]
+    assert failed["state"] == "failed" and failed["error"] == "ValueError: no such kernel"
+    assert cut["state"] == "cut" and cut["headline"] == "3 of 9" and "were over" in cut["error"]
+    assert not is_alive(cut["results"]["child"]), "what an item starts ends with it"
+    assert outcomes["seconds"] < 60
+    directory = outcomes["at"] / "out"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert [row["name"] for row in summary] == ["curves", "versions", "tests", "1b"]
+    assert json.loads((directory / "curves.json").read_text()) == cut
+
+
+def test_an_item_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
+    (found,) = gpu.run_items(gpu.choose_items("moe"), tmp_path, 1.0, [sys.executable], is_tiny=True)
+    assert found["state"] == "no time"
+
+
+def test_items_have_their_code_and_fit_in_nine_minutes() -> None:
+    assert [item.name for item in gpu.ITEMS] == list(gpu_parts.PARTS)
+    with pytest.raises(ConfigError, match="--only moes is no item"):
+        gpu.choose_items("1b,moes")
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    monkeypatch.setattr("sys.argv", ["gpu", "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match="needs a CUDA device; --tiny"):
+        gpu.main()
+
+
+# ---- the parts, small, on the CPU
+
+
+def fork(part: gpu_parts.Part, command: list[str], environment: dict[str, str], log: Any) -> Program:
+    """A process that has imported torch already, in place of one that is started."""
+    arguments = command[command.index("benchmarks.gpu_parts") + 1 :]
+    return Program(["benchmarks/gpu_parts.py", *arguments], environment, ROOT, log)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch, no_yardstick: None) -> Iterator[None]:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    # What the parts leave in the process for its rest.
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "LOCAL_RANK"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_parts.PARTS if name not in ("tests", "1b-compiled")])
+def test_every_part_runs_on_the_cpu(name: str, tmp_path: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_parts.Part, "start", fork)
+    part = gpu_parts.Part(tmp_path / "part.json", 600.0, [sys.executable], is_tiny=True)
+    gpu_parts.PARTS[name](part)
+    content = json.loads((tmp_path / "part.json").read_text())
+    assert content["headline"] and content["results"]
+    check = CHECKS.get(name)
+    if check is not None:
+        check(content["results"])
+
+
+def check_curves(results: dict[str, Any]) -> None:
+    """The CPU agrees with itself: the same curve twice, and bit for bit after a resume."""
+    assert len(results["curves"]) == 12 and all(curve["is_right"] for curve in results["curves"].values())
+
+
+def check_two_processes(results: dict[str, Any]) -> None:
+    assert len(results["alone"]) == 3
+    assert all(results[name]["largest_relative_error"] < 1e-4 for name in gpu_parts.LAYOUTS)
+
+
+def check_profile(results: dict[str, Any]) -> None:
+    assert any("mm" in row["name"] for row in results["kernels"])
+
+
+CHECKS = {"curves": check_curves, "two-processes": check_two_processes, "profile": check_profile}
+
+
+def test_memory_shortage_is_met_with_recomputation(tmp_path: Path, on_cpu: None, monkeypatch) -> None:
+    asked = []
+
+    def measure(name: str, flags: list[str], *rest: Any) -> Any:
+        asked.append(" ".join(flags))
+        if "mlp" not in asked[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise ValueError("enough of it")
+
+    monkeypatch.setattr(gpu_parts, "measure_ours", measure)
+    part = gpu_parts.Part(tmp_path / "part.json", 600.0, [], is_tiny=True)
+    with pytest.raises(ValueError, match="enough"):
+        gpu_parts.train_8b(part)
+    assert [flags.count("--recompute-granularity") for flags in asked] == [0, 1, 1]
+
+
+def test_tests_of_the_gpu_are_found_and_their_failure_is_told(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "pytest_stand_in.py").write_text(
+        "import sys\nprint('FAILED tests/gpu/test_x.py::test_y')\nprint('1 failed in 2 s')\nsys.exit(1)\n"
+    )
+    part = gpu_parts.Part(
+        tmp_path / "part.json", 60.0, [sys.executable, str(tmp_path / "pytest_stand_in.py")], is_tiny=True
+    )
+    with pytest.raises(RuntimeError, match="ended with 1: FAILED tests/gpu/test_x.py::test_y"):
+        gpu_parts.run_tests(part)
+    results = json.loads((tmp_path / "part.json").read_text())
+    assert results["headline"] == "1 failed in 2 s"
+    words = shlex.split(results["results"]["command"])
+    assert "tests/unit/test_device.py" in words and words[words.index("-m") + 1] == "pytest"
