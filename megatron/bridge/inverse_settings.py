@@ -13,7 +13,7 @@ from megatron.core.transformer.layer_patterns import (
 )
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import declared_flags
-from megatron.training.recipes.family import ROPE_TYPES, Family, Setting
+from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
 
 
 def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
@@ -74,6 +74,8 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
             value = [layer - 1 for layer in layers if has_experts(model, layer)]
         case "inverse root":
             value = _invert_root(value)
+        case "group score":
+            value = GROUP_LIMITED if model.moe_router_num_groups and value == "best" else setting.default
     if setting.only_if is not None:
         fields[setting.only_if] = value is not None if setting.form == "number" else model.window_size is not None
         if not fields[setting.only_if]:

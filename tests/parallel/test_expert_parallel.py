@@ -113,6 +113,15 @@ def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str
     assert compare(reference(flags, "picky"), trace) == []
 
 
+@pytest.mark.flags("--moe-expert-rank-capacity-factor")
+def test_what_full_ranks_drop_depends_on_the_experts_ranks_alone() -> None:
+    bounded = "--moe-expert-rank-capacity-factor=0.8"
+    layouts = (f"dp2,ep2,{ALLTOALL},{bounded}", f"tp2,sp,ep2,etp1,{bounded}")
+    first, second = (join(run_distributed(share, 2, layout, timeout=240.0)) for layout in layouts)
+    assert compare(first, second) == []
+    assert compare(reference(), first) != []
+
+
 @pytest.mark.parametrize("layout", ["tp2,sp", *([f"tp4,ep2,etp2,{ALLTOALL}", "tp2,dp2,ep2"] if LARGE_TOO else [])])
 def test_biases_of_divided_experts_count_once(layout: str) -> None:
     trace = join(run_distributed(share, parse_layout(layout).world_size, f"{layout},--add-bias-linear", timeout=240.0))

@@ -57,7 +57,7 @@ def chosen_experts(layer: MoELayer, logits: Tensor) -> list[tuple[list[int], lis
                 candidates[i::1][: E // config.moe_router_num_groups]
                 for i in range(0, E, E // config.moe_router_num_groups)
             ]
-            per_group = k // config.moe_router_group_topk
+            per_group = 1 if config.moe_router_group_score == "best" else k // config.moe_router_group_topk
             strength = [sum(sorted((ranking[e].item() for e in group), reverse=True)[:per_group]) for group in groups]
             admitted = sorted(range(len(groups)), key=lambda g: -strength[g])[: config.moe_router_group_topk]
             candidates = [e for g in admitted for e in groups[g]]
@@ -99,16 +99,20 @@ def kept_choices(layer: MoELayer, choices: list[tuple[list[int], list[Tensor]]])
     """(token, expert) that fit into the capacity."""
     config = layer.config
     everything = [(t, e, w.item()) for t, (experts, ws) in enumerate(choices) for e, w in zip(experts, ws, strict=True)]
-    if config.moe_expert_capacity_factor is None:
-        return {(t, e) for t, e, _ in everything}
-    capacity = math.ceil(len(choices) * config.moe_router_topk / E * config.moe_expert_capacity_factor)
-    kept = set()
-    for expert in range(E):
-        wanting = [(t, w) for t, e, w in everything if e == expert]
-        if config.moe_token_drop_policy == "probs":
-            wanting.sort(key=lambda entry: -entry[1])
-        kept |= {(t, expert) for t, _ in wanting[:capacity]}
-    return kept
+    ranks = config.expert_model_parallel_size
+    bounds = [(E, config.moe_expert_capacity_factor), (ranks, config.moe_expert_rank_capacity_factor)]
+    for parts, factor in bounds:
+        if factor is None:
+            continue
+        capacity = math.ceil(len(choices) * config.moe_router_topk / parts * factor)
+        left = []
+        for part in range(parts):
+            wanting = [entry for entry in everything if entry[1] * parts // E == part]
+            if config.moe_token_drop_policy == "probs":
+                wanting.sort(key=lambda entry: -entry[2])
+            left += wanting[:capacity]
+        everything = [entry for entry in everything if entry in left]
+    return {(t, e) for t, e, _ in everything}
 
 
 def auxiliary_losses(layer: MoELayer, logits: Tensor) -> Iterator[Tensor]:

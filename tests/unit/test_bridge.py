@@ -91,6 +91,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek V2 Lite": (
         "DeepseekV2", LATENT | {"q_lora_rank": None, "rms_norm_eps": 1e-5, "num_experts_per_tok": 3} | EAGER,
     ),
+    "DeepSeek V2": (
+        "DeepseekV2",
+        LATENT | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+                  "num_experts_per_tok": 4, "routed_scaling_factor": 1.5, "rope_parameters": MSCALE} | EAGER,
+    ),
     "DeepSeek V2 Lite, YaRN": ("DeepseekV2", LATENT | {"q_lora_rank": None, "rope_parameters": MSCALE} | EAGER),
     "DeepSeek V3": (
         "DeepseekV3",
@@ -218,7 +223,7 @@ def test_what_a_family_cannot_say_is_refused(tmp_path: Path) -> None:
     """Fields that would change what the model computes."""
     for name, fields, message in (
         ("GPT-2, GPT-3", {"tie_word_embeddings": False}, "tie_word_embeddings is False in its config.json; only True"),
-        ("DeepSeek V2 Lite", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ("DeepSeek V2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc' in its config.json; only 'greedy' and"),
         ("DeepSeek V3", {"rope_interleave": False}, "rope_interleave is False"),
         ("DeepSeek V3", {"rope_parameters": MSCALE | {"mscale_all_dim": 0}}, "mscale 0.7 without mscale_all_dim"),
     ):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import permute, sort_slots, unpermute
-from megatron.core.transformer.moe.routing import choose_best, fit_into_capacity, sinkhorn
+from megatron.core.transformer.moe.routing import choose_best, fit_into_capacity, keep_within_capacity, sinkhorn
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
 from megatron.core.transformer.operations import describe_expert_operations
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit.experts_by_definition import (
     MOE,
     B,
@@ -30,6 +32,7 @@ from tests.unit.experts_by_definition import (
     assert_is_the_definition,
     by_definition,
     gradients,
+    kept_choices,
     layer_of,
     tokens,
 )
@@ -41,7 +44,7 @@ from tests.unit.gpt_models import build_model, first_layer, read_config, token_b
     "--moe-router-enable-expert-bias", "--moe-router-num-groups", "--moe-router-group-topk",
     "--moe-router-topk-scaling-factor", "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate",
     "--moe-expert-capacity-factor", "--moe-token-drop-policy", "--moe-aux-loss-coeff", "--moe-z-loss-coeff",
-    "--moe-router-load-balancing-type",
+    "--moe-router-load-balancing-type", "--moe-router-group-score", "--moe-expert-rank-capacity-factor",
 )  # fmt: skip
 @pytest.mark.parametrize(
     "flags",
@@ -57,6 +60,8 @@ from tests.unit.gpt_models import build_model, first_layer, read_config, token_b
         "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.3 0.2",
         "--moe-expert-capacity-factor 0.75 --moe-shared-expert-intermediate-size 24 --moe-permute-fusion",
         "--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position --moe-token-dispatcher-type alltoall",
+        "--moe-expert-rank-capacity-factor 0.6 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+        "--moe-router-group-score best --moe-router-pre-softmax",
     ],
 )  # fmt: skip
 def test_forward_and_gradients_are_those_of_the_definition(flags: str) -> None:
@@ -103,6 +108,7 @@ def test_groups_limit_the_choice() -> None:
     scores = torch.tensor([[9.0, 0.0, 5.0, 5.0, 6.0, 1.0]])
     assert choose_best(scores, 2).tolist() == [[0, 4]]
     assert choose_best(scores, 2, num_groups=3, group_topk=1).tolist() == [[2, 3]]  # 9 + 0 < 5 + 5
+    assert choose_best(scores, 2, num_groups=3, group_topk=1, group_score="best").tolist() == [[0, 1]]  # 9 > 6 > 5
 
 
 def test_sinkhorn_gives_every_expert_as_much() -> None:
@@ -117,6 +123,24 @@ def test_within_capacity() -> None:
     experts, weights = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0.1], [0.3], [0.2], [0.1]])
     assert fit_into_capacity(experts, weights, 2, 2, "probs").flatten().tolist() == [False, True, True, True]
     assert fit_into_capacity(experts, weights, 2, 2, "position").flatten().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factors", [(0.8, 0.7), (None, 0.7), (None, 2.0), (1.0, 0.01)])
+def test_within_the_capacity_of_ranks(factors: tuple[float | None, float], policy: str) -> None:
+    """Beside that of experts: against the loop over ranks and choices."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=4, num_moe_experts=E, moe_router_topk=3,
+        expert_model_parallel_size=4, moe_expert_capacity_factor=factors[0],
+        moe_expert_rank_capacity_factor=factors[1], moe_token_drop_policy=policy,
+    )  # fmt: skip
+    # The first ranks are wanted more.
+    wanted = torch.rand(20, E, generator=torch.Generator().manual_seed(4)) + torch.linspace(1.0, 0.0, E)
+    weights, experts = wanted.topk(3)
+    kept = keep_within_capacity(experts, weights, config)
+    found = {(t, int(e)) for t in range(20) for e in experts[t][kept[t]]}
+    choices = [(row.tolist(), list(own)) for row, own in zip(experts, weights, strict=True)]
+    assert found == kept_choices(SimpleNamespace(config=config), choices)  # type: ignore[arg-type]
 
 
 def test_permute_and_combine_are_transposes() -> None:

@@ -26,6 +26,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import Draft, Sampling, draft_next_tokens
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.config_fields.moe import CAPACITY_FACTORS
 
 
 class Speculation:
@@ -39,11 +40,12 @@ class Speculation:
                 "its training); leave it out"
             )
         # Which tokens an expert drops depends on those that are read with them, so that the text would be another one.
-        if model.config.moe_expert_capacity_factor is not None:
-            raise ConfigError(
-                f"--speculate reads several tokens at once, of which experts with --moe-expert-capacity-factor "
-                f"{model.config.moe_expert_capacity_factor} drop others than they would one by one; leave it out"
-            )
+        for name in CAPACITY_FACTORS:
+            if getattr(model.config, name) is not None:
+                raise ConfigError(
+                    f"--speculate reads several tokens at once, of which experts with {model.config.say(name)} drop "
+                    "others than they would one by one; leave it out"
+                )
         self._model, self.depths = model, model.config.mtp_num_layers
         self.drafted, self.kept, self.passes, self.written = 0, 0, 0, 0
 

@@ -114,7 +114,7 @@ def keeps_function(config: TransformerConfig) -> bool:
     """Whether the mixture of experts computes at first what the dense model did, but for rounding."""
     function, alone = config.moe_router_score_function, config.moe_router_topk == 1
     adds_up = not config.moe_router_pre_softmax if function == "softmax" else not alone
-    adds_up &= "sinkhorn" not in config.moe_router_load_balancing_type and config.moe_expert_capacity_factor is None
+    adds_up &= "sinkhorn" not in config.moe_router_load_balancing_type and not config.drops_tokens
     return adds_up and config.moe_router_topk % config.moe_upcycling_granularity == 0
 
 

@@ -129,7 +129,7 @@ class ExpertsHook(Hook):
     | expert_load      | choices of the most chosen expert / mean over experts                           | 1    |
     | expert_rank_load | the same of the expert-parallel ranks, where there are several                  | 1    |
     | expert_entropy   | of the choices' distribution over experts / its largest value, log(experts)     | 1    |
-    | tokens_dropped   | share of the choices that did not fit into --moe-expert-capacity-factor         | 0    |
+    | tokens_dropped   | share of the choices that did not fit into the capacity of experts or ranks     | 0    |
     | expert_bias      | largest - smallest bias, where the router has them                              | 0    |
     """
 
@@ -198,7 +198,7 @@ class ExpertsHook(Hook):
         if ranks > 1:
             found["expert_rank_load"] = shares.unflatten(1, (ranks, -1)).sum(2).amax(1) * ranks
         found["expert_entropy"] = torch.special.entr(shares).sum(1) / math.log(max(experts, 2))
-        if model.moe_expert_capacity_factor is not None:
+        if model.drops_tokens:
             found["tokens_dropped"] = dropped / total
         if model.has_expert_bias:
             biases = own[:, experts + 1 : -1] / own[:, -1:].clamp(min=1)

@@ -137,6 +137,11 @@ LLAMA4_EXPERTS = (
 )
 
 
+def _complete_deepseek_v2(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where experts are chosen one by one, groups that a config.json gives mean nothing."""
+    return {**config, "n_group": 1, "topk_group": 1} if config.get("topk_method", "greedy") == "greedy" else config
+
+
 def _complete_llama4(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Which layers have positions, chunks and experts, where a config.json gives only how often they come."""
     layers = range(1, config["num_hidden_layers"] + 1)
@@ -375,9 +380,10 @@ FAMILIES: tuple[Family, ...] = (
         expects={"attention_bias": False, "clip_qkv": None},
     ),
     _deepseek(
-        # Groups of experts count by their best expert there, and by the sum of their best ones here: none of them.
-        "DeepSeek V2 Lite", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
-        expects={"norm_topk_prob": False, "topk_method": "greedy", "scoring_func": "softmax", "mlp_bias": False},
+        "DeepSeek V2", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
+        settings=(*EXPERT_GROUPS, Setting("topk_method", "--moe-router-group-score", "group score", default="greedy")),
+        expects={"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
+        complete=_complete_deepseek_v2,
     ),
     _deepseek(
         "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",

@@ -53,8 +53,12 @@ class Row:
 
 SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
-    "dense layers first", "layers with experts", "root", "inverse root",
+    "dense layers first", "layers with experts", "group score", "root", "inverse root",
 ]  # fmt: skip
+
+
+GROUP_LIMITED = "group_limited_greedy"
+"""`topk_method` of a model whose tokens are limited to a few groups of experts."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Setting:
     layers without positions  of each layer, 0 where it has none
     dense layers first        so many layers come before those with experts
     layers with experts       their indices, from 0
+    group score               `greedy`: experts are in no groups; `group_limited_greedy`: a group counts by its best one
     root, inverse root        of the value
     """
 
@@ -245,6 +250,13 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "layers with experts":
             has_experts = [index in value for index in range(config["num_hidden_layers"])]
             return [] if all(has_experts) else [f"{setting.flag} {_describe_period(has_experts)}"]
+        case "group score":
+            if value != GROUP_LIMITED:
+                raise ConfigError(
+                    f"{family.name}: {setting.theirs} is {value!r} in its config.json; only {setting.default!r} and "
+                    f"{GROUP_LIMITED!r} are known"
+                )
+            return [f"{setting.flag} best"]
         # The last two forms only change the value; it is written below, like a number.
         case "root":
             value = value**0.5

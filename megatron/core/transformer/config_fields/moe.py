@@ -34,7 +34,12 @@ _SHARED = Needs(
     "--moe-shared-expert-intermediate-size", lambda run: run.moe_shared_expert_intermediate_size is not None
 )
 _LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
-_CAPACITY = Needs("--moe-expert-capacity-factor", lambda run: run.moe_expert_capacity_factor is not None)
+_CAPACITY = Needs(
+    "--moe-expert-capacity-factor or --moe-expert-rank-capacity-factor",
+    lambda run: run.moe_expert_capacity_factor is not None or run.moe_expert_rank_capacity_factor is not None,
+)
+
+CAPACITY_FACTORS = ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -76,6 +81,9 @@ class MoEFields(ArchitectureFields):
     """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
     moe_router_group_topk: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _CHOICE_BY_SCORE))
     """Groups whose best experts score highest, to which a token is limited (DeepSeek-V2 and V3)."""
+    moe_router_group_score: Literal["sum", "best"] = flag("sum", kind="function", needs=(_EXPERTS, _GROUP_TOPK))
+    """What a group of experts counts for a token: the sum of the scores of its k / groups best experts (DeepSeek-V3),
+    or the score of its best one (DeepSeek-V2)."""
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), kind="numerics", needs=_EXPERTS)
@@ -100,6 +108,9 @@ class MoEFields(ArchitectureFields):
     """In training, multiply what the router reads by random numbers from 1 - eps to 1 + eps (Fedus et al., 2021)."""
     moe_expert_capacity_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """An expert takes so many times its even share of a microbatch's tokens; it drops the others. All if not given."""
+    moe_expert_rank_capacity_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
+    """An expert-parallel rank takes so many times its even share of a microbatch's choices, whichever of its experts
+    they are of; it drops the others, after those that experts drop. All if not given."""
     moe_pad_expert_input_to_capacity: bool = flag(False, kind="kernel", needs=_EXPERTS)
     """Every expert gets as many rows as its capacity allows, zeros beyond its tokens: sizes do not depend on the
     routing, and the host waits for nothing."""
@@ -110,7 +121,7 @@ class MoEFields(ArchitectureFields):
     moe_token_drop_policy: str = flag(
         "probs", choices=("probs", "position"), kind="function", needs=(_EXPERTS, _CAPACITY)
     )
-    """Whom a full expert drops: the tokens with the smallest weights, or the last of the microbatch."""
+    """Whom a full expert, or rank, drops: the tokens with the smallest weights, or the last of the microbatch."""
     moe_shared_expert_intermediate_size: int | None = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
     """Inner width of an MLP beside the experts that works on every token (DeepSeekMoE); none when not given."""
     moe_shared_expert_gate: bool = flag(False, kind="shape", needs=_EXPERTS)
@@ -180,6 +191,11 @@ class MoEFields(ArchitectureFields):
         """Whether experts are chosen with a bias that moves after each step."""
         return self.moe_router_enable_expert_bias or "quantile_balancing" in self.moe_router_load_balancing_type
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether something bounds how many tokens an expert or a rank takes."""
+        return any(getattr(self, name) is not None for name in CAPACITY_FACTORS)
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         # A dense model: the other fields have their defaults, or have been refused by what they need.
@@ -241,8 +257,9 @@ class MoEFields(ArchitectureFields):
             yield f"{self.say('moe_aux_loss_coeff')} judges {planned}; {balancing}"
         if "sinkhorn" in kinds:
             yield f"{self.say('moe_router_load_balancing_type')} balances {planned}; {balancing}"
-        if self.moe_expert_capacity_factor is not None:
-            yield f"{self.say('moe_expert_capacity_factor')} bounds {planned}; leave it out"
+        for name in CAPACITY_FACTORS:
+            if getattr(self, name) is not None:
+                yield f"{self.say(name)} bounds {planned}; leave it out"
         if self.moe_token_dispatcher_type == "allgather" and self.shares_experts_beyond_tp:
             yield (
                 f"{asked} gives ranks different numbers of tokens, which {self.say('moe_token_dispatcher_type')} "
@@ -321,8 +338,8 @@ class MoEFields(ArchitectureFields):
                 f"{self.say('moe_router_group_topk')} is more than {self.say('moe_router_num_groups')} or "
                 f"{self.say('moe_router_topk')}; use {min(groups, topk)} or fewer"
             )
-        # A group is judged by its k / groups best experts, and has to have so many.
-        elif groups and kept and (kept * (experts // groups) < topk or topk // kept > experts // groups):
+        # Where groups are judged by their k / groups best experts, this also says that they have so many.
+        elif groups and kept and kept * (experts // groups) < topk:
             yield (
                 f"{self.say('moe_router_group_topk')} leaves {kept * (experts // groups)} experts to choose from for "
                 f"{self.say('moe_router_topk')}; use more groups"

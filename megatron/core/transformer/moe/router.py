@@ -26,9 +26,8 @@ from megatron.core.transformer.moe.routing import (
     choose_best,
     choose_experts,
     compute_affinities,
-    compute_capacity,
     find_even_bias,
-    fit_into_capacity,
+    keep_within_capacity,
     score_choice,
     sinkhorn,
     weigh_experts,
@@ -126,7 +125,7 @@ class TopKRouter(MegatronModule):
         # dropped: what the router wanted is to be balanced, not what it got.
         if learns:
             routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
-        if self.config.moe_expert_capacity_factor is not None:
+        if self.config.drops_tokens:
             routing = routing._replace(kept=self._keep_within_capacity(routing, hidden_states.shape[1]))
         if learns and not is_recomputing():
             self._count_tokens(routing, logits)
@@ -193,17 +192,16 @@ class TopKRouter(MegatronModule):
         return logits.new_empty(self.num_experts).normal_(0.0, std)
 
     def _keep_within_capacity(self, routing: Routing, sequences: int) -> Tensor:
-        """Which choices fit into the experts' capacity, bool [T, k], decided for the whole microbatch on every process
-        alike."""
-        group, cp, config = self.groups.tp_cp, self.groups.cp.size(), self.config
+        """Which choices fit into the capacity of experts and ranks, bool [T, k], decided for the whole microbatch on
+        every process alike."""
+        group, cp = self.groups.tp_cp, self.groups.cp.size()
         # Capacity is a bound on the microbatch: a rank that decided alone would drop others than the undivided run.
         # Tokens stand in the order of the sequence, of which context-parallel ranks have a piece from either end.
         experts, weights = (
             to_sequence_order(_take_rows(rows, group).unflatten(0, (-1, sequences)), cp).flatten(0, 1)
             for rows in (routing.experts, routing.weights.detach())
         )
-        capacity = compute_capacity(experts.shape[0], config)
-        kept = fit_into_capacity(experts, weights, self.num_experts, capacity, config.moe_token_drop_policy)
+        kept = keep_within_capacity(experts, weights, self.config)
         return to_rank_order(kept.unflatten(0, (-1, sequences)), cp).flatten(0, 1)[self._own_rows(routing.experts)]
 
     def _own_rows(self, rows: Tensor) -> slice:

@@ -57,7 +57,7 @@ def choose_experts(
     """Choose the k best experts of each token and their weights: logits [T, E] -> Routing. expert_bias: [E], added to
     scores for the choice. given: [T, k], experts that are chosen already."""
     function, k = config.moe_router_score_function, config.moe_router_topk
-    groups = (config.moe_router_num_groups, config.moe_router_group_topk)
+    groups = (config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_group_score)
     # Softmax keeps the order, so the choice can be made by the logits themselves.
     if function == "softmax" and not config.moe_router_pre_softmax:
         wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -106,17 +106,23 @@ def find_even_bias(scores: Tensor, bias: Tensor, k: int) -> Tensor:
 
 
 @torch.no_grad()
-def choose_best(scores: Tensor, k: int, num_groups: int | None = None, group_topk: int | None = None) -> Tensor:
+def choose_best(
+    scores: Tensor, k: int, num_groups: int | None = None, group_topk: int | None = None, group_score: str = "sum"
+) -> Tensor:
     """The k highest scores of each row, [T, E] -> [T, k] numbers of experts, the best first.
 
     With groups of neighbouring experts, only those of the `group_topk` groups are candidates whose k / group_topk best
-    scores add up highest (DeepSeek-V3, section 2.1.2).
+    scores add up highest (group_score "sum"; DeepSeek-V3, section 2.1.2), or whose best one is highest ("best";
+    DeepSeek-V2, section 2.2.2).
     """
     if num_groups and group_topk:
         # Groups are runs of neighbouring experts, which usually lie on one node: limiting groups limits the nodes of a
         # token.
         by_group = scores.unflatten(1, (num_groups, -1))  # [T, groups, E / groups]
-        strengths = by_group.topk(k // group_topk, dim=-1).values.sum(dim=-1)
+        if group_score == "best":
+            strengths = by_group.amax(dim=-1)
+        else:
+            strengths = by_group.topk(k // group_topk, dim=-1).values.sum(dim=-1)
         admitted = torch.zeros_like(strengths, dtype=torch.bool)
         admitted.scatter_(1, strengths.topk(group_topk, dim=-1).indices, True)
         scores = by_group.masked_fill(~admitted.unsqueeze(-1), float("-inf")).flatten(1)
@@ -154,9 +160,34 @@ def compute_capacity(tokens: int, config: MoEFields) -> int:
     return max(1, math.ceil(share * config.moe_expert_capacity_factor))
 
 
+def compute_rank_capacity(tokens: int, config: MoEFields) -> int:
+    """Compute how many choices the experts of one expert-parallel rank take together at most of a microbatch of
+    `tokens` tokens; at least 1."""
+    assert config.moe_expert_rank_capacity_factor is not None
+    share = tokens * config.moe_router_topk / config.expert_model_parallel_size
+    return max(1, math.ceil(share * config.moe_expert_rank_capacity_factor))
+
+
+def keep_within_capacity(experts: Tensor, weights: Tensor, config: MoEFields) -> Tensor:
+    """Which of the choices [T, k] of a whole microbatch full experts keep, and full ranks of what these keep; bool."""
+    assert config.num_moe_experts is not None
+    tokens, policy = experts.shape[0], config.moe_token_drop_policy
+    kept = torch.ones_like(experts, dtype=torch.bool)
+    if config.moe_expert_capacity_factor is not None:
+        capacity = compute_capacity(tokens, config)
+        kept = fit_into_capacity(experts, weights, config.num_moe_experts, capacity, policy)
+    if config.moe_expert_rank_capacity_factor is not None:
+        ranks = config.expert_model_parallel_size
+        # What is dropped already stands behind the last rank, and takes no place.
+        chosen = (experts // (config.num_moe_experts // ranks)).masked_fill(~kept, ranks)
+        kept &= fit_into_capacity(chosen, weights, ranks + 1, compute_rank_capacity(tokens, config), policy)
+    return kept
+
+
 @torch.no_grad()
 def fit_into_capacity(experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
-    """Which of the choices [T, k] a full expert keeps: by weight ("probs") or the first ("position"); bool [T, k].
+    """Which of the choices [T, k] a full expert keeps: by weight ("probs") or the first ("position"); bool [T, k]. Just
+    so for ranks in the place of experts.
 
     experts, weights: of the whole microbatch.
     """
