@@ -24,14 +24,19 @@ from megatron.core.activations import (
     find_activation,
     gated_activation_reference,
 )
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.kernels import launching
 from megatron.core.mesh import RankGrid
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import (
     fused_vocab_parallel_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.tensor_parallel.parameters import parameter_dtype
+from tests.unit.run_flags import run_config
+from tests.unit.test_megatron_optimizer import tiny_network
 
 COMPARISONS: dict[str, Callable[[str], None]] = {}
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -254,3 +259,49 @@ def losses_of_a_divided_vocabulary(device: str) -> None:
             found = on_all_ranks(own, cross_entropy)
         for rank, part in enumerate(found):
             assert_close(part, [expected[0], expected[1].chunk(2, dim=-1)[rank]], 2e-5)
+
+
+# ---- Adam
+
+
+def _build_optimizer(flags: str, device: str) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    config = run_config(flags)
+    network = tiny_network(parameter_dtype(config.model)).to(device)
+    model = DistributedDataParallel(config.model, config.ddp, network)
+    return model, get_megatron_optimizer(config.optimizer, [model])
+
+
+def _train_network(flags: str, device: str, steps: int) -> list[Tensor]:
+    """Weights and states of a small network after some steps."""
+    model, optimizer = _build_optimizer(flags, device)
+    for step in range(steps):
+        for index, buffer in enumerate(model.flat_buffers):
+            noise = randn(buffer.grad_data.numel(), dtype=torch.float32, device=device, scale=0.1 * (step + 1))
+            buffer.grad_data.copy_(noise.roll(37 * (index + step)))
+        optimizer.step()
+    kept = [tensor for kinds in optimizer.named_state().values() for tensor in kinds.values()]
+    return [tensor.clone() for tensor in (*(buffer.param_data for buffer in model.flat_buffers), *kept)]
+
+
+@compared
+def adam(device: str) -> None:
+    """Against torch's operator over float32 copies, which the CPU uses; 16-bit states agree to their last digit."""
+    plain = "--weight-decay 0.1 --lr 0.01 --clip-grad 0.5"
+    reduced = "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    for flags, tolerance in ((plain, 2e-6), (f"{plain} --bf16", 8e-3), (f"{plain} --bf16 {reduced}", 8e-3),
+                             (f"{plain} --bf16 {reduced} --main-grads-dtype bf16", 8e-3)):  # fmt: skip
+        expected = _train_network(flags, device, 3)
+        with kernels_chosen() as launched:
+            found = _train_network(flags, device, 3)
+        assert len(launched) >= 6, launched
+        assert_close(found, expected, tolerance)
+
+
+@compared
+def adam_keeps_still(device: str) -> None:
+    with kernels_chosen():
+        model, optimizer = _build_optimizer("--bf16 --no-check-for-nan-in-loss-and-grad", device)
+        before = [buffer.param_data.clone() for buffer in model.flat_buffers]
+        model.flat_buffers[0].grad_data[1] = float("nan")
+        assert optimizer.step().skipped
+    assert all(torch.equal(x, buffer.param_data) for x, buffer in zip(before, model.flat_buffers, strict=True))

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from megatron.core.activations import bias_gated_activation, find_activation  # noqa: E402
 from megatron.core.kernels import launching  # noqa: E402
+from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 from tests.kernels.comparisons import COMPARISONS  # noqa: E402
@@ -62,7 +63,16 @@ def loss() -> None:
     vocab_parallel_cross_entropy(logits * 1, target, tp_group=group).sum().backward()
 
 
-OPERATIONS: list[Callable[[], None]] = [weighted_gate, loss]
+def adam() -> None:
+    """With states of 16 bits, and the network's weights beside the main parameters."""
+    param, scalar = torch.zeros(4096), torch.zeros(())
+    half = param.bfloat16()
+    options = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-8}
+    state = {"exp_avg": half, "exp_avg_sq": half}
+    update_adam(param, half, state, half, options, (0.9, 0.95), torch.ones(2), scalar, scalar)
+
+
+OPERATIONS: list[Callable[[], None]] = [weighted_gate, loss, adam]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)

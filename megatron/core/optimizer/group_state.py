@@ -47,6 +47,17 @@ class FlatShard(NamedTuple):
     """Name of a state tensor, such as exp_avg -> its slice."""
 
 
+class FlatMemory(NamedTuple):
+    """A contiguous slice of one buffer's parameters, gradients and state in the formats in which they are kept."""
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    """Name of a state tensor, such as exp_avg -> its slice."""
+    weight: Tensor | None
+    """The network's own values, of which `param` is the unrounded copy; None where `param` is the network's."""
+
+
 class Member(NamedTuple):
     """A parameter of the group."""
 
@@ -129,6 +140,13 @@ class GroupState:
                 for index, (part, result) in enumerate(zip(parts, wide, strict=True)):
                     if result is not part and index != 1:
                         part.copy_(result)
+
+    def memory(self) -> Iterator[FlatMemory]:
+        """What this process updates, as it lies there, for kernels that read and write its formats themselves."""
+        for piece, place in self._own_pieces():
+            state = {kind: tensor[place] for kind, tensor in self.tensors.items()}
+            weight = None if self.main is None else self.buffer.values(*piece)
+            yield FlatMemory(self.values(piece, place), self.buffer.grad_data[slice(*piece)], state, weight)
 
     def copy_main_to_model(self) -> None:
         """Round the main parameters that this process updates into the network's parameters."""

@@ -217,7 +217,9 @@ class MegatronOptimizer:
                 )
                 self.after_update(found_inf)
             for group in unit.groups:
-                _write_back(group.states)
+                # What a kernel has written already, and nothing has changed since, is not written again.
+                is_written = self.after_update is None and not is_left_out
+                _write_back([s for s in group.states if not (is_written and group.rule.writes_weights(s))])
             with self.timers("params-all-gather", 1):
                 for chunk in unit.chunks:
                     chunk.start_param_sync()

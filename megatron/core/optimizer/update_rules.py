@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.kernels import launching
 from megatron.core.optimizer.group_state import CHUNK, FlatShard, GroupState
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class UpdateRule(ABC):
         state of some matrices of the stack."""
         return {}
 
+    def writes_weights(self, state: GroupState) -> bool:
+        """Whether `update` also rounds the main parameters of this state into the network's, in the same pass."""
+        return False
+
     def stack_starts(self) -> dict[str, int]:
         """Name of each stack of matrices with state of that kind -> number, in the whole stack, of the first matrix of
         which this process has state."""
@@ -69,13 +74,13 @@ class UpdateRule(ABC):
         """Update what this process has of the group. step: number of this update, from 1, a scalar on the device."""
 
 
-def batch_shards(group: UpdatedGroup) -> Iterator[list[FlatShard]]:
+def batch_shards(states: Sequence[GroupState]) -> Iterator[list[FlatShard]]:
     """Everything that one fused call updates: all shards that lie in memory as float32 together, others one by one."""
     # One call for all: a launch for each parameter would take longer than its arithmetic.
-    together = [shard for state in group.states if state.is_float32 for shard in state.shards()]
+    together = [shard for state in states if state.is_float32 for shard in state.shards()]
     if together:
         yield together
-    for state in group.states:
+    for state in states:
         # These are temporary float32 copies, written back when the next is asked for, so that only one may be alive.
         if not state.is_float32:
             for shard in state.shards():
@@ -83,7 +88,8 @@ def batch_shards(group: UpdatedGroup) -> Iterator[list[FlatShard]]:
 
 
 class AdamW(UpdateRule):
-    """Adam with decoupled weight decay (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), one fused pass."""
+    """Adam with decoupled weight decay (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), one fused pass: on a GPU a
+    kernel for all number formats, elsewhere torch's, with temporary copies of states that are not float32."""
 
     kinds = ("exp_avg", "exp_avg_sq")
     keeps_still = True
@@ -95,7 +101,10 @@ class AdamW(UpdateRule):
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
         beta1, beta2 = options["betas"]
-        for shards in batch_shards(group):
+        by_kernel = [state for state in group.states if self.writes_weights(state)]
+        if by_kernel:
+            _update_by_kernel(by_kernel, options, step, divisor, found_inf)
+        for shards in batch_shards([state for state in group.states if state not in by_kernel]):
             torch._fused_adamw_(
                 [shard.param for shard in shards],
                 [shard.grad for shard in shards],
@@ -115,6 +124,25 @@ class AdamW(UpdateRule):
                 found_inf=found_inf,
             )
 
+    def writes_weights(self, state: GroupState) -> bool:
+        return all(
+            launching.uses_kernels(memory.param, memory.grad, *memory.state.values(), memory.weight)
+            for memory in state.memory()
+        )
+
+
+def _update_by_kernel(
+    states: Sequence[GroupState], options: dict[str, Any], step: Tensor, divisor: Tensor | None, found_inf: Tensor
+) -> None:
+    """Adam's update of everything that this process has of these states, and of the network's weights."""
+    from megatron.core.kernels.adam import compute_corrections, update_adam
+
+    betas = options["betas"]
+    corrections = compute_corrections(step, betas)
+    for state in states:
+        for param, grad, kept, weight in state.memory():
+            update_adam(param, grad, kept, weight, options, betas, corrections, divisor, found_inf)
+
 
 class SGD(UpdateRule):
     """Stochastic gradient descent with momentum (Polyak, 1964) in torch.optim.SGD's form: the weight decay is added to
@@ -133,7 +161,7 @@ class SGD(UpdateRule):
 
     def update(self, group: UpdatedGroup, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
         options = group.options
-        for shards in batch_shards(group):
+        for shards in batch_shards(group.states):
             torch._fused_sgd_(
                 [shard.param for shard in shards],
                 [shard.grad for shard in shards],
