@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cpu
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.process_groups_config import Group
 
@@ -30,7 +31,8 @@ class PackedSeqParams:
 
     cu_seqlens_*: int32 [documents + 1], starts and the end of the last one; entries may repeat (empty documents). The
     `_padded` ones are where the documents lie in memory, when each is followed by padding. Queries and keys have the
-    same documents. Bounds are read on the host, once: where they lie on a device, it is waited for once per microbatch.
+    same documents. Bounds are read on the host, once: from cu_seqlens_host where it is given, which holds the same as
+    cu_seqlens_q on the host; else a device that they lie on is waited for once per microbatch.
     """
 
     qkv_format: str = "thd"
@@ -40,6 +42,7 @@ class PackedSeqParams:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | Tensor | None = None
     max_seqlen_kv: int | Tensor | None = None
+    cu_seqlens_host: Tensor | None = None
     cp_group: Group | None = None
     """The ranks that share this sequence; those that share every sequence when None."""
     _documents: Documents | None = field(default=None, init=False, repr=False, compare=False)
@@ -56,7 +59,8 @@ class PackedSeqParams:
 
     def _read(self, length: int) -> Documents:
         # Padding comes after a document's tokens, so that under a causal mask none of them sees it.
-        given = self.cu_seqlens_q_padded if self.cu_seqlens_q_padded is not None else self.cu_seqlens_q
+        candidates = (self.cu_seqlens_q_padded, self.cu_seqlens_host, self.cu_seqlens_q)
+        given = next((bounds for bounds in candidates if bounds is not None), None)
         if given is None or self.qkv_format != "thd":
             raise DataError(f"PackedSeqParams needs qkv_format thd and cu_seqlens_q; found {self.qkv_format}, {given}")
         bounds = given.flatten().tolist()
@@ -117,8 +121,9 @@ def pack_batch(
 ) -> tuple[dict[str, Tensor], PackedSeqParams | None]:
     """A batch whose samples carry cu_seqlens [b, m] as one packed sequence: [b, s] -> [1, b * s]; others as they are.
 
-    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen. hybrid_cp:
-    the groups of which one shares the batch where it carries local_cp_size, the number of its ranks. Raises ConfigError
+    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen. Bounds that
+    lie on the host, as a run's own batches have them, go to the tokens' device and are kept beside. hybrid_cp: the
+    groups of which one shares the batch where it carries local_cp_size, the number of its ranks. Raises ConfigError
     where no group has that size.
     """
     if "cu_seqlens" not in batch:
@@ -126,8 +131,11 @@ def pack_batch(
     # One after another in memory, so that the documents of a sample begin where the sample before has ended.
     samples, length = batch["tokens"].shape
     offsets = torch.arange(samples, device=batch["cu_seqlens"].device).unsqueeze(1) * length
-    bounds = torch.cat([(batch["cu_seqlens"] + offsets).flatten(), offsets.new_tensor([samples * length])])
-    description: dict[str, Any] = {"cu_seqlens_q": bounds.int(), "cu_seqlens_kv": bounds.int()}
+    bounds = torch.cat([(batch["cu_seqlens"] + offsets).flatten(), offsets.new_tensor([samples * length])]).int()
+    on_device = bounds.to(batch["tokens"].device, non_blocking=True)
+    description: dict[str, Any] = {"cu_seqlens_q": on_device, "cu_seqlens_kv": on_device}
+    if is_cpu(bounds):
+        description["cu_seqlens_host"] = bounds
     if "max_seqlen" in batch:
         description |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), batch["max_seqlen"].max())
     if "local_cp_size" in batch:

@@ -5,6 +5,7 @@ there is no GPU, and with the kernel itself where there is one."""
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megatron.core.context_parallel.sharding import list_positions_of_rank
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.core_attention import flash, query_blocks
+from megatron.core.transformer.core_attention.block_kernels import Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.flash import FlashCall
 from megatron.core.transformer.core_attention.interface import AttentionInputs, Visible
+from megatron.core.transformer.core_attention.ring import Block, list_blocks_in_bands
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit import flash_stand_in
@@ -116,7 +120,7 @@ def test_earlier_keys_without_the_flash_kernel(widths: str) -> None:
     core.backend = CUDAAttention(core.options, "auto", torch.device("cuda"), "it is not here")
     case = next(case for case in OWN_CASES if case.name == "causal")
     compare(core, case, operands(2, WIDTHS[widths], 7))
-    assert "no flash kernel: it is not here" in core.backend.name
+    assert "not by the flash kernel: it is not here" in core.backend.name
 
 
 @pytest.mark.parametrize("first", [0, 5, 16])
@@ -187,7 +191,7 @@ def test_the_order_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_operators_signature() -> None:
     """On tensors without memory: the shapes that the operator answers with are those that backward hands back."""
     meta = torch.device("meta")
-    packed = flash.Sequences(*(torch.empty(4, dtype=torch.int32, device=meta) for _ in range(2)), 11, 13)
+    packed = Sequences(*(torch.empty(4, dtype=torch.int32, device=meta) for _ in range(2)), 11, 13)
     for sequences, lead in ((None, (2,)), (packed, ())):
         q, k, v = (
             torch.empty(*lead, tokens, heads, 24, dtype=torch.bfloat16, device=meta)
@@ -215,3 +219,46 @@ def test_on_a_gpu(widths: str, dtype: torch.dtype) -> None:
         if not case.bounds:
             own = [x.to(dtype) for x in operands(case.batch, WIDTHS[widths], 7)]
             compare(core, case, own, device, 2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def visible_in_blocks(blocks: list[Block], tokens: int) -> Tensor:
+    """bool [tokens, tokens]: what the kernel computes of a rank's queries and a source's keys."""
+    seen = torch.zeros(tokens, tokens, dtype=torch.int64)
+    for block in blocks:
+        window, sequences = block.band or (None, None)
+        part = seen[block.queries, block.keys]
+        bounds = [(0, part.shape[0], 0, part.shape[1])]
+        if sequences is not None:
+            rows, columns = (each.tolist() for each in sequences[:2])
+            bounds = list(zip(rows, rows[1:], columns, columns[1:], strict=False))
+        for first, end, first_key, end_key in bounds:
+            own = FlashCall(1.0, block.causal, window)
+            one = flash_stand_in.compute_scores(
+                torch.zeros(end - first, 1, 8), torch.zeros(end_key - first_key, 1, 8), own
+            )
+            part[first:end, first_key:end_key] += one[0] == 0
+    assert seen.max() <= 1, "counted twice"
+    return seen.bool()
+
+
+@pytest.mark.parametrize("kind", ["documents", "window", "documents and window", "chunks", "chunks in documents"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_blocks_of_a_ring_are_what_is_visible(kind: str, size: int) -> None:
+    """Every key that a query sees is in exactly one block, for random bounds."""
+    tokens = 12
+    whole = tokens * size
+    for seed in range(12):
+        random = Random(seed)
+        bounds = (0, *sorted(random.sample(range(1, whole), random.randint(1, 8))), whole)
+        window = random.randint(0, whole - 2) if "window" in kind else None
+        chunk = random.randint(1, whole - 1) if "chunks" in kind else None
+        visible = Visible(window=window, documents=Documents(bounds) if "documents" in kind else None, chunk=chunk)
+        first_seen = visible.find_first_seen(torch.arange(whole))
+        for rank in range(size):
+            own = list_positions_of_rank(whole, rank, size)
+            for source in range(size):
+                keys = list_positions_of_rank(whole, source, size)
+                expected = (keys <= own.unsqueeze(1)) & (keys >= first_seen[own].unsqueeze(1))
+                blocks = list_blocks_in_bands((rank, source), size, torch.zeros(tokens, 1, 1, 1), visible)
+                assert all(block.mask is None for block in blocks)
+                assert torch.equal(visible_in_blocks(blocks, tokens), expected), (bounds, window, chunk, rank, source)

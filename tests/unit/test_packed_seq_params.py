@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -42,6 +44,9 @@ def test_samples_with_documents_become_one_sequence() -> None:
     assert packed["tokens"].tolist() == [list(range(8))]
     assert params is not None and params.documents(8) == Documents((0, 1, 4, 8))
     assert params.max_seqlen_q == 4
+    # Bounds that the device has are read from their copy on the host.
+    away = dataclasses.replace(params, cu_seqlens_q=torch.empty(11, dtype=torch.int32, device="meta"))
+    assert away.documents(8) == params.documents(8)
     assert pack_batch({"tokens": tokens}) == ({"tokens": tokens}, None)
 
 

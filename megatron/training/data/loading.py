@@ -44,8 +44,8 @@ _MOST_WORKERS_PER_CORE = 4
 
 SPLITS = ("train", "validation", "test")
 
-_ON_HOST = frozenset({"local_cp_size"})
-"""Decides what is computed, so that nobody should have to ask the device for it."""
+_ON_HOST = frozenset({"local_cp_size", "cu_seqlens"})
+"""Decide what is computed, so that nobody should have to ask the device for them."""
 
 
 @dataclass(frozen=True)

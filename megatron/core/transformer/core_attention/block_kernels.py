@@ -17,7 +17,8 @@ infinity for a query that sees no key of the block.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +29,40 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of queries, keys and values, shaped as these."""
 
 
+class Sequences(NamedTuple):
+    """Where sequences that lie one after another begin, among the queries and among the keys."""
+
+    queries: Tensor
+    """int32 [sequences + 1], from 0 to all queries, on the kernel's device."""
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+    @classmethod
+    def build(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Sequences:
+        """Of the lengths of each sequence's queries and keys."""
+        bounds = torch.zeros(2, len(queries) + 1, dtype=torch.int32, device="cpu")
+        bounds[:, 1:] = torch.tensor([queries, keys], device="cpu").cumsum(1)
+        # One copy for both; nothing on the host has to wait for it.
+        on_device = bounds.to(device, non_blocking=True)
+        return cls(on_device[0], on_device[1], max(queries), max(keys))
+
+
+class Band(NamedTuple):
+    """What a query sees of a block, where a mask is not needed to say it."""
+
+    window: int | None
+    """So many keys before its own position, the last query standing at the last key's; None for all."""
+    sequences: Sequences | None = None
+    """Which see nothing of each other, the samples of a batch one after another; None for one in each sample."""
+
+
 class BlockKernel(Protocol):
     """Computes attention over one block of keys, forward and backward, so that blocks can be merged."""
 
     name: str
+    takes_bands: bool
+    """Whether a `Band` may be given as a further argument `band` of both methods, then without a mask."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
@@ -62,6 +93,7 @@ class PlainKernel:
     """In elementary operations: every device, number format, mask and dropout. Memory grows with s * t."""
 
     name = "plain blocks"
+    takes_bands = False
 
     def __init__(self, scale: float, dropout: float = 0.0, softcap: float | None = None) -> None:
         """softcap: bound on the scores, score -> softcap * tanh(score / softcap), whose slope is 1 - (s / softcap)^2
@@ -147,6 +179,7 @@ class CPUFlashKernel:
     kernel."""
 
     name = "torch's CPU flash kernel"
+    takes_bands = False
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.core_attention import flash
-from megatron.core.transformer.core_attention.flash import FlashCall, Sequences, flash_attention
+from megatron.core.transformer.core_attention.block_kernels import Sequences
+from megatron.core.transformer.core_attention.flash import FlashCall, flash_attention
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 from megatron.core.transformer.core_attention.query_blocks import QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
@@ -40,15 +41,20 @@ class CUDAAttention(AttentionBackend):
         self.name = self._describe()
 
     def _describe(self) -> str:
-        # Sinks are no option of a layer's: who builds the backend names them.
-        if self.options.softcap is not None:
+        options = self.options
+        if options.softcap is not None:
             return self.blocks.name
         if self.flash_problem is not None:
-            return f"{self.operator.name} (no flash kernel: {self.flash_problem})"
-        if self.options.window is not None:
-            return f"torch's flash kernel with a window of {self.options.window + 1} tokens"
-        if self.options.chunk is not None:
-            return f"torch's flash kernel, all chunks of {self.options.chunk} tokens in one call"
+            inner = self.blocks if options.has_sinks else self.operator
+            return f"{inner.name} (not by the flash kernel: {self.flash_problem})"
+        kinds = {
+            f"a window of {(options.window or 0) + 1} tokens": options.window is not None,
+            f"all chunks of {options.chunk} tokens in one call": options.chunk is not None,
+            "sinks": options.has_sinks,
+        }
+        special = [kind for kind, is_there in kinds.items() if is_there]
+        if special:
+            return f"torch's flash kernel, {', '.join(special)}"
         return f"{self.operator.name}; packed documents in one call of the flash kernel"
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:

@@ -18,7 +18,6 @@ signature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.core_attention.block_kernels import (
+    Band,
     Gradients,
     PlainKernel,
+    Sequences,
     add_sinks,
     compute_sinks_grad,
 )
@@ -38,25 +39,6 @@ NUMBER_FORMATS = frozenset({torch.bfloat16, torch.float16})
 WIDEST = 256
 """Channels of a head, at most."""
 _MULTIPLE = 8
-
-
-class Sequences(NamedTuple):
-    """Where sequences that lie one after another begin, among the queries and among the keys."""
-
-    queries: Tensor
-    """int32 [sequences + 1], from 0 to all queries, on the kernel's device."""
-    keys: Tensor
-    longest_queries: int
-    longest_keys: int
-
-    @classmethod
-    def build(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Sequences:
-        """Of the lengths of each sequence's queries and keys."""
-        bounds = torch.zeros(2, len(queries) + 1, dtype=torch.int32)
-        bounds[:, 1:] = torch.tensor([queries, keys]).cumsum(1)
-        # One copy for both; nothing on the host has to wait for it.
-        on_device = bounds.to(device, non_blocking=True)
-        return cls(on_device[0], on_device[1], max(queries), max(keys))
 
 
 @dataclass(frozen=True)
@@ -203,26 +185,35 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class FlashKernel:
-    """The flash kernel on one block of keys, for a ring. Masks and what it does not take go to the plain kernel."""
+    """The flash kernel on one block of keys, for a ring. Masks go to the plain kernel."""
 
     name = "the GPU's flash kernel"
+    takes_bands = True
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
         self.plain = PlainKernel(scale)
 
-    def _takes(self, q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-        return mask is None and find_problem(q.dtype, q.shape[-1], v.shape[-1]) is None
-
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None = None,
+        seed: int | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
-        if not self._takes(q, v, mask):
+        if mask is not None:
             return self.plain.forward(q, k, v, causal=causal, mask=mask)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        result = compute_forward(q, k, v, FlashCall(self.scale, causal))
-        return result.out.transpose(1, 2), result.log_sum
+        call, samples = self._build_call(causal, band), q.shape[0]
+        q, k, v = (_tokens_first(x, call) for x in (q, k, v))
+        out, log_sum, _ = compute_forward(q, k, v, call)
+        if call.sequences is None:
+            return out.transpose(1, 2), log_sum
+        return out.unflatten(0, (samples, -1)).transpose(1, 2), log_sum.unflatten(1, (samples, -1)).transpose(0, 1)
 
     def backward(
         self,
@@ -233,14 +224,29 @@ class FlashKernel:
         causal: bool,
         mask: Tensor | None = None,
         seed: int | None = None,
+        band: Band | None = None,
     ) -> Gradients:
         """See BlockKernel."""
-        if not self._takes(inputs[0], inputs[2], mask):
+        if mask is not None:
             return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
-        q, k, v, out, grad = (x.transpose(1, 2) for x in (*inputs, merged[0], grad))
-        grads = compute_backward(grad, (q, k, v), FlashResult(out, merged[1]), FlashCall(self.scale, causal))
+        call = self._build_call(causal, band)
+        q, k, v, out, grad = (_tokens_first(x, call) for x in (*inputs, merged[0], grad))
+        log_sum = merged[1] if call.sequences is None else merged[1].transpose(0, 1).flatten(1)
+        grads = compute_backward(grad, (q, k, v), FlashResult(out, log_sum), call)
+        if call.sequences is not None:
+            grads = tuple(x.unflatten(0, (inputs[0].shape[0], -1)) for x in grads)
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
         return grad_q, grad_k, grad_v
+
+    def _build_call(self, causal: bool, band: Band | None) -> FlashCall:
+        window, sequences = (None, None) if band is None else band
+        return FlashCall(self.scale, causal, window, sequences)
+
+
+def _tokens_first(x: Tensor, call: FlashCall) -> Tensor:
+    """[b, heads, s, width] -> [b, s, heads, width], or of sequences [b * s, heads, width]."""
+    x = x.transpose(1, 2)
+    return x if call.sequences is None else x.flatten(0, 1)
 
 
 def _heads_first(out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:

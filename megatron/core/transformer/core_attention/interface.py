@@ -224,6 +224,8 @@ class AttentionOptions:
     """Tokens of a chunk, of which a query sees only its own; None for no chunks."""
     softcap: float | None
     """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
+    has_sinks: bool = False
+    """Whether each head has a further key without value."""
     deterministic: bool = False
     """Only kernels whose gradients are the same in every run (--deterministic-mode)."""
 
@@ -242,6 +244,7 @@ class AttentionOptions:
             window=find_window_of_layer(config, layer_number),
             chunk=find_chunk_of_layer(config, layer_number),
             softcap=config.attn_logit_softcapping,
+            has_sinks=config.softmax_type != "vanilla",
             deterministic=config.deterministic_mode,
         )
 

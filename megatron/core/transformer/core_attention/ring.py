@@ -11,7 +11,14 @@ so that every step after the first is half a square, on every rank. The next blo
 Backward goes round once more, and the gradients of keys and values travel with them until they are home.
 
 A given mask [b or 1, 1, s, t] replaces the causal one: then all queries meet all keys, and its columns are cut to the
-block's. Documents, chunks and sliding windows hide more of a block, or all of it: then it is only passed on.
+block's. Documents, chunks and sliding windows hide more of a block, or all of it: then it is only passed on. A kernel
+that takes bands computes what is left without a mask, piece by piece: of two pieces only the document that spans both
+meets, a rectangle of its queries and keys, of which a window leaves a band.
+
+                 keys of an earlier piece
+    queries     |. . . d d d|               d: the document that has begun in the earlier piece and goes on here
+    of a        |. . . . d d|               window: the first queries see furthest back, later ones nothing at all
+    later one   |. . . . . .|
 """
 
 from __future__ import annotations
@@ -23,11 +30,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import pass_on
-from megatron.core.context_parallel.sharding import list_positions_of_rank, shard_sequence
+from megatron.core.context_parallel.sharding import list_pieces_of_rank, list_positions_of_rank, shard_sequence
 from megatron.core.process_groups_config import Group
 from megatron.core.transformer.core_attention.block_kernels import (
+    Band,
     BlockKernel,
     MergedBlocks,
+    Sequences,
     add_sinks,
     compute_sinks_grad,
     draw_seed,
@@ -60,13 +69,19 @@ class Block(NamedTuple):
     """Which of a rank's queries attend to which of the keys at hand in one step, and under which mask.
 
     queries, keys: stretches of the tokens that a rank holds. causal: query and key of one index are at one position.
-    mask: bool, True where a key is hidden, broadcastable to [b, n, queries, keys].
+    mask: bool, True where a key is hidden, broadcastable to [b, n, queries, keys]. band: instead of a mask.
     """
 
     queries: slice
     keys: slice
     causal: bool
     mask: Tensor | None = None
+    band: Band | None = None
+
+    def options(self, seed: int | None) -> dict[str, Any]:
+        """For the kernel. seed: of the dropout."""
+        own: dict[str, Any] = {"causal": self.causal, "mask": self.mask, "seed": seed}
+        return own if self.band is None else own | {"band": self.band}
 
 
 def choose_causal_block(rank: int, source: int, length: int) -> Block:
@@ -80,6 +95,57 @@ def choose_causal_block(rank: int, source: int, length: int) -> Block:
         return Block(_ALL, slice(0, half), False)
     # The source's two pieces lie between ours: after our first piece, and before our second one.
     return Block(slice(half, None), _ALL, False)
+
+
+def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visible: Visible) -> list[Block]:
+    """What the queries [s, b, n, d] of one rank see of the keys of another one, by pieces, where documents, chunks or a
+    window hide some. ranks: these two, of `size`."""
+    rank, source = ranks
+    half = query.shape[0] // 2
+    held = [list_pieces_of_rank(each, size) for each in (rank, source)]
+    blocks = []
+    if rank == source:
+        # Both pieces see themselves, in one call: where the second one begins, so does a stretch.
+        lengths = [
+            end - begin for piece in held[0] for _, begin, end in visible.stretches(piece * half, (piece + 1) * half)
+        ]
+        window = visible.window if visible.window is not None and visible.window < max(lengths) - 1 else None
+        lengths *= query.shape[1]
+        blocks.append(Block(_ALL, _ALL, True, band=Band(window, Sequences.build(lengths, lengths, query.device))))
+    for row, piece in enumerate(held[0]):
+        for column, earlier in enumerate(held[1]):
+            if earlier < piece:
+                met = _meet(visible, piece * half, earlier * half, half)
+                if met is not None:
+                    queries, keys, window = met
+                    blocks.append(
+                        Block(
+                            slice(row * half + queries.start, row * half + queries.stop),
+                            slice(column * half + keys.start, column * half + keys.stop),
+                            False,
+                            band=None if window is None else Band(window),
+                        )
+                    )
+    return blocks
+
+
+def _meet(visible: Visible, first: int, first_key: int, length: int) -> tuple[slice, slice, int | None] | None:
+    """Which queries of the piece at position `first` see which keys of the earlier piece at `first_key`, both of
+    `length` tokens, and within which window of the last ones; None where none sees any."""
+    # Only what begins before the queries' piece can have keys there; every later stretch begins within it.
+    start, _, stop = next(visible.stretches(first, first + length))
+    begin, end = max(start, first_key), first_key + length
+    if visible.window is None:
+        return None if begin >= end else (slice(0, stop - first), slice(begin - first_key, length), None)
+    # The first query sees furthest back; the last that sees a key here sees the last one.
+    begin, stop = max(begin, first - visible.window), min(stop, end + visible.window)
+    if begin >= end or stop <= first:
+        return None
+    queries, keys = slice(0, stop - first), slice(begin - first_key, length)
+    if stop - 1 - visible.window <= begin:  # even the last query sees all of them
+        return queries, keys, None
+    # Counted as if the last query stood at the last key's position.
+    return queries, keys, visible.window - (first - begin) + (end - begin) - (stop - first)
 
 
 @dataclass(frozen=True)
@@ -100,9 +166,25 @@ class _Call:
         blocks in the same steps, draws the same elements."""
         return None if self.seed is None else self.seed + self.find_source(step)
 
-    def block(self, step: int, tokens: int, device: torch.device) -> Block | None:
-        """Which queries and keys meet in one step, where every rank holds `tokens` tokens; None where no query sees any
-        key of the block."""
+    def blocks(self, step: int, query: Tensor) -> list[Block]:
+        """Which queries and keys meet in one step, of this rank's queries [s, b, n, d] and another's keys; none where
+        no query sees any key."""
+        visible = self.visible
+        hides_more = visible.documents is not None or visible.window is not None or visible.chunk is not None
+        if hides_more and self.kernel.takes_bands and visible.causal and visible.mask is None:
+            ranks, size = (self.group.rank(), self.find_source(step)), self.group.size()
+
+            def build() -> list[Block]:
+                return list_blocks_in_bands(ranks, size, query, visible)
+
+            # Documents are those of a micro-batch, whose layers all have the same blocks.
+            key = ("ring", ranks, size, query.shape[:2], query.device, visible.window, visible.chunk)
+            return build() if visible.documents is None else visible.documents.keep(key, build)
+        block = self._block(step, query.shape[0], query.device)
+        return [] if block is None else [block]
+
+    def _block(self, step: int, tokens: int, device: torch.device) -> Block | None:
+        """The same as one block, with a mask where not all of it is seen."""
         rank, size, source = self.group.rank(), self.group.size(), self.find_source(step)
         visible, whole = self.visible, tokens * self.group.size()
         if visible.mask is not None or not visible.causal:
@@ -127,7 +209,9 @@ class _Call:
             return None
         if firsts.max() <= keys.min():  # nothing more is hidden, and a kernel without a mask will do
             return block
-        return block._replace(mask=(keys < firsts.unsqueeze(1)).to(device, non_blocking=True))
+        # Made where it is used: the positions that are copied are few.
+        seen, firsts = keys.to(device, non_blocking=True), firsts.to(device, non_blocking=True)
+        return block._replace(mask=seen < firsts.unsqueeze(1))
 
 
 class _KeysAndValues:
@@ -177,12 +261,10 @@ class _RingAttention(torch.autograd.Function):
             # Sent before they are computed with, so that the next block is here when this one is done. The last block
             # need not go on: backward begins with the own keys again.
             passing = _RingTransfer(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
-            block = call.block(step, query.shape[0], query.device)
-            if block is not None:
-                rows, keys, causal, mask = block
-                k, v = at_hand.blocks(keys)
-                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.derive_seed(step)}
-                merged.add(rows, *call.kernel.forward(q[:, :, rows], k, v, **options))
+            for block in call.blocks(step, query):
+                k, v = at_hand.blocks(block.keys)
+                options = block.options(call.derive_seed(step))
+                merged.add(block.queries, *call.kernel.forward(q[:, :, block.queries], k, v, **options))
             at_hand = passing.wait() if passing is not None else at_hand
         out, log_sum = merged.out, merged.log_sum
         if sinks is not None:
@@ -206,22 +288,20 @@ class _RingAttention(torch.autograd.Function):
         grads_under_way: _RingTransfer | None = None
         for step in range(size):
             passing = _RingTransfer(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
-            block = call.block(step, query.shape[0], query.device)
-            additions: tuple[Tensor, Tensor] | None = None
-            if block is not None:
-                rows, keys, causal, mask = block
-                k, v = at_hand.blocks(keys)
-                result = (out[:, :, rows], log_sum[:, :, rows])
-                options: dict[str, Any] = {"causal": causal, "mask": mask, "seed": call.derive_seed(step)}
+            additions: list[tuple[slice, Tensor, Tensor]] = []
+            for block in call.blocks(step, query):
+                rows = block.queries
+                k, v = at_hand.blocks(block.keys)
+                result, options = (out[:, :, rows], log_sum[:, :, rows]), block.options(call.derive_seed(step))
                 add_q, *add = call.kernel.backward(grad[:, :, rows], (q[:, :, rows], k, v), result, **options)
                 grad_q[:, :, rows] += add_q
-                additions = (add[0], add[1])
+                additions.append((block.keys, add[0], add[1]))
             # The gradients of this block, as the ranks before have left them, were under way during the products.
             grads = at_hand.zeros() if grads_under_way is None else grads_under_way.wait()
-            if block is not None and additions is not None:
-                # Added after the receive: what came holds the sums of all ranks that had this block before.
-                for target, addition in zip(grads.blocks(block.keys), additions, strict=True):
-                    target += addition
+            # Added after the receive: what came holds the sums of all ranks that had this block before.
+            for keys, *addition in additions:
+                for target, part in zip(grads.blocks(keys), addition, strict=True):
+                    target += part
             # After the last step the block's owner is the next rank: one more stage, and the gradients are home.
             grads_under_way = _RingTransfer(grads, call.group, _GRADS_TAG)
             at_hand = passing.wait() if passing is not None else at_hand
