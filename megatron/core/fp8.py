@@ -51,6 +51,8 @@ class Operand:
     """float32: a scalar, or [..., rows / block rows, k / block columns], rounded up."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; all when None."""
+    factor: Tensor | None = None
+    """float32 scalar: a second factor of all values, where `inverse` has few bits."""
 
     @property
     def transposed(self) -> Operand:
@@ -58,12 +60,12 @@ class Operand:
         if self.block is None:
             return dataclasses.replace(self, values=self.values.transpose(-2, -1))
         block = (self.block[1], self.block[0])
-        return Operand(self.values.transpose(-2, -1), self.inverse.transpose(-2, -1), block)
+        return Operand(self.values.transpose(-2, -1), self.inverse.transpose(-2, -1), block, self.factor)
 
     def select_matrix(self, index: int) -> Operand:
         """One matrix of a stack."""
         inverse = self.inverse if self.block is None else self.inverse[index]
-        return Operand(self.values[index], inverse, self.block)
+        return Operand(self.values[index], inverse, self.block, self.factor)
 
     def pack(self) -> tuple[Tensor, ...]:
         """The tensors to keep: values, and inverse scales, of blocks in E8M0, which holds powers of two."""
@@ -80,12 +82,15 @@ class Operand:
 
     def dequantise(self) -> Tensor:
         """The values that are meant, in float32 and the shape of `values`."""
+        return self._apply_inverse() if self.factor is None else self._apply_inverse() * self.factor
+
+    def _apply_inverse(self) -> Tensor:
+        """All but the second factor."""
         wide = widen(self.values)
         if self.block is None:
             return wide * self.inverse
-        return _blocks(wide, self.block).mul_(self.inverse.unsqueeze(-1).unsqueeze(-3)).flatten(-4, -3).flatten(-2)[
-            ..., : wide.shape[-2], : wide.shape[-1]
-        ]  # fmt: skip
+        blocks = split_into_blocks(wide, self.block).mul_(self.inverse.unsqueeze(-1).unsqueeze(-3))
+        return blocks.flatten(-4, -3).flatten(-2)[..., : wide.shape[-2], : wide.shape[-1]]
 
 
 def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,14 +142,14 @@ def quantise_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Operand:
 def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, mx: bool = False) -> Operand:
     """Each block of rows and columns by a scale of its own; blocks at the end may be smaller. mx: see
     compute_mx_scale; otherwise powers of two of compute_scale."""
-    blocks = _blocks(x.float(), block)  # [..., rows / block, block rows, columns / block, block columns]
+    blocks = split_into_blocks(x.float(), block)  # [..., rows / block, block rows, columns / block, block columns]
     amax = torch.maximum(-blocks.amin((-3, -1)), blocks.amax((-3, -1))) if blocks.numel() else blocks.sum((-3, -1))
     scale = compute_mx_scale(amax, dtype) if mx else compute_scale(amax, dtype, power_of_two=True)
     values = round_to(blocks, scale.unsqueeze(-1).unsqueeze(-3), dtype).flatten(-4, -3).flatten(-2)
     return Operand(values[..., : x.shape[-2], : x.shape[-1]], 1.0 / scale, block)
 
 
-def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+def split_into_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """[..., rows, columns] -> a new [..., rows / block, block rows, columns / block, block columns], with zeros where
     the last blocks are not full."""
     rows, columns = (-size % length for size, length in zip(x.shape[-2:], block, strict=True))

@@ -78,7 +78,7 @@ def test_F1_unknown_flag_names_the_nearest(typed: str, meant: str) -> None:
 
 
 def test_F1_every_problem_is_said_at_once() -> None:
-    found = problems("--num-layer", "3", "--lr", "x", "--bf16", "1", "--num-workers", "--fp4-format", "e2m1")
+    found = problems("--num-layer", "3", "--lr", "x", "--bf16", "1", "--num-workers", "--mtp-hsm")
     assert len(found) == 5
 
 
@@ -335,7 +335,7 @@ def with_file(path: Path, text: str | bytes) -> list[str]:
         ("lr: [1, 2]", 1, "takes 1 value"),
         ("? [a]\n: 1", 1, "name of a flag"),
         ("lr: !!python/object/apply:os.system [true]", 1, "lr"),
-        ("fp4-format: e2m1", 1, "planned"),
+        ("mtp-hsm: true", 1, "planned"),
     ],
 )
 @pytest.mark.flags("--config")
@@ -450,7 +450,7 @@ def test_help_is_grouped() -> None:
     result = program("--help", "all")
     assert result.returncode == 0
     assert "--micro-batch-size N" in result.stdout and "--no-persist-layer-norm" in result.stdout
-    assert "--fp4-recipe" not in result.stdout, "planned flags are in docs/flags.md"
+    assert "--mtp-hsm" not in result.stdout, "planned flags are in docs/flags.md"
 
 
 def test_reading_flags_does_not_import_torch() -> None:

@@ -179,7 +179,10 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
     ("flags", "sentence"),
     [
         ("--mtp-hsm", "it is part of the model, and no other flag gives the same one until then"),
-        ("--fp4-format e2m1", "it is part of what is computed, and no other flag gives the same run until then"),
+        (
+            "--moe-expert-rank-capacity-factor 1",
+            "it is part of what is computed, and no other flag gives the same run until then",
+        ),
         ("--position-embedding-type mrope", "available are learned_absolute, rope, yarn, none, which give another run"),
         ("--optimizer adaptive_muon", "which give another run"),
         ("--enable-gpt-oss", "spell them out: --position-embedding-type yarn"),

@@ -61,11 +61,12 @@ def train_on_counting(flags: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 def test_two_hundred_steps_are_within_two_per_cent_of_bfloat16(recipe: str) -> None:
     history = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max" if recipe == "delayed" else ""
     expected = train_on_counting("")
-    found = train_on_counting(f"--fp8-format hybrid --fp8-recipe {recipe} {history}")
+    asked = "--fp4-format e2m1" if recipe == "nvfp4" else f"--fp8-format hybrid --fp8-recipe {recipe} {history}"
+    found = train_on_counting(asked)
     assert sum(expected[-20:]) < 0.75 * sum(expected[:20]), "the reference learns"
     assert found != expected
     for first in range(0, STEPS, 20):

@@ -70,8 +70,8 @@ def test_words_are_looked_for_in_names_and_texts() -> None:
 
 
 def test_what_is_not_available_is_found_too() -> None:
-    text = format_help(["fp4", "recipe"])
-    assert re.search(r"Planned:\n(.*\n)*?  --fp4-recipe .*Comes with FP8 and FP4 training", text)
+    text = format_help(["mtp", "hsm"])
+    assert re.search(r"Planned:\n(.*\n)*?  --mtp-hsm .*Comes with mixing of hidden states", text)
     assert "Understood with a note:" in format_help(["router", "fusion"])
     assert "Not supported:" in format_help(["retro"])
 

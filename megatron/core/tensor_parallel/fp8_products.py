@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear layer's three products in FP8, and the state of their scales.
+"""A linear layer's three products in FP8 or NVFP4, and the state of their scales.
 
     forward            Y  = X W^T       scales along `in`
     input gradient     dX = dY W        scales along `out`
     weight gradient    G += dY^T X      scales along the tokens
 
-Each operand is rounded to 8 bits (megatron/core/fp8.py), where scales belong to stretches of the sum once for each
-direction in which it is summed; where a matrix has one scale, once for both. A weight is rounded once per step.
+Each operand is rounded to 8 bits (megatron/core/fp8.py) or 4 (megatron/core/fp4.py), where scales belong to stretches
+of the sum once for each direction in which it is summed; where a matrix has one scale, once for both. A weight is
+rounded once per step. In NVFP4 output gradients are rounded at random, and operands of weight gradients transformed.
+
 Products run on the device's own kernel, or are emulated in float32 from the same 8-bit values, with the same result up
 to the order of sums. Results have the number format of the operands that came in.
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core import fp4
 from megatron.core.collectives import all_reduce
 from megatron.core.device import current_device, device_name, has_fp8_products, is_cuda
 from megatron.core.errors import ConfigError
@@ -52,10 +55,12 @@ overflow counts values beyond the format's greatest one, underflow those that be
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Recipe:
-    """How operands become 8-bit numbers, and who multiplies them. The fields are those of the flags `--fp8-...`."""
+    """How operands become 8-bit or 4-bit numbers, and who multiplies them. The fields are those of the flags
+    `--fp8-...`."""
 
     name: str
-    hybrid: bool
+    """Of --fp8-recipe, or of --fp4-recipe."""
+    hybrid: bool = False
     margin: int = 0
     interval: int = 1
     history_length: int = 1
@@ -75,15 +80,38 @@ class FP8Recipe:
 
     def has_one_scale(self, operand: int) -> bool:
         """Whether rounding is the same for either direction of the sum."""
-        return self.name in ("delayed", "tensorwise") or (self.name == "blockwise" and operand == WEIGHT)
+        has_square_blocks = self.name in ("blockwise", "nvfp4")
+        return self.name in ("delayed", "tensorwise") or (has_square_blocks and operand == WEIGHT)
+
+    @property
+    def largest_in_e4m3(self) -> float:
+        """The greatest value that an operand in E4M3 may have."""
+        return fp4.LARGEST if self.name == "nvfp4" else torch.finfo(E4M3).max
+
+    @property
+    def rows_of_weight_grad(self) -> int:
+        """Of whose multiples a sum over tokens has rows; the last ones are filled."""
+        return fp4.BLOCK if self.name == "nvfp4" else 1
 
     @property
     def kept_block(self) -> tuple[int, int] | None:
         """Tokens and inputs that share a scale where a sum over tokens reads an input."""
-        return {"blockwise": (SCALED_BLOCK, 1), "mxfp8": (MX_BLOCK, 1)}.get(self.name)
+        return {"blockwise": (SCALED_BLOCK, 1), "mxfp8": (MX_BLOCK, 1), "nvfp4": (fp4.BLOCK, 1)}.get(self.name)
+
+    def pack(self, rounded: Operand) -> tuple[Tensor, ...]:
+        """The tensors that wait for backward of an input."""
+        return fp4.pack(rounded) if self.name == "nvfp4" else rounded.pack()
+
+    def unpack(self, kept: tuple[Tensor, ...]) -> Operand:
+        """The input [tokens, in] that `pack` made tensors of, rounded as a sum over tokens has it."""
+        if self.name == "nvfp4":
+            return fp4.unpack(kept, (fp4.BLOCK, 1))
+        return Operand.unpack(kept, self.kept_block)
 
     def describe(self) -> str:
         """For the log: `FP8 hybrid, delayed scales, emulated in float32`."""
+        if self.name == "nvfp4":
+            return "NVFP4, emulated in float32"
         how = "torch._scaled_mm" if self.is_native else "emulated in float32"
         return f"FP8 {'hybrid' if self.hybrid else 'e4m3'}, {self.name} scales, {how}"
 
@@ -95,6 +123,11 @@ def find_kernel(recipe: str, *, emulates: bool, device: torch.device) -> bool:
     """
     if emulates or not is_cuda(device):
         return False
+    if recipe == "nvfp4":
+        raise ConfigError(
+            "--fp4-recipe nvfp4 has no kernel for GPUs here; train with --fp8-format or with --bf16 alone, or add "
+            "--fp8-emulation, which computes the same numbers more slowly"
+        )
     if not has_fp8_products(device):
         raise ConfigError(
             f"{device_name()} has no FP8 products, which began with compute capability 8.9; train "
@@ -167,7 +200,7 @@ class FP8Matmul(Product, nn.Module):
         rows = x.reshape(-1, x.shape[-1])  # [s, b, in] -> [tokens, in]
         rounded = self._round(INPUT, rows)
         y = self._multiply_rounded(rounded, x, weight, bias)
-        return y, self._round_for_weight_grad(rounded, rows).pack()
+        return y, self.recipe.pack(self._round_for_weight_grad(rounded, rows))
 
     def _round_for_weight_grad(self, rounded: Operand, rows: Tensor) -> Operand:
         """[tokens, in] as a sum over tokens rounds it; rounded: as a sum over `in` does."""
@@ -188,7 +221,7 @@ class FP8Matmul(Product, nn.Module):
         if isinstance(x, Tensor):
             right = self._round(INPUT, x.reshape(-1, x.shape[-1]), over_rows=True)
         else:
-            right = Operand.unpack(x, self.recipe.kept_block).transposed
+            right = self.recipe.unpack(x).transposed
         operands = self._round(GRAD, grad, over_rows=True), right
         if main_grad is None:
             return self._multiply(*operands, weight.dtype)
@@ -208,13 +241,20 @@ class FP8Matmul(Product, nn.Module):
         """A matrix [rows, columns] in 8 bits, to be summed over its columns; over_rows: over its rows, and then
         transposed."""
         transposes_first = over_rows and not self.recipe.has_one_scale(operand)
-        rounded = self._round_along_columns(operand, matrix.transpose(-2, -1) if transposes_first else matrix)
+        matrix = matrix.transpose(-2, -1) if transposes_first else matrix
+        # Weight gradients alone sum over tokens, which is why operands are transposed first.
+        if transposes_first and self.recipe.name == "nvfp4":
+            matrix = fp4.transform(matrix)
+        rounded = self._round_along_columns(operand, matrix)
         return rounded.transposed if over_rows and not transposes_first else rounded
 
     def _round_along_columns(self, operand: int, matrix: Tensor) -> Operand:
         recipe, dtype = self.recipe, self.recipe.format_of(operand)
         if recipe.name == "blockwise":
             rounded = quantise_blocks(matrix, dtype, (SCALED_BLOCK if operand == WEIGHT else 1, SCALED_BLOCK))
+        elif recipe.name == "nvfp4":
+            block = (fp4.BLOCK if operand == WEIGHT else 1, fp4.BLOCK)
+            rounded = fp4.quantise_nvfp4(matrix, block, at_random=operand == GRAD)
         elif recipe.name == "mxfp8":
             rounded = quantise_blocks(matrix, dtype, (1, MX_BLOCK), mx=True)
         else:
@@ -252,10 +292,13 @@ class FP8Matmul(Product, nn.Module):
 
     def _measure(self, operand: int, matrix: Tensor, rounded: Operand) -> None:
         exact, found = matrix.detach().float(), rounded.dequantise()
-        largest = torch.finfo(rounded.values.dtype).max
+        is_e4m3 = rounded.values.dtype == E4M3
+        largest = self.recipe.largest_in_e4m3 if is_e4m3 else torch.finfo(rounded.values.dtype).max
+        # Block scales of NVFP4 are rounded, too: what is less than half a step beyond the largest value is not cut off.
+        tolerance = 1 / 6 if self.recipe.name == "nvfp4" else 2.0**-12
         noise = (exact - found).square()
         # Scales and their inverses are rounded: amax itself may come back a little smaller.
-        saturated = (rounded.values.float().abs() == largest) & (exact.abs() > found.abs() * (1 + 2.0**-12))
+        saturated = (rounded.values.float().abs() == largest) & (exact.abs() > found.abs() * (1 + tolerance))
         counted = torch.stack(
             [
                 find_amax(exact).double(),

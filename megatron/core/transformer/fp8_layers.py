@@ -48,15 +48,17 @@ def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None,
     Raises ConfigError where the device has no FP8 products, and --fp8-emulation was not given.
     """
     device = current_device() if device is None else device
+    name = config.few_bits_recipe
+    assert name is not None, "a run without FP8 and FP4 has no recipe"
     return FP8Recipe(
-        name=config.fp8_recipe,
+        name=name,
         hybrid=config.fp8 == "hybrid",
         margin=config.fp8_margin,
         interval=config.fp8_interval,
         history_length=config.fp8_amax_history_len,
         takes_largest=config.fp8_amax_compute_algo == "max",
         rounds_weight_grad=config.fp8_wgrad,
-        is_native=find_kernel(config.fp8_recipe, emulates=config.fp8_emulation, device=device),
+        is_native=find_kernel(name, emulates=config.fp8_emulation, device=device),
         measures=config.log_fp8_stats,
         replicas=replicas,
     )

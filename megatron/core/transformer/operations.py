@@ -72,10 +72,10 @@ def _describe_loss(config: TransformerConfig, device: torch.device) -> str:
 
 def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
     plain = choose_product(config).name
-    if config.fp8 is None:
+    if config.few_bits_recipe is None:
         return plain
     layers = [index + 1 for index in range(config.num_layers) if config.is_fp8_layer(index + 1)]
-    outside = [] if config.fp8_output_proj else ["output layer"]
+    outside = [] if config.fp8 is not None and config.fp8_output_proj else ["output layer"]
     if len(layers) < config.num_layers:
         outside.append(f"{config.num_layers - len(layers)} of {config.num_layers} layers")
     described = read_fp8_recipe(config, device).describe()
@@ -92,7 +92,7 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
         choose_expert_product(config, widths, dtype, device).name
         for widths in ((width, inner * (2 if config.gated_linear_unit else 1)), (inner, width))
     ]
-    if config.fp8 is not None:
+    if config.few_bits_recipe is not None:
         products = [f"{read_fp8_recipe(config, device).describe()}, one product for each expert"]
     elif config.moe_grouped_gemm:
         taken = (GroupedMatmul.name, BatchedMatmul.name)

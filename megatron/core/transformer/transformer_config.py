@@ -128,11 +128,12 @@ class TransformerConfig(
 
     def _widths_fit_fp8(self) -> Iterator[str]:
         """What linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take them."""
-        if self.fp8 is None or self.fp8_recipe not in MULTIPLES:
+        if self.few_bits_recipe not in MULTIPLES:
             return
+        recipe = "fp8_recipe" if self.fp4 is None else "fp4_recipe"
         said = set()
         for name, width, ranks in self._linear_widths():
-            multiple = MULTIPLES[self.fp8_recipe] * ranks
+            multiple = MULTIPLES[self.few_bits_recipe] * ranks
             if not width or width % multiple == 0 or name in said:
                 continue
             said.add(name)
@@ -141,7 +142,7 @@ class TransformerConfig(
                 "" if width == getattr(self, name) else f" makes a layer of {width} columns, which"
             )
             yield (
-                f"{found} is no multiple of {multiple}, as {self.say('fp8_recipe')} needs it{over}; "
+                f"{found} is no multiple of {multiple}, as {self.say(recipe)} needs it{over}; "
                 f"use {name_multiples(width, multiple)} columns, or train with --bf16 alone"
             )
 

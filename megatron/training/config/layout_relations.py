@@ -263,13 +263,14 @@ def gathers_parameters(run: RunConfig) -> bool:
 
 
 def low_precision_gathers_have_something_to_gather(run: RunConfig) -> Iterator[str]:
-    """--fp8-param-gather concerns parameters in FP8 that are gathered."""
-    if not run.model.fp8_param_gather:
-        return
-    if run.model.fp8 is None:
-        yield "--fp8-param-gather needs --fp8-format"
-    if not gathers_parameters(run):
-        yield "--fp8-param-gather needs --use-distributed-optimizer, or fully sharded data parallelism"
+    """--fp8-param-gather and --fp4-param-gather concern parameters in few bits that are gathered."""
+    for name in ("fp8", "fp4"):
+        if not getattr(run.model, f"{name}_param_gather"):
+            continue
+        if getattr(run.model, name) is None:
+            yield f"--{name}-param-gather needs --{name}-format"
+        if not gathers_parameters(run):
+            yield f"--{name}-param-gather needs --use-distributed-optimizer, or fully sharded data parallelism"
 
 
 def are_parameters_divided(run: RunConfig) -> bool:

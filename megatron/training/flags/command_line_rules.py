@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from megatron.training.config.container import RunConfig
-from megatron.training.config.layout_relations import are_parameters_divided, gathers_parameters, sharding_flag
+from megatron.training.config.layout_relations import are_parameters_divided, sharding_flag
 from megatron.training.flags.declarations import Flag
 
 
 class PlannedFlags:
-    """The values of the flags that no config declares, by upstream's name: `planned["fp4"]`."""
+    """The values of the flags that no config declares, by upstream's name: `planned["optimizer_cpu_offload"]`."""
 
     def __init__(self, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> None:
         self._flags, self._given = flags, given
@@ -26,7 +26,7 @@ class PlannedFlags:
         return self._given.get(dest, self._flags[dest].default)
 
     def say(self, dest: str) -> str:
-        """The flag as a user writes it: `--fp4-format e2m1`."""
+        """The flag as a user writes it: `--optimizer-offload-fraction 0.5`."""
         return self._flags[dest].spell(self[dest])
 
     def name(self, dest: str) -> str:
@@ -36,19 +36,11 @@ class PlannedFlags:
 
 def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     """Everything that stands against planned flags beside their status."""
-    yield from _number_formats(run, planned)
+    yield from _offloading(run, planned)
     yield from _checkpoints(run)
 
 
-def _number_formats(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    if run.model.fp8 and planned["fp4"]:
-        yield f"{run.say('fp8')} and {planned.say('fp4')} contradict each other; keep one"
-    if planned["fp4_param_gather"]:
-        asked = planned.say("fp4_param_gather")
-        if not planned["fp4"]:
-            yield f"{asked} needs {planned.name('fp4')}"
-        if not gathers_parameters(run):
-            yield f"{asked} needs --use-distributed-optimizer, or fully sharded data parallelism"
+def _offloading(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
     if planned["optimizer_cpu_offload"] and not run.optimizer.use_precision_aware_optimizer:
         yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer"
 

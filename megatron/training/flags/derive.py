@@ -60,11 +60,12 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
             "--moe-token-dispatcher-type flex becomes alltoall, by the collectives of torch.distributed instead of "
             "DeepEP, HybridEP or NCCL EP; the numbers stay the same"
         )
-    if model.fp8_param_gather:
-        yield (
-            "--fp8-param-gather has no effect: parameters are gathered in the number format of the model, and each "
-            "rank rounds them to FP8"
-        )
+    for name in ("fp8", "fp4"):
+        if getattr(model, f"{name}_param_gather"):
+            yield (
+                f"--{name}-param-gather has no effect: parameters are gathered in the number format of the model, and "
+                f"each rank rounds them to {name.upper()}"
+            )
     if run.gpt.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch"
 

@@ -37,7 +37,7 @@ class FP8Hook(Hook):
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> FP8Hook | None:
         """Return the hook for --log-fp8-stats; None where it is not asked for."""
-        return cls() if config.model.fp8 is not None and config.model.log_fp8_stats else None
+        return cls() if config.model.few_bits_recipe is not None and config.model.log_fp8_stats else None
 
     def on_train_start(self, run: Run) -> None:
         """Agree on the names."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrix products are computed in 8 bits, and how their scales are found."""
+"""Which matrix products are computed in 8 or 4 bits, and how their scales are found."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
 _FP8 = Needs("--fp8-format", lambda run: run.fp8 is not None)
+_FP4 = Needs("--fp4-format", lambda run: run.fp4 is not None)
+_FEW_BITS = Needs("--fp8-format or --fp4-format", lambda run: run.fp8 is not None or run.fp4 is not None)
 _DELAYED = Needs("--fp8-recipe delayed", lambda run: run.fp8_recipe == "delayed")
 _BF16_LAYERS = Needs("--first-last-layers-bf16", lambda run: run.first_last_layers_bf16)
 
-MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Recipe -> what the widths of linear layers must be multiples of."""
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
 class PrecisionFields(ArchitectureFields):
-    """Training in FP8 (Micikevicius et al., 2022; docs/fp8.md)."""
+    """Training in FP8 (Micikevicius et al., 2022) and NVFP4 (NVIDIA, 2025); docs/fp8.md."""
 
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, names=("--fp8-format",), kind="numerics")
     """Multiply in FP8 in the linear layers and experts of all transformer layers. e4m3: all operands; hybrid: output
@@ -42,38 +44,61 @@ class PrecisionFields(ArchitectureFields):
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", kind="numerics", needs=(_FP8, _DELAYED))
     """Which of the remembered largest values gives the scale: that of the last step, or the largest."""
     fp8_wgrad: bool = flag(
-        True, names=("--fp8-wgrad",), off_names=("--no-fp8-wgrad", "--disable-fp8-wgrad"), kind="numerics", needs=_FP8
+        True,
+        names=("--fp8-wgrad",),
+        off_names=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
+        kind="numerics",
+        needs=_FEW_BITS,
     )
-    """Compute weight gradients in FP8, too; switched off, from the operands as they were before rounding."""
+    """Compute weight gradients in FP8 or FP4, too; switched off, from the operands as they were before rounding."""
     fp8_output_proj: bool = flag(False, kind="numerics", needs=_FP8)
     """Multiply in FP8 in the output layer, too."""
-    fp8_emulation: bool = flag(False, kind="kernel", needs=_FP8)
-    """On a GPU, compute FP8 products in float32 from the same 8-bit values: for GPUs without FP8, and for recipes
-    without a kernel here. Slower than bfloat16; a CPU does so anyway."""
+    fp8_emulation: bool = flag(False, kind="kernel", needs=_FEW_BITS)
+    """On a GPU, compute FP8 and FP4 products in float32 from the same 8-bit or 4-bit values: for GPUs without FP8, and
+    for recipes without a kernel here. Slower than bfloat16; a CPU does so anyway."""
     fp8_param_gather: bool = flag(False, kind="kernel")
     """Gather parameters in FP8. Here they are gathered in the number format of the model, as a note says."""
-    first_last_layers_bf16: bool = flag(False, kind="numerics", needs=_FP8)
-    """Leave the first and last layers out of FP8."""
-    num_layers_at_start_in_bf16: int = flag(1, minimum=0, unit="layers", kind="numerics", needs=(_FP8, _BF16_LAYERS))
+    fp4: Literal["e2m1"] | None = flag(None, names=("--fp4-format",), kind="numerics")
+    """Multiply in FP4, instead of FP8, in the linear layers and experts of all transformer layers."""
+    fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", unsupported_choices=("custom",), kind="numerics", needs=_FP4)
+    """Where the scales of operands come from. nvfp4: for each 16 values along the sum, and each 16 x 16 of a weight, 8
+    bits, and one for the matrix; output gradients are rounded at random, and the operands of weight gradients are
+    transformed before."""
+    fp4_param_gather: bool = flag(False, kind="kernel")
+    """Gather parameters in FP4. Here they are gathered in the number format of the model, as a note says."""
+    first_last_layers_bf16: bool = flag(False, kind="numerics", needs=_FEW_BITS)
+    """Leave the first and last layers out of FP8 or FP4."""
+    num_layers_at_start_in_bf16: int = flag(
+        1, minimum=0, unit="layers", kind="numerics", needs=(_FEW_BITS, _BF16_LAYERS)
+    )
     """With --first-last-layers-bf16, layers at the beginning."""
-    num_layers_at_end_in_bf16: int = flag(1, minimum=0, unit="layers", kind="numerics", needs=(_FP8, _BF16_LAYERS))
+    num_layers_at_end_in_bf16: int = flag(1, minimum=0, unit="layers", kind="numerics", needs=(_FEW_BITS, _BF16_LAYERS))
     """With --first-last-layers-bf16, layers at the end."""
 
-    log_fp8_stats: bool = flag(False, kind="report", needs=_FP8)
-    """Log how well each operand of FP8 products survives: the ratio of signal to quantisation noise in dB, the largest
-    absolute value, and the shares of values that are cut off or become zero."""
+    log_fp8_stats: bool = flag(False, kind="report", needs=_FEW_BITS)
+    """Log how well each operand of FP8 or FP4 products survives: the ratio of signal to quantisation noise in dB, the
+    largest absolute value, and the shares of values that are cut off or become zero."""
+
+    @property
+    def few_bits_recipe(self) -> str | None:
+        """The recipe of products in 8 or 4 bits; None in a run without."""
+        if self.fp4 is not None:
+            return self.fp4_recipe
+        return None if self.fp8 is None else self.fp8_recipe
 
     @property
     def rounded_input_bytes(self) -> float | None:
-        """Bytes of one value of a linear layer's input that waits for backward in 8 bits, with its share of a scale;
-        None where weight gradients are computed from inputs as they were."""
-        if self.fp8 is None or not self.fp8_wgrad:
+        """Bytes of one value of a linear layer's input that waits for backward in 8 or 4 bits, with its share of a
+        scale; None where weight gradients are computed from inputs as they were."""
+        recipe = self.few_bits_recipe
+        if recipe is None or not self.fp8_wgrad:
             return None
-        return 1 + {"blockwise": 1 / 128, "mxfp8": 1 / 32}.get(self.fp8_recipe, 0.0)
+        return {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": (1 + 1 / 8) / 2}.get(recipe, 1.0)
 
     def is_fp8_layer(self, layer_number: int) -> bool:
-        """Whether a layer, counted from 1, multiplies in FP8; those of multi-token prediction come behind the last."""
-        if self.fp8 is None:
+        """Whether a layer, counted from 1, multiplies in FP8 or FP4; those of multi-token prediction come behind the
+        last."""
+        if self.few_bits_recipe is None:
             return False
         if not self.first_last_layers_bf16:
             return True
@@ -82,11 +107,14 @@ class PrecisionFields(ArchitectureFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.fp8 is None:
+        if self.fp8 is not None and self.fp4 is not None:
+            yield f"{self.say('fp8')} and {self.say('fp4')} contradict each other; keep one"
+        if self.few_bits_recipe is None:
             return
-        if self.first_last_layers_bf16 and self.fp8_recipe == "delayed":
+        if self.first_last_layers_bf16 and self.few_bits_recipe == "delayed":
             yield (
                 "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
             )
         if getattr(self, "compile", False):
-            yield f"{self.say('fp8')} cannot be combined with --compile, which takes products apart; leave one out"
+            asked = self.say("fp8" if self.fp4 is None else "fp4")
+            yield f"{asked} cannot be combined with --compile, which takes products apart; leave one out"

@@ -139,10 +139,14 @@ class FP8Experts(FP8Matmul):
         rounded = self._round(INPUT, x)
         y = self._multiply_rows(rounded, weight, ends, x.dtype, over_rows=False)
         if self.recipe.has_one_scale(INPUT):
-            return y, rounded.pack()
+            return y, self.recipe.pack(rounded)
         # Blocks of tokens end with an expert's rows, so that an expert's scales follow those of the one before.
-        of_experts = [self._round_for_weight_grad(rounded, part).pack() for part in x.split(_count_rows(ends))]
-        return y, tuple(torch.cat(tensors) for tensors in zip(*of_experts, strict=True))
+        parts = x.split(_count_rows(ends))
+        of_experts = [self.recipe.pack(self._round_for_weight_grad(rounded, part)) for part in parts]
+        return y, tuple(
+            torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
+            for tensors in zip(*of_experts, strict=True)
+        )
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [n, out] -> input gradients [n, in]."""
@@ -184,7 +188,8 @@ class FP8Experts(FP8Matmul):
         elif isinstance(x, Tensor):
             yield from _split_rows(self._round(INPUT, x), rows_per_expert)
         else:
-            yield from _split_rows(Operand.unpack(x, self.recipe.kept_block), rows_per_expert)
+            multiple = self.recipe.rows_of_weight_grad
+            yield from _split_rows(self.recipe.unpack(x), [-(-rows // multiple) * multiple for rows in rows_per_expert])
 
     def _multiply_rows(
         self, rounded: Operand, weight: Tensor, ends: Tensor, dtype: torch.dtype, *, over_rows: bool
@@ -204,13 +209,15 @@ class FP8Experts(FP8Matmul):
 def _split_rows(rounded: Operand, rows_per_expert: list[int]) -> Iterator[Operand]:
     """The operands [rows of e, k] of a matrix [n, k] that was rounded whole, or expert by expert."""
     start = blocks = 0
-    for rows in rows_per_expert:
-        inverse = rounded.inverse
+    for index, rows in enumerate(rows_per_expert):
+        inverse, factor = rounded.inverse, rounded.factor
         if rounded.block is not None:
             count = -(-rows // rounded.block[0])
             inverse = inverse[blocks : blocks + count]
             blocks += count
-        yield Operand(rounded.values[start : start + rows], inverse, rounded.block)
+        if factor is not None and factor.dim():  # one for each expert
+            factor = factor[index]
+        yield Operand(rounded.values[start : start + rows], inverse, rounded.block, factor)
         start += rows
 
 
