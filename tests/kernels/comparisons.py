@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megatron.core.tensor_parallel.parameters import parameter_dtype
+from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import tiny_network
 
@@ -305,3 +306,39 @@ def adam_keeps_still(device: str) -> None:
         model.flat_buffers[0].grad_data[1] = float("nan")
         assert optimizer.step().skipped
     assert all(torch.equal(x, buffer.param_data) for x, buffer in zip(before, model.flat_buffers, strict=True))
+
+
+# ---- rotary positions
+
+
+def _compare_rotation(
+    heads: int, width: int, rotated: int, interleaved: bool, dtype: torch.dtype, device: str, positions: int = 5
+) -> None:
+    """heads: of queries in each group."""
+    angles = torch.outer(torch.arange(float(positions)), torch.linspace(0.1, 1.0, rotated // 2)).to(device)
+    packed = randn(positions, 2, 3, heads + 2, width, dtype=dtype, device=device)
+
+    def reference(x: Tensor) -> tuple[Tensor, ...]:
+        rotation = Rotation(angles.double().cos(), angles.double().sin(), interleaved)
+        query, key, value = split_qkv(x, heads)
+        return apply_rotary(query, rotation), apply_rotary(key, rotation), value
+
+    def fused(x: Tensor) -> tuple[Tensor, ...]:
+        parts = split_and_rotate(x, heads, Rotation(angles.cos(), angles.sin(), interleaved))
+        # As attention does: gradients come back in another order of dimensions.
+        return tuple(part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts)
+
+    expected = run(reference, [packed.double()])
+    with kernels_chosen() as launched:
+        found = run(fused, [packed])
+    assert len(launched) == 2 and found[0].dtype == dtype
+    assert_close(found, expected, TOLERANCES[dtype])
+
+
+@compared
+def rotary_positions(device: str) -> None:
+    for interleaved in (False, True):
+        for heads, width, rotated in ((1, 16, 16), (3, 24, 12), (6, 72, 72), (2, 40, 40)):
+            _compare_rotation(heads, width, rotated, interleaved, torch.float32, device)
+    _compare_rotation(4, 128, 128, False, torch.bfloat16, device)
+    _compare_rotation(1, 8, 4, True, torch.float16, device, positions=1)

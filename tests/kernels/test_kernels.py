@@ -20,6 +20,7 @@ from megatron.core.kernels import launching  # noqa: E402
 from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
+from megatron.core.transformer.rotary import Rotation, split_and_rotate  # noqa: E402
 from tests.kernels.comparisons import COMPARISONS  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
 
@@ -72,7 +73,17 @@ def adam() -> None:
     update_adam(param, half, state, half, options, (0.9, 0.95), torch.ones(2), scalar, scalar)
 
 
-OPERATIONS: list[Callable[[], None]] = [weighted_gate, loss, adam]
+def rotation(interleaved: bool = False) -> None:
+    angles = Rotation(torch.zeros(16, 64), torch.zeros(16, 64), interleaved)
+    packed = torch.randn(16, 2, 2, 6, 128).bfloat16().requires_grad_()
+    sum(part.sum() for part in split_and_rotate(packed * 1, 4, angles)).backward()  # type: ignore[union-attr]
+
+
+def interleaved_rotation() -> None:
+    rotation(interleaved=True)
+
+
+OPERATIONS: list[Callable[[], None]] = [weighted_gate, loss, adam, rotation, interleaved_rotation]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)

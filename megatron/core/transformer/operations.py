@@ -39,7 +39,9 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
     experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device)
     gate = "gated " if config.gated_linear_unit else ""
-    fused_rope = fused_or_plain(uses_fused_rope(config), "fused with the query-key-value split, in place")
+    # Latent attention's come with joining its heads, which has no kernel.
+    by_rope = "fused" if config.multi_latent_attention else by_kernel
+    fused_rope = fused_or_plain(uses_fused_rope(config), f"{by_rope} with the query-key-value split, in place")
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
         "linear": _describe_linear(config, device),

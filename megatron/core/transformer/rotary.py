@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.kernels import launching
+
 
 class Rotation(NamedTuple):
     """What positions do to queries and keys: cosines and sines of a stretch of positions, and how channels are paired;
@@ -114,6 +116,11 @@ class _SplitAndRotate(torch.autograd.Function):
         # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
         packed = packed.detach()
         ctx.packed_shape, ctx.heads_per_group, ctx.rotation = packed.shape, heads_per_group, rotation
+        ctx.is_kernel = rotation is not None and launching.uses_kernels(packed)
+        if rotation is not None and ctx.is_kernel:
+            from megatron.core.kernels import rotary as kernels
+
+            return kernels.split_and_rotate(packed, heads_per_group, rotation.cos, rotation.sin, rotation.interleaved)
         if rotation is not None:
             # Queries and keys of a group lie side by side: one pass over both.
             _rotate_(packed[..., : heads_per_group + 1, :], rotation)
@@ -121,6 +128,12 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Any:
+        if ctx.is_kernel:
+            from megatron.core.kernels import rotary as kernels
+
+            cos, sin, interleaved = ctx.rotation[:3]
+            grads = (grad_query, grad_key, grad_value)
+            return kernels.merge_and_rotate_back(*grads, ctx.heads_per_group, cos, sin, interleaved), None, None
         # The three gradients are written straight to their places in the packed one.
         packed = grad_query.new_empty(ctx.packed_shape)
         query, key, value = _split(packed, ctx.heads_per_group)
