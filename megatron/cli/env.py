@@ -42,10 +42,6 @@ def list_variables(network: Network, interface: str | None = None, adapters: str
     interface: name of the network interface of the nodes' addresses. adapters: of the InfiniBand adapters for GPUs.
     """
     yield Variable("OMP_NUM_THREADS", "1", "as many processes as GPUs share the cores; each would take all of them")
-    yield Variable(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True",
-        "blocks of GPU memory grow where they are, so that sizes that change leave fewer holes",
-    )  # fmt: skip
     yield Variable("NCCL_DEBUG", "WARN", "says why a connection fails; INFO shows which network and rings are used")
     if network == "nvlink":
         yield Variable("NCCL_P2P_LEVEL", "NVL", "GPUs read each other's memory only over NVLink, never over the host")

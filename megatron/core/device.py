@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -36,21 +37,42 @@ class Peaks(NamedTuple):
 
 
 DENSE_PEAKS: dict[str, Peaks] = {
+    "GB300": Peaks(2500, 1250, 83, 5000),
     "GB200": Peaks(2500, 1250, 80, 5000),
+    "B300": Peaks(2250, 1125, 75, 4500),
     "B200": Peaks(2250, 1125, 75, 4500),
+    "GH200": Peaks(989, 494, 67, 1979),
+    "H200 NVL": Peaks(835, 418, 60, 1671),
     "H200": Peaks(989, 494, 67, 1979),
+    "H100 NVL": Peaks(835, 418, 60, 1671),
     "H100 PCIe": Peaks(756, 378, 51, 1513),
     "H100": Peaks(989, 494, 67, 1979),
     "H800": Peaks(989, 494, 67, 1979),
+    "H20": Peaks(148, 74, 44, 296),
     "A100": Peaks(312, 156, 19.5, None),
     "A800": Peaks(312, 156, 19.5, None),
+    "A40": Peaks(150, 75, 37.4, None),
+    "A30": Peaks(165, 82, 10.3, None),
     "L40S": Peaks(362, 183, 91.6, 733),
+    "L40": Peaks(181, 90.5, 90.5, 362),
+    "L20": Peaks(119.5, 59.8, 59.8, 239),
     "L4": Peaks(121, 60, 30.3, 242),
     "A10": Peaks(125, 62.5, 31.2, None),
+    "RTX PRO 6000 Blackwell Workstation": Peaks(504, 252, 126, 1008),
+    "RTX PRO 6000 Blackwell Server": Peaks(500, 250, 120, 1000),
+    "RTX 6000 Ada": Peaks(364, 182, 91.1, 729),
+    "RTX A6000": Peaks(155, 77.4, 38.7, None),
+    # Of GeForce, with sums in float32, which is what training takes.
+    "RTX 5090": Peaks(209.5, 104.8, 104.8, 419),
+    "RTX 4090": Peaks(165.2, 82.6, 82.6, 330.3),
+    "RTX 3090 Ti": Peaks(80, 40, 40, None),
+    "RTX 3090": Peaks(71, 35.6, 35.6, None),
     "V100": Peaks(125, None, 15.7, None, has_bfloat16=False),
     "T4": Peaks(65, None, 8.1, None, has_bfloat16=False),
 }
 """By product; the first one that a device's name contains as a word counts."""
+# A GPU of another size or power sold under such a name: "RTX 4090 Laptop GPU", "RTX 5090 D", a slice "H100 ... MIG 1g".
+_ANOTHER_CHIP = re.compile(r"\b(Laptop|Max-Q|D|D v2|MIG)\b")
 
 
 def cuda_is_usable() -> bool:
@@ -59,12 +81,28 @@ def cuda_is_usable() -> bool:
 
 
 def current_device() -> torch.device:
-    """The device of this process: cuda:LOCAL_RANK where there is one, else cpu."""
+    """The device of this process: cuda:LOCAL_RANK where there is one, else cpu.
+
+    Raises ConfigError where the machine has several GPUs, and more processes.
+    """
     if not cuda_is_usable():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    # Modulo, for launchers that show each process one GPU only and still number them.
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if 1 < count <= local_rank:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} has no GPU of its own: this process sees {count} of them; start {count} "
+            f"processes on each machine (torchrun --nproc-per-node {count})"
+        )
+    # Launchers that show each process one GPU only number the processes all the same.
+    return torch.device("cuda", local_rank % count)
+
+
+def identify_gpu(device: torch.device) -> str | None:
+    """A name that no other GPU anywhere has; None on the CPU, and where torch does not tell it."""
+    if not is_cuda(device):
+        return None
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)
 
 
 def device_count() -> int:
@@ -90,6 +128,21 @@ def is_cpu(where: torch.Tensor | torch.device) -> bool:
 def is_cuda(device: torch.device) -> bool:
     """Whether it is a CUDA device."""
     return device.type == "cuda"
+
+
+@functools.cache
+def has_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of operands in `dtype` can be added to a float32 matrix in one kernel. CUDA builds of torch can
+    from release 2.10 on, and the CPU's kernels cannot."""
+    if is_cpu(device):
+        return False
+    operand, into = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(into, operand, operand, out_dtype=torch.float32, out=into)
+    # Earlier releases do not know out_dtype, or want one number format for all three.
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def has_fp8_products(device: torch.device) -> bool:
@@ -161,6 +214,8 @@ def get_dense_peak_flops(dtype: torch.dtype, name: str | None = None) -> float |
         if not is_cuda(device):
             return None
         name = torch.cuda.get_device_name(device)
+    if _ANOTHER_CHIP.search(name):
+        return None
     # In the order of the table: "H100 PCIe" has to come before "H100", which is in its name.
     for product, peaks in DENSE_PEAKS.items():
         if re.search(rf"\b{product}\b", name):

@@ -97,6 +97,13 @@ _REFUSED_BYTES = (
 )
 
 
+# PyTorch's allocators, the driver, cuBLAS, and NCCL, which does not say how much it asked for.
+_SHORTAGE = (
+    "CUDA out of memory", "DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",
+)  # fmt: skip
+
+
 def explain_refused_memory(error: BaseException) -> str | None:
     """What an allocator was asked for and did not give, in words: `274.9 GB`; None for any other error."""
     # numpy's and torch's own classes are a MemoryError and a RuntimeError.
@@ -106,7 +113,7 @@ def explain_refused_memory(error: BaseException) -> str | None:
     for pattern in _REFUSED_BYTES:
         if match := pattern.search(text):
             return format_bytes(int(match[1])) if match[1].isdigit() else match[1]
-    is_shortage = isinstance(error, MemoryError) or "CUDA out of memory" in text or "DefaultCPUAllocator" in text
+    is_shortage = isinstance(error, MemoryError) or any(words in text for words in _SHORTAGE)
     return "more memory" if is_shortage else None
 
 

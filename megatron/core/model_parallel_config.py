@@ -76,8 +76,9 @@ class ModelParallelConfig(CheckedConfig):
     """Divide each step's gradients by the tokens of the whole global batch, so that every token counts alike; otherwise
     every microbatch counts alike, however many of its tokens do."""
     use_cpu_initialization: bool = flag(False, kind="kernel")
-    """Draw initial weights on the CPU, so that a run on GPUs starts from the same numbers as one on CPUs. A device's
-    generator gives its own numbers; on either, a weight depends only on the seed, its name and its index."""
+    """Draw initial weights on the CPU, so that a run on GPUs starts from the same numbers as one on CPUs, or on GPUs of
+    another type. Each type of device gives its own numbers; on any, a weight depends only on the seed, its name and its
+    index."""
     clone_scatter_output_in_embedding: bool = flag(True, kind="layout")
     """With sequence parallelism and learned positions, copy a rank's part of the embedded sequence, so that the whole
     one can be freed."""

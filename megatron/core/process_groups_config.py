@@ -8,7 +8,7 @@ axis whose traffic it is. What builds, pretends, meters and limits groups reads 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -82,6 +82,8 @@ class _Row(NamedTuple):
     axes: str | None = None
     """What RankGrid.groups() calls it; None where the grid has a function of its own for it."""
     is_tuple: bool = False
+    is_apart: bool = False
+    """Whether it has a communicator of its own also where another group has the same members."""
 
 
 def _along(axes: str, traffic: str | None = None) -> Any:
@@ -90,9 +92,11 @@ def _along(axes: str, traffic: str | None = None) -> Any:
     return dataclasses.field(metadata={_ROW: row})
 
 
-def _listed(lists: Callable[[RankGrid], list[list[list[int]]]], traffic: str, default: Any) -> Any:
+def _listed(
+    lists: Callable[[RankGrid], list[list[list[int]]]], traffic: str, default: Any, *, is_apart: bool = False
+) -> Any:
     """A field whose groups a function of the grid lists."""
-    row = _Row(lists, traffic, is_tuple=isinstance(default, tuple))
+    row = _Row(lists, traffic, is_tuple=isinstance(default, tuple), is_apart=is_apart)
     return dataclasses.field(default=default, metadata={_ROW: row})
 
 
@@ -111,6 +115,10 @@ class ProcessGroupCollection:
     """Share each dense layer (TENSOR_MODEL_PARALLEL)."""
     pp: Group = _along("pp")
     """Hold the stages of one pipeline (PIPELINE_MODEL_PARALLEL)."""
+    pp_directions: tuple[Group, Group] = _listed(
+        lambda grid: [grid.groups("pp")] * 2, "pp", (SingleRankGroup(), SingleRankGroup()), is_apart=True
+    )
+    """The same processes, for transfers between stages alone: to higher ranks, and to lower ones."""
     cp: Group = _along("cp")
     """Share each sequence (CONTEXT_PARALLEL)."""
     dp: Group = _along("dp")
@@ -183,7 +191,7 @@ class ProcessGroupCollection:
         Sizes and ranks of all groups are right; a collective over a group of several raises RuntimeError.
         """
 
-        def view(ranks: list[int], description: str) -> Group:
+        def view(ranks: list[int], description: str, is_apart: bool) -> Group:
             return SingleRankGroup(rank) if len(ranks) == 1 else PretendGroup(tuple(ranks), rank)
 
         return cls._make_all(grid, rank, view)
@@ -204,19 +212,21 @@ class ProcessGroupCollection:
             found = dist.get_world_size() if dist.is_initialized() else "none"
             raise RuntimeError(f"the grid has {grid.world_size} processes; torch.distributed has {found}")
         # A communicator takes memory and time to set up, and in most layouts several axes have the same members.
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
         urgent = {tuple(sorted(ranks)) for field in high_priority for ranks in grid.groups(GROUP_AXES[field])}
 
-        def create(ranks: list[int], description: str) -> Group:
+        def create(ranks: list[int], description: str, is_apart: bool) -> Group:
             options = make_communication_options(high_priority=tuple(sorted(ranks)) in urgent)
-            group = _create(ranks, made, description, grid.world_size, timeout, options)
+            group = _create(ranks, made, description, grid.world_size, timeout, options, is_apart=is_apart)
             return group or SingleRankGroup(rank)
 
         return cls._make_all(grid, rank, create)
 
     @classmethod
-    def _make_all(cls, grid: RankGrid, rank: int, make: Callable[[list[int], str], Group]) -> ProcessGroupCollection:
-        """The rank's groups. make: (global ranks, description) -> group."""
+    def _make_all(
+        cls, grid: RankGrid, rank: int, make: Callable[[list[int], str, bool], Group]
+    ) -> ProcessGroupCollection:
+        """The rank's groups. make: (global ranks, description, whether it is one apart) -> group."""
         fields: dict[str, Any] = {}
         for field, row in _ROWS.items():
             ours: list[Group | None] = []
@@ -225,7 +235,7 @@ class ProcessGroupCollection:
                 for ranks in groups:
                     # Also groups this rank is no member of, in the same order everywhere: torch.distributed needs every
                     # process to take part in making every group.
-                    group = make(ranks, f"{field}{number if row.is_tuple else ''}:{ranks[0]}")
+                    group = make(ranks, f"{field}{number if row.is_tuple else ''}:{ranks[0]}", row.is_apart)
                     if rank in ranks:
                         ours[-1] = group
             fields[field] = tuple(ours) if row.is_tuple else ours[0]
@@ -271,14 +281,17 @@ class ProcessGroupCollection:
             self, **{field: meter(getattr(self, field), r.traffic) for field, r in _ROWS.items()}
         )
 
+    def list_distinct(self, fields: Iterable[str] | None = None) -> list[dist.ProcessGroup]:
+        """torch's groups of several processes in these fields, or in all, each once, in the order of the fields."""
+        members: list[Any] = []
+        for field in _ROWS if fields is None else fields:
+            members += getattr(self, field) if _ROWS[field].is_tuple else [getattr(self, field)]
+        # Several fields may hold one group.
+        return list(dict.fromkeys(torch_group(g) for g in members if isinstance(g, dist.ProcessGroup | MeteredGroup)))
+
     def set_timeout(self, limit: timedelta) -> None:
         """From now on no collective of these groups waits longer."""
-        members: list[Any] = []
-        for field, row in _ROWS.items():
-            members += getattr(self, field) if row.is_tuple else [getattr(self, field)]
-        # A set, because several fields may hold one group.
-        groups = {torch_group(group) for group in members if isinstance(group, dist.ProcessGroup | MeteredGroup)}
-        for group in groups:
+        for group in self.list_distinct():
             # torch has no public function for groups that exist already.
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
@@ -345,24 +358,27 @@ def torch_group(group: dist.ProcessGroup | MeteredGroup | PretendGroup) -> dist.
 
 def _create(
     ranks: list[int],
-    made: dict[tuple[int, ...], dist.ProcessGroup],
+    made: dict[tuple[Any, ...], dist.ProcessGroup],
     description: str,
     world_size: int,
     timeout: timedelta | None,
     options: Any = None,
+    is_apart: bool = False,
 ) -> dist.ProcessGroup | None:
-    """The torch group of these ranks, made once; None for a single rank. options: of the backend, where it has any."""
+    """The torch group of these ranks, made once; None for a single rank. options: of the backend, where it has any.
+    is_apart: one that no other field shares."""
     # Sorted, because torch numbers the members of a group in ascending order in any case.
-    key = tuple(sorted(ranks))
-    if len(key) == 1:
+    members = sorted(ranks)
+    if len(members) == 1:
         return None
+    key = (description, *members) if is_apart else tuple(members)
     if key not in made:
         # The group of all exists already, but it cannot get options any more.
-        everyone = len(key) == world_size and options is None
+        everyone = len(members) == world_size and options is None and not is_apart
         group = (
             dist.group.WORLD
             if everyone
-            else dist.new_group(list(key), timeout=timeout, pg_options=options, group_desc=description)
+            else dist.new_group(members, timeout=timeout, pg_options=options, group_desc=description)
         )
         assert group is not None
         made[key] = group

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 _PRODUCTS_PER_SIZE = 4
+_SIZES_ON_CPU = (128, 256, 512, 1024)
+_SIZES_ON_GPU = (2048, 4096, 8192)
+"""A GPU needs large products to be busy; the largest is some milliseconds."""
 _ATTEMPTS = 5
 
 
@@ -68,21 +71,29 @@ def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple
     return per_token, layers * model.num_attention_heads * (model.query_width + model.value_width)
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
+def measure_peak_flops(
+    device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1, sizes: Sequence[int] | None = None
+) -> float:
     """FLOP/s of the fastest of several square matrix products: the yardstick where no data sheet is known.
 
-    Products grow from 128 x 128 to 1024 x 1024 as far as the time allows: a processor without 16-bit arithmetic would
-    spend seconds on one large product. Each size is measured several times, however long it takes, because other
-    programs may have the processor at any one moment. Raises ZeroDivisionError where the clock sees no time pass.
+    Products grow from 128 x 128 to 1024 x 1024, on a GPU from 2048 x 2048 to 8192 x 8192 (or through `sizes`), as far
+    as time and memory allow: a processor without 16-bit arithmetic would spend seconds on one large product. Each size
+    is measured several times, however long it takes, because other programs may have the processor at any one moment.
+    Raises ZeroDivisionError where the clock sees no time pass.
     """
     import torch
 
     started_at = time.perf_counter()
     fastest = 0.0
-    for size in (128, 256, 512, 1024):
-        # Not random: the run's generators must be left as they are.
-        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        out = torch.mm(a, b)
+    # Random numbers, as in training: on equal ones a GPU takes less power, and is faster than it will ever be. Of a
+    # generator of its own: the run's must be left as they are.
+    generator = torch.Generator(device)
+    for size in sizes or (_SIZES_ON_CPU if device_module.is_cpu(device) else _SIZES_ON_GPU):
+        try:
+            a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+            out = torch.mm(a, b)
+        except torch.OutOfMemoryError:
+            break
         device_module.synchronize()
         shortest = math.inf
         for _ in range(_PRODUCTS_PER_SIZE):
@@ -140,4 +151,7 @@ def build_yardstick(device: torch.device, dtype: torch.dtype) -> Yardstick:
     named = device_module.get_dense_peak_flops(dtype)
     if named is not None:
         return Yardstick(f"dense peak of {device_module.device_name()}", named)
-    return Yardstick("matrix product measured at start", measure=lambda: measure_peak_flops(device, dtype))
+    source = "matrix product measured at start"
+    if not device_module.is_cpu(device):
+        source += f", because no data sheet of {device_module.device_name()} is known here"
+    return Yardstick(source, measure=lambda: measure_peak_flops(device, dtype))

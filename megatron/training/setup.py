@@ -80,6 +80,8 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         raise
     if config.validation.skip_train:
         run.progress.end_here()
+    # What setting up has used and freed would lie beside what the steps need, in other sizes.
+    device_module.release_cached_memory()
     return run
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core import device
+from megatron.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -64,11 +65,73 @@ def test_device_has_a_name() -> None:
         ("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn, None),
         ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
         ("NVIDIA A10G", torch.bfloat16, None),
+        ("NVIDIA GH200 480GB", torch.bfloat16, 989e12),
+        ("NVIDIA H100 NVL", torch.bfloat16, 835e12),
+        ("NVIDIA H20", torch.bfloat16, 148e12),
+        ("NVIDIA GB300", torch.bfloat16, 2500e12),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250e12),
+        ("NVIDIA L40", torch.bfloat16, 181e12),
+        ("NVIDIA A30", torch.bfloat16, 165e12),
+        ("NVIDIA RTX A6000", torch.bfloat16, 155e12),
+        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, 364e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", torch.bfloat16, 504e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
         ("Some CPU", torch.float32, None),
     ],
 )
 def test_dense_peaks_by_product(name: str, dtype: torch.dtype, expected: float | None) -> None:
     assert device.get_dense_peak_flops(dtype, name) == expected
+
+
+def test_every_product_is_found_by_its_own_name() -> None:
+    """A row behind one whose name is part of its own would never count."""
+    for product, peaks in device.DENSE_PEAKS.items():
+        assert device.get_dense_peak_flops(torch.float16, f"NVIDIA {product} 80GB") == peaks.half * 1e12
+        assert (peaks.tf32 or 0) <= peaks.half <= (peaks.fp8 or peaks.half)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that shows two, as far as choosing one goes."""
+    monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_no_two_processes_share_a_gpu_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device.current_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK=2 has no GPU of its own: this process sees 2 .* start 2 proc"):
+        device.current_device()
+    # One GPU is shown to each process, whatever its number.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert device.current_device() == torch.device("cuda", 0)
+
+
+def test_sums_in_float32_are_tried_where_they_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of CUDA builds, by a stand-in, and releases of torch without it."""
+    meta = torch.device("meta")
+    assert not device.has_wide_sums(torch.device("cpu"), torch.bfloat16)
+    tried: list[torch.dtype] = []
+
+    def addmm(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, out: object) -> None:
+        tried.append(a.dtype)
+        if a.dtype == torch.float16:
+            raise RuntimeError("self and mat2 must have the same dtype, but got Float and Half")
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    device.has_wide_sums.cache_clear()
+    try:
+        answers = [device.has_wide_sums(meta, dtype) for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)]
+    finally:
+        device.has_wide_sums.cache_clear()
+    assert answers == [True, False, True] and tried == [torch.bfloat16, torch.float16], "each is tried once"
 
 
 def test_float32_peak_is_tf32_where_torch_may_use_it() -> None:

@@ -14,11 +14,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, explain_refused_memory
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
 from megatron.training.launch import initialize as subject
-from megatron.training.launch.initialize import build_rank_grid, explain_lost_peer, initialize, shut_down
+from megatron.training.launch.initialize import (
+    build_rank_grid,
+    connect_groups,
+    explain_lost_peer,
+    initialize,
+    shut_down,
+)
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 
@@ -69,7 +76,7 @@ def joining(monkeypatch: pytest.MonkeyPatch, flags: str) -> dict[str, Any]:
         given["store_seconds"] = seconds
 
     monkeypatch.setattr(subject, "open_store", open_store)
-    monkeypatch.setattr(subject.StartupCheck, "check", lambda self, flags: given.update(flags=flags))
+    monkeypatch.setattr(subject.StartupCheck, "check", lambda self, flags, gpu: given.update(flags=flags, gpu=gpu))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     with pytest.raises(Stop):
         initialize(run_config(flags))
@@ -98,10 +105,86 @@ def test_flags_that_ranks_compare_are_spelled_as_flags() -> None:
     assert flags["--lr"] == 0.01
 
 
+def test_groups_connect_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `device_id`, transfers between stages would share one communicator with all else of their group."""
+    given = joining(monkeypatch, "")
+    assert set(given) - {"flags", "gpu", "store_seconds"} == {"backend", "store", "rank", "world_size", "timeout"}
+    assert given["gpu"] is None, "no GPU is anybody's alone on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ("", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            "",
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
+        ),
+        ("", {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ("--use-nccl-ub --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {}, {}),
+    ],
+)
+def test_blocks_of_memory_grow_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, flags: str, environment: dict[str, str], expected: dict[str, str]
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        # Set first, so that what the program sets is undone.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = run_config(flags)
+    initialize(config)
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
+
+
+def test_communicators_are_made_in_the_same_order_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks, one after the other: what each does first in its groups, and the note."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --num-experts 2"
+    config = run_config(f"{flags} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", world_size=8)
+    used = iter(range(0, 100 * 10**9, 10**9))
+    monkeypatch.setattr(subject.device_module, "read_used_memory_bytes", lambda: next(used))
+    sequences: dict[tuple[int, ...], set[tuple[Any, ...]]] = {}
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        groups = ProcessGroupCollection.build(build_rank_grid(config, 8), rank)
+        met: list[tuple[int, ...]] = []
+        monkeypatch.setattr(
+            subject, "all_reduce", lambda token, group, met=met: met.append(tuple(dist.get_process_group_ranks(group)))
+        )
+        assert connect_groups(groups, config, torch.device("cpu")) is None, "only NCCL makes them late"
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        note = connect_groups(groups, config, torch.device("cpu"))
+        monkeypatch.undo()
+        monkeypatch.setattr(subject.device_module, "read_used_memory_bytes", lambda: next(used))
+        assert note == f"communicators of {len(met)} process groups were made and take 1.0 GB of this GPU"
+        assert len(set(met)) == len(met) and all(rank in ranks for ranks in met)
+        assert (0, 1, 2, 3, 4, 5, 6, 7) in met and len(met) >= 5
+        for ranks in met:
+            # Ranks that meet in two groups must come to them in the same order.
+            own = tuple(other for other in met if set(ranks) <= set(other))
+            sequences.setdefault(ranks, set()).add(own)
+        # Transfers between stages have groups for each direction, which nothing else uses.
+        up, down = groups.pp_directions
+        assert up is not down and groups.pp not in (up, down)
+        assert dist.get_process_group_ranks(up) == dist.get_process_group_ranks(down)
+        shut_down()
+    assert all(len(orders) == 1 for orders in sequences.values())
+
+
 def test_a_lost_peer_is_told_from_a_bug() -> None:
     lost = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:12345")
     assert "another rank was lost" in (explain_lost_peer(lost) or "")
     assert explain_lost_peer(RuntimeError("shape mismatch")) is None
+    nccl = "NCCL error in: NCCLUtils.hpp:94, {}, NCCL version 2.28.9\n{}"
+    aborted = dist.DistBackendError(
+        nccl.format("remote process exited or there was a network error", "ncclRemoteError")
+    )
+    assert "another rank was lost" in (explain_lost_peer(aborted) or "")
+    full = nccl.format("unhandled cuda error", "ncclUnhandledCudaError: Last error: Cuda failure 2 'out of memory'")
+    assert explain_lost_peer(dist.DistBackendError(full)) is None and explain_refused_memory(RuntimeError(full))
 
 
 @pytest.mark.flags("--use-tp-pp-dp-mapping")

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import host_memory
 from megatron.core.errors import (
     MemoryShortageError,
+    TemporaryError,
     command_line,
     count_refused_bytes,
     explain_refused_memory,
@@ -21,6 +23,7 @@ from megatron.core.errors import (
 )
 from megatron.core.host_memory import HostMemory, read_host_memory
 from megatron.training.flags.read import read_run_config
+from megatron.training.launch import memory_limits
 from megatron.training.launch.memory_limits import suggest_levers
 from megatron.training.recipes.gpt import build_gpt_recipe, describe_gpt_workload
 from megatron.training.run import Run
@@ -92,6 +95,53 @@ def test_shortage_in_a_step_names_what_there_is_and_what_needs_less() -> None:
     host = read_host_memory()
     assert f"5.0 GB could not be had at once, {host.source} {format_bytes(host.total_bytes)}" in text
     assert "cheapest first: --micro-batch-size 2 instead of 4 (" in text
+
+
+GPU_SHORTAGE = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 3.50 GiB is "
+    "free. Including non-PyTorch memory, this process has 136.30 GiB memory in use. Of the allocated memory 110.00 GiB "
+    "is allocated by PyTorch, and 24.75 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+def test_shortage_of_a_gpu_names_what_is_free_and_what_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's allocator says it, and as NCCL and cuBLAS do."""
+    config = read_run_config([*FLAGS.split(), "--micro-batch-size", "4"], {})
+    monkeypatch.setattr(memory_limits, "read_total_memory", lambda: (139 << 30, "this GPU has"))
+    nccl = "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'"
+    for error, what in (
+        (torch.OutOfMemoryError(GPU_SHORTAGE), "20.00 GiB could not be had at once, this GPU has 149.3 GB, of which "
+         "3.50 GiB are free and 24.75 GiB lie in gaps between tensors; estimated for each process: "),
+        (dist.DistBackendError(nccl), "more memory could not be had at once, this GPU has 149.3 GB; estimated"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "more memory"),
+    ):  # fmt: skip
+
+        def forward_step(*_: object, error: Exception = error) -> object:
+            raise error
+
+        recipe = dataclasses.replace(build_gpt_recipe(config), forward_step=forward_step)
+        with pytest.raises(MemoryShortageError) as found:
+            run_recipe(config, recipe)
+        text = str(found.value)
+        assert text.startswith(f"out of memory: {what}") and found.value.exit_code == 2
+        assert "of weights, gradients and optimizer state, " in text and text.count("less)") <= 3
+        assert "cheapest first: --micro-batch-size 2 instead of 4 (" in text
+
+
+def test_a_failure_of_nccl_in_a_step_is_one_that_may_pass() -> None:
+    config = read_run_config(FLAGS.split(), {})
+
+    def forward_step(*_: object) -> object:
+        raise dist.DistBackendError(
+            "NCCL communicator was aborted on rank 1. Original reason for failure was: Watchdog caught collective "
+            "operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000)"
+        )
+
+    recipe = dataclasses.replace(build_gpt_recipe(config), forward_step=forward_step)
+    with pytest.raises(TemporaryError, match=r"did not answer in time \(.*WorkNCCL.*then start again") as found:
+        run_recipe(config, recipe)
+    assert found.value.exit_code == 75
 
 
 def levers(flags: str, world_size: int = 1, *, is_one_tensor: bool = False) -> str:

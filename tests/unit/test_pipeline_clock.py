@@ -163,14 +163,15 @@ def plans(stages: int, microbatches: int) -> list[tuple[str, VirtualStages, list
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 16])
 def test_no_plan_deadlocks(stages: int, microbatches: int) -> None:
-    """Played as strictly as NCCL may be: in order between two ranks; without overlap also waiting at once."""
+    """Played as strictly as NCCL may be: in order from one rank to another; without overlap also waiting at once; with
+    overlap also where a transfer that cannot start stops everything behind it."""
     for name, shape, table in plans(stages, microbatches):
-        for overlap in (False, True):
+        for overlap, one_queue in ((False, False), (True, False), (True, True)):
             plan = plan_programs(table, shape, overlap=overlap)
             try:
-                play(plan, blocking=not overlap)
+                play(plan, blocking=not overlap, one_queue=one_queue)
             except Deadlock as error:
-                raise AssertionError(f"{name} {shape} {microbatches} overlap={overlap}: {error}") from None
+                raise AssertionError(f"{name} {shape} {microbatches} {overlap=} {one_queue=}: {error}") from None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -206,11 +207,35 @@ def test_with_overlap_receives_are_posted_earlier() -> None:
 def test_partners_that_list_transfers_differently_are_found() -> None:
     there, back = Transfer("send", "F", 0, 0, 1, 0), Transfer("receive", "B", 0, 0, 1, 1)
     here, forth = Transfer("receive", "F", 0, 0, 0, 0), Transfer("send", "B", 0, 0, 0, 1)
-    play([[there, back], [here, forth]], blocking=True)
-    with pytest.raises(Deadlock, match="rank 1 lists"):
-        play([[there, back], [forth, here]], blocking=False)
+    again, here_again = there._replace(microbatch=1, tag=2), here._replace(microbatch=1, tag=2)
+    play([[there, back, again], [here, here_again, forth]], blocking=True)
+    # The directions have communicators of their own.
+    play([[there, back], [forth, here]], blocking=False)
+    with pytest.raises(Deadlock, match="rank 0 lists"):
+        play([[there, again], [here_again, here]], blocking=False)
     with pytest.raises(Deadlock, match="rank 0 at"):
         play([[there], []], blocking=False)
+
+
+def test_a_single_queue_stops_behind_a_transfer_that_cannot_start() -> None:
+    """The second receive waits for the first, whose tensor the partner sends only after what stands behind it."""
+    take, more = Transfer("receive", "F", 0, 0, 1, 0), Transfer("receive", "F", 1, 0, 1, 1)
+    give, also = Transfer("send", "F", 0, 0, 0, 0), Transfer("send", "F", 1, 0, 0, 1)
+    first, needed = Transfer("send", "B", 0, 0, 1, 2), Transfer("receive", "B", 0, 0, 0, 2)
+    plan: list[Program] = [[take, more, first], [needed, Action("B", 0), give, also]]
+    play(plan, blocking=False)
+    with pytest.raises(Deadlock, match="wait for each other"):
+        play(plan, blocking=False, one_queue=True)
+
+
+def test_both_directions_are_received_early() -> None:
+    """1F1B on a stage between others: before a backward, what the next forward needs is on its way, and vice versa."""
+    shape = VirtualStages(3)
+    program = plan_programs(build_tables("1f1b", shape, 6), shape, overlap=True)[1]
+    for what, behind in (("F", "B"), ("B", "F")):
+        place = next(i for i, s in enumerate(program) if isinstance(s, Transfer) and s[:3] == ("receive", what, 3))
+        after = next(step for step in program[place:] if isinstance(step, Action))
+        assert after.kind == behind
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:

@@ -18,13 +18,15 @@ from megatron.training.launch.launch import Launch
 from megatron.training.launch.rendezvous import StartupCheck, open_store
 
 
-def _check_startup(ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0) -> list[MegatronError | None]:
-    """What `check` raised for each (rank, world size, flags)."""
+def _check_startup(
+    ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0, gpus: list[str | None] | None = None
+) -> list[MegatronError | None]:
+    """What `check` raised for each (rank, world size, flags). gpus: that of each."""
     store = HashStore()
 
     def attend(rank: int, world_size: int, flags: dict[str, Any]) -> MegatronError | None:
         try:
-            StartupCheck(store, rank, world_size, timeout).check(flags)
+            StartupCheck(store, rank, world_size, timeout).check(flags, None if gpus is None else gpus[rank])
         except MegatronError as error:
             return error
         return None
@@ -35,6 +37,18 @@ def _check_startup(ranks: list[tuple[int, int, dict[str, Any]]], timeout: float 
 
 def test_equal_ranks_go_on() -> None:
     assert _check_startup([(rank, 3, {"--lr": 0.1}) for rank in range(3)]) == [None, None, None]
+
+
+def test_two_ranks_on_one_gpu_are_named_on_every_rank() -> None:
+    """Where a launcher shows each process one GPU, LOCAL_RANK does not tell which."""
+    ranks: list[tuple[int, int, dict[str, Any]]] = [(rank, 3, {}) for rank in range(3)]
+    assert _check_startup(ranks, gpus=["GPU-a", "GPU-b", "GPU-c"]) == [None, None, None]
+    assert _check_startup(ranks, gpus=[None, None, None]) == [None, None, None]
+    errors = _check_startup(ranks, gpus=["GPU-a", "GPU-b", "GPU-a"])
+    assert all(isinstance(error, ConfigError) for error in errors)
+    (text,) = {str(error) for error in errors}
+    assert text.startswith("ranks 0 and 2 compute on the same GPU (GPU-a), which NCCL refuses; start as many processes")
+    assert "--distributed-backend gloo" in text
 
 
 def test_F10_missing_ranks_are_named() -> None:

@@ -61,6 +61,30 @@ def test_unknown_is_said() -> None:
     assert unmeasurable.flops is None and unmeasurable.utilisation(1e9) is None
 
 
+def test_an_unknown_gpu_is_measured_by_large_products_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played by the CPU with small ones; the last one finds no memory."""
+    asked: list[tuple[int, bool]] = []
+    multiply = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+        asked.append((len(a), a.unique().numel() > len(a)))
+        if len(a) == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB.")
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(throughput, "_SIZES_ON_GPU", (16, 32, 64))
+    monkeypatch.setattr(throughput.device_module, "is_cpu", lambda device: False)
+    monkeypatch.setattr(throughput.device_module, "device_name", lambda: "NVIDIA Unheard-of")
+    state = torch.get_rng_state()
+    yardstick = throughput.build_yardstick(CPU, torch.bfloat16)
+    assert {size for size, _ in asked} == {16, 32, 64} and all(is_random for _, is_random in asked)
+    assert (yardstick.flops or 0) > 0 and torch.equal(torch.get_rng_state(), state), "the run's numbers stay its own"
+    assert yardstick.source == (
+        "matrix product measured at start, because no data sheet of NVIDIA Unheard-of is known here"
+    )
+
+
 def test_the_log_says_n_a(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("megatron.training.hooks.measures.build_yardstick", lambda device, dtype: Yardstick("nothing"))
     train_tiny("--train-iters", "1", "--log-interval", "1")

@@ -74,7 +74,11 @@ def _divide_by_tokens(
 ) -> None:
     device = model_chunks[0].flat_buffers[0].grad_data.device
     # float64 counts exactly, where float32 rounds from 2^24 tokens on. A copy, because the collectives overwrite it.
-    total = torch.as_tensor(num_tokens).to(device, torch.float64, copy=True)
+    if isinstance(num_tokens, Tensor):
+        total = num_tokens.to(device, torch.float64, copy=True)
+    else:
+        # Stages that count nothing. Written on the device: a copy from the host would make it wait.
+        total = torch.full((), num_tokens, dtype=torch.float64, device=device)
     # Only the last stage computes the loss and knows which tokens counted.
     broadcast(total, groups.pp, groups.last_stage)
     all_reduce(total, groups.dp_cp)

@@ -99,7 +99,7 @@ class Executor:
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
         has_gaps = self.pipeline.side_by_side or self.pipeline.delays_weights
         self._turns = SideBySide(find_exchange_gaps(self.chunks)) if has_gaps else None
-        connect_neighbours(pg_collection.pp, self.stages, current_device())
+        connect_neighbours(pg_collection.pp_directions, self.stages, current_device())
 
     def _list_deferrable(self, chunk: nn.Module) -> list[nn.Parameter]:
         pipeline = self.pipeline
@@ -204,7 +204,7 @@ class Executor:
             leaves = (transfer.what == "F") == (transfer.kind == "send")
             return (shape[0] * states[stage if leaves else stage - 1], *shape[1:])
 
-        return P2PTransfers(self.groups.pp, shape_of, dtype, current_device(), blocking=blocking)
+        return P2PTransfers(self.groups.pp_directions, shape_of, dtype, current_device(), blocking=blocking)
 
     def _collect_loss(self, result: tuple[Any, ...], num_microbatches: int, outputs: RunOutputs) -> Tensor:
         """File the microbatch's loss dict and return its share of the step's loss.

@@ -4,6 +4,10 @@
 Both match the sends and receives of two processes by their order (gloo also by tag), and a program lists those of a
 pair alike on both sides. So nothing is negotiated here: transfers are posted in the program's order, and waited for
 late.
+
+What goes to higher ranks and what goes to lower ones has a process group each (ProcessGroupCollection.pp_directions):
+on one communicator NCCL would carry out all transfers of a pair one after the other, on two they pass each other. They
+are used for nothing else, so that no transfer waits for a collective.
 """
 
 from __future__ import annotations
@@ -28,21 +32,22 @@ TensorKey = tuple[str, int, int]
 class P2PTransfers:
     """One step's sends and receives of this rank.
 
-    shape_of: of the tensor of a transfer. dtype, device: of every tensor. blocking: wait for transfers as soon as they
-    are posted; else for a receive when its tensor is taken, and for a send when enough others have been posted after
-    it.
+    directions: the groups for transfers to higher ranks, and to lower ones. shape_of: of the tensor of a transfer.
+    dtype, device: of every tensor. blocking: wait for transfers as soon as they are posted; else for a receive when its
+    tensor is taken, and for a send when enough others have been posted after it.
     """
 
     def __init__(
         self,
-        group: Group,
+        directions: Sequence[Group],
         shape_of: Callable[[Transfer], tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
         *,
         blocking: bool,
     ) -> None:
-        self.group, self.blocking = group, blocking
+        self.up, self.down = directions
+        self.blocking = blocking
         self.shape_of, self.dtype, self.device = shape_of, dtype, device
         self._receives: dict[TensorKey, tuple[Any, Tensor]] = {}
         self._sends: deque[tuple[Any, Tensor]] = deque()
@@ -74,6 +79,7 @@ class P2PTransfers:
 
     def _begin(self, transfer: Transfer, outgoing: MutableMapping[TensorKey, Tensor]) -> Any:
         key, shape = (transfer.what, transfer.microbatch, transfer.chunk), self.shape_of(transfer)
+        group = self.up if transfer.goes_up(self.up.rank()) else self.down
         if transfer.kind == "send":
             tensor = outgoing.pop(key)
             # The receiver has allocated this shape unasked; another one would be garbage there, or a hang.
@@ -82,29 +88,36 @@ class P2PTransfers:
             )
             # A view, such as a gradient that autograd left transposed, would be sent in the order of its memory.
             tensor = tensor.contiguous()
-            work = send(tensor, self.group, transfer.peer, transfer.tag)
+            work = send(tensor, group, transfer.peer, transfer.tag)
             self._sends.append((work, tensor))
             return work
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        work = receive(tensor, self.group, transfer.peer, transfer.tag)
+        work = receive(tensor, group, transfer.peer, transfer.tag)
         self._receives[key] = (work, tensor)
         return work
 
 
-def connect_neighbours(group: Group, shape: VirtualStages, device: torch.device) -> None:
+def connect_neighbours(directions: Sequence[Group], shape: VirtualStages, device: torch.device) -> None:
     """Make the connections between stages, one after the other in the same order everywhere.
 
     NCCL makes a connection when it is first used, and the host waits there for the partner. In the middle of a step
     the partner may itself be waiting for a third rank, so it is done before, with a tensor of one element.
     """
-    if isinstance(group, SingleRankGroup) or dist.get_backend(torch_group(group)) != "nccl":
+    up, down = directions
+    if isinstance(up, SingleRankGroup) or dist.get_backend(torch_group(up)) != "nccl":
         return
-    holders = [shape.holder(stage)[0] for stage in range(shape.count)]
-    pairs = {(min(pair), max(pair)) for pair in zip(holders, holders[1:], strict=False) if pair[0] != pair[1]}
     token = torch.zeros(1, device=device)
-    # One pair at a time, in one order on all ranks: no cycle of ranks that wait for each other can form.
-    for low, high in sorted(pairs):
-        if group.rank() == low:
-            send(token, group, high).wait()
-        elif group.rank() == high:
-            receive(token, group, low).wait()
+    # One at a time, in one order on all ranks: no cycle of ranks that wait for each other can form.
+    for sender, receiver in list_connections(shape):
+        group = up if sender < receiver else down
+        if group.rank() == sender:
+            send(token, group, receiver).wait()
+        elif group.rank() == receiver:
+            receive(token, group, sender).wait()
+
+
+def list_connections(shape: VirtualStages) -> list[tuple[int, int]]:
+    """Ranks in the pipeline between which something goes, as (sender, receiver): hidden states and their gradients."""
+    holders = [shape.holder(stage)[0] for stage in range(shape.count)]
+    forward = {pair for pair in zip(holders, holders[1:], strict=False) if pair[0] != pair[1]}
+    return sorted(forward | {(receiver, sender) for sender, receiver in forward})

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rank's program for a step: its actions, and the transfers between stages, planned for all ranks together.
 
-NCCL matches the sends and receives of two processes by their order, so both sides must list them alike, and a transfer
-that waits for one listed behind it never ends. Therefore the schedule is played on a clock; each transfer gets its
-place on that one time line, at the moment its tensor exists; and each rank's program is its cut of the line:
+NCCL matches the sends of one process and the receives of another by their order, so both sides must list them alike,
+and a transfer that waits for one listed behind it never ends. Therefore the schedule is played on a clock; each
+transfer gets its place on that one time line, at the moment its tensor exists; and each rank's program is its cut of
+the line:
 
     rank 0   F0  F0>1  F1  F1>1     B0<1  B0           F0>1: send the result of F0 to rank 1
     rank 1       F0<0  F0  F1<0 B0  B0>0  F1           F0<0: receive it from rank 0
 
 One line for all means that every rank could even stop at each transfer until its partner is there (that is what
 `--no-overlap-p2p-communication` does). With overlap a receive is posted one action earlier, but never before another
-transfer with the same partner, so that both sides still list them alike. `play` proves it for any plan.
+receive from the same partner, so that both sides still list them alike. What goes to higher ranks and what goes to
+lower ones has communicators of its own (p2p_communication.py), so that sends and receives of two processes need no
+common order, and both directions travel at the same time. `play` proves it for any plan.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +54,10 @@ class Transfer(NamedTuple):
     """Rank of the partner in the pipeline."""
     tag: int
     """The same number on both sides, and for no other transfer of the step."""
+
+    def goes_up(self, rank: int) -> bool:
+        """Whether it goes from a lower rank to a higher one, seen from `rank`, whose transfer it is."""
+        return (self.kind == "send") == (self.peer > rank)
 
 
 Program: TypeAlias = "list[Action | Transfer]"
@@ -214,7 +222,7 @@ def _transfer(rank: int, action: Action, shape: VirtualStages) -> list[tuple[int
 
 
 def _receive_early(program: Program) -> Program:
-    """Post each receive one action earlier, unless a transfer with the same partner stands between."""
+    """Post each receive one action earlier, unless a receive from the same partner stands between."""
     early: Program = []
     for step in program:
         # Sends stay where they are: before its action has run there is nothing to send.
@@ -233,7 +241,7 @@ def _earlier_place(program: Program, peer: int) -> int:
             if not before.is_beside:
                 return place - 1
             continue
-        if before.peer == peer:
+        if before.kind == "receive" and before.peer == peer:
             return place
     return 0
 
@@ -241,19 +249,21 @@ def _earlier_place(program: Program, peer: int) -> int:
 # ---- proof
 
 
-def play(plan: Sequence[Program], *, blocking: bool) -> None:
+def play(plan: Sequence[Program], *, blocking: bool, one_queue: bool = False) -> None:
     """Carry the programs out as strictly as NCCL may: a transfer ends when both ends are posted and all earlier ones
-    between the two ranks are over. blocking: a rank goes on only when the transfers it just posted are over.
+    from the one rank to the other are over. blocking: a rank goes on only when the transfers it just posted are over.
+    one_queue: the GPU has a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), in which a transfer that cannot
+    start, because the one before it on the same connection is under way, stops everything behind it.
 
     Raises Deadlock when ranks wait for each other, when two partners list their transfers differently, or when a
     transfer is left over.
     """
-    players = [_Player(program, blocking) for program in plan]
+    players = [_Player(program, blocking, one_queue) for program in plan]
     moved = True
     while moved:
         moved = any(player.step() for player in players)
         # Until no rank moves and no transfer ends: what is left then can never go on.
-        moved |= any(_exchange(players, rank, peer) for rank in range(len(plan)) for peer in range(rank))
+        moved |= any(_exchange(players, *pair) for pair in itertools.permutations(range(len(plan)), 2))
     stuck = [f"rank {rank} at {player.waits_at()}" for rank, player in enumerate(players) if not player.is_done]
     if stuck:
         raise Deadlock(f"ranks wait for each other: {', '.join(stuck)}")
@@ -262,10 +272,11 @@ def play(plan: Sequence[Program], *, blocking: bool) -> None:
 class _Player:
     """One rank: how far its program is, and which of its transfers are posted and over."""
 
-    def __init__(self, program: Program, blocking: bool) -> None:
-        self.program, self.blocking = program, blocking
+    def __init__(self, program: Program, blocking: bool, one_queue: bool) -> None:
+        self.program, self.blocking, self.one_queue = program, blocking, one_queue
         self.position = 0
-        self.posted: dict[int, deque[Transfer]] = {}
+        # By ("send" or "receive", partner): what one connection carries in one direction, in order.
+        self.posted: dict[tuple[str, int], deque[Transfer]] = {}
         self.over: set[Transfer] = set()
         self.sends: deque[Transfer] = deque()
         self.awaited: list[Transfer] = []
@@ -281,8 +292,13 @@ class _Player:
         """Run this rank's program as far as possible; returns whether it moved at all."""
         begin = self.position
         while self.position < len(self.program) and self.over.issuperset(self.awaited):
-            if isinstance(self.program[self.position], Transfer):
+            step = self.program[self.position]
+            if isinstance(step, Transfer):
                 end = find_end_of_transfers(self.program, self.position)
+                if self.one_queue:
+                    if self.posted.get((step.kind, step.peer)):
+                        break
+                    end = self.position + 1
                 self.awaited = list(self._post(self.program[self.position : end]))
                 self.position = end
             # An action waits for its own input only; receives posted early may still be under way.
@@ -296,7 +312,7 @@ class _Player:
         """Post the transfers; which of them, or of earlier ones, must be over before the next step."""
         for step in steps:
             assert isinstance(step, Transfer)
-            self.posted.setdefault(step.peer, deque()).append(step)
+            self.posted.setdefault((step.kind, step.peer), deque()).append(step)
             if self.blocking:
                 yield step
             elif step.kind == "send":
@@ -311,15 +327,16 @@ class _Player:
         return [step for step in received if (step.what, step.microbatch, step.chunk) in keys]
 
 
-def _exchange(players: list[_Player], rank: int, peer: int) -> bool:
-    """Complete the transfers that stand first in both ranks' queues; returns whether there were any."""
-    ours, theirs = players[rank].posted.get(peer), players[peer].posted.get(rank)
+def _exchange(players: list[_Player], sender: int, receiver: int) -> bool:
+    """Complete the transfers that stand first in the queues of both; returns whether there were any."""
+    ours = players[sender].posted.get(("send", receiver))
+    theirs = players[receiver].posted.get(("receive", sender))
     moved = False
     while ours and theirs:
-        # NCCL would pair these two whatever they are: a wrong tensor, or a hang if both send.
-        if ours[0].tag != theirs[0].tag or ours[0].kind == theirs[0].kind:
-            raise Deadlock(f"rank {rank} lists {ours[0]} where rank {peer} lists {theirs[0]}")
-        players[rank].over.add(ours.popleft())
-        players[peer].over.add(theirs.popleft())
+        # NCCL would pair these two whatever they are: a wrong tensor.
+        if ours[0].tag != theirs[0].tag:
+            raise Deadlock(f"rank {sender} lists {ours[0]} where rank {receiver} lists {theirs[0]}")
+        players[sender].over.add(ours.popleft())
+        players[receiver].over.add(theirs.popleft())
         moved = True
     return moved

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.device import is_cpu
+from megatron.core.device import has_wide_sums, is_cpu
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.parameters import parameter_dtype
@@ -214,12 +214,12 @@ def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
     """main_grad [out, in] += dY^T X, summed in main_grad's number format; grad [tokens, out], rows [tokens, in]."""
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), rows)
-    elif is_cpu(main_grad):
+    elif main_grad.dtype == torch.float32 and has_wide_sums(main_grad.device, grad.dtype):
+        # Low-precision operands, float32 sum, in one kernel.
+        torch.addmm(main_grad, grad.t(), rows, out_dtype=main_grad.dtype, out=main_grad)
+    else:
         # The product is rounded to the operands' format before it is added.
         main_grad.add_(grad.t() @ rows)
-    else:
-        # Low-precision operands, float32 sum: one kernel on the GPU; the CPU has none.
-        torch.addmm(main_grad, grad.t(), rows, out_dtype=main_grad.dtype, out=main_grad)
 
 
 # ---- in autograd

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device as device_module
+from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel.planning import count_ranks_of_sample
 from megatron.core.dist_checkpointing.crash_points import arm
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, explain_refused_memory, format_bytes
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -84,7 +85,11 @@ def initialize(config: RunConfig) -> Process:
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
         store = open_store(launch, timeout.total_seconds())
         # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
-        StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values())
+        gpu = device_module.identify_gpu(device) if backend == "nccl" else None
+        StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values(), gpu)
+        # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
+        # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
+        # where those that are posted early can wait for each other for ever.
         dist.init_process_group(
             backend=backend,
             store=store,
@@ -94,11 +99,44 @@ def initialize(config: RunConfig) -> Process:
         )
         presence = Presence(launch, store)
     groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
+    made = connect_groups(groups, config, device)
+    if made is not None:
+        notes.append(made)
     # For code written against upstream, which asks parallel_state instead of being handed its groups.
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
     return Process(launch, device, groups, tuple(notes), presence)
+
+
+_USED_GROUPS = ("world", "tp", "pp", "cp", "hcp", "dp_cp", "mp", "optimizer_shards", "optimizer_copies")
+_GROUPS_OF_EXPERTS = (
+    "tp_cp", "tp_dp_cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp", "expert_optimizer_shards",
+    "expert_optimizer_copies",
+)  # fmt: skip
+
+
+def connect_groups(groups: ProcessGroupCollection, config: RunConfig, device: torch.device) -> str | None:
+    """Make NCCL's communicators of the groups that a step uses, and return a note on the memory that they take; None
+    where there are none to make.
+
+    NCCL makes a communicator when its group first communicates, which would be in the first step, when memory is full:
+    each takes some hundred MB. Connections between pipeline stages are made by p2p_communication.py.
+    """
+    if config.world_size == 1 or dist.get_backend() != "nccl":
+        return None
+    before = device_module.read_used_memory_bytes()
+    token = torch.zeros(1, device=device)
+    fields = [*_USED_GROUPS, *(["embd"] if config.ties_embeddings else [])]
+    if config.model.num_moe_experts is not None:
+        fields += _GROUPS_OF_EXPERTS
+    # In the order of the fields, which is that of all ranks: members of a group then meet in it one after the other.
+    distinct = groups.list_distinct(fields)
+    for group in distinct:
+        all_reduce(token, group)
+    device_module.synchronize()
+    taken = max(0, device_module.read_used_memory_bytes() - before)
+    return f"communicators of {len(distinct)} process groups were made and take {format_bytes(taken)} of this GPU"
 
 
 def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
@@ -126,7 +164,8 @@ def explain_lost_peer(error: RuntimeError, presence: Presence | None = None) -> 
     the rank, where that can be found out, which takes up to some seconds."""
     # gloo raises plain RuntimeErrors; its file names in the text are all that marks them.
     communication = isinstance(error, dist.DistError) or "gloo" in str(error)
-    if not communication:
+    # NCCL takes memory of the GPU, too, and says so as an error of its own.
+    if not communication or explain_refused_memory(error) is not None:
         return None
     reason = " ".join(str(error).split())[:200]
     lost = [] if presence is None else presence.find_lost_ranks()
@@ -204,6 +243,12 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
         # One hardware queue: a collective starts before the matrix product that was launched after it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _configure_flight_recorder(config.distributed)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    # A setting of the user's stays as it is. Memory that NCCL registers must not grow where it is.
+    if not config.ddp.nccl_ub and not any(name in os.environ for name in names):
+        # Blocks grow where they are: tensors of changing sizes leave holes between blocks, which a run that fills the
+        # GPU has no room for.
+        os.environ[names[0]] = "expandable_segments:True"
     if config.model.deterministic_mode:
         # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

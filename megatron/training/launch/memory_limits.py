@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,12 +93,21 @@ def explain_memory_shortage(error: BaseException, config: RunConfig, workload: W
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         host = read_host_memory()
         total, source = host.total_bytes, host.source
-    what = f"out of memory: {refused} could not be had at once, {source} {format_bytes(total)}"
+    what = f"out of memory: {refused} could not be had at once, {source} {format_bytes(total)}{_describe_gaps(error)}"
     # Arrays, which are numpy's, hold the data and no part of the model.
     if isinstance(error, MemoryError):
         return f"{what}; take fewer or shorter samples (--train-iters, --global-batch-size, --seq-length)"
     number = count_refused_bytes(error)
     return f"{what}; {suggest_levers(config, workload, is_one_tensor=number is not None and number > total)}"
+
+
+def _describe_gaps(error: BaseException) -> str:
+    """What of a GPU's memory is free, and what the allocator holds without being able to use it, where it says so."""
+    free = re.search(r"of which ([0-9.]+ [KMGT]?i?B) is free", str(error))
+    held = re.search(r"([0-9.]+ [KMGT]?i?B) is reserved by PyTorch but unallocated", str(error))
+    if free is None:
+        return ""
+    return f", of which {free[1]} are free" + (f" and {held[1]} lie in gaps between tensors" if held else "")
 
 
 def read_total_memory() -> tuple[int, str]:

@@ -116,16 +116,20 @@ class StartupCheck:
         self.timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
 
-    def check(self, flags: dict[str, Any]) -> None:
+    def check(self, flags: dict[str, Any], gpu: str | None = None) -> None:
         """Wait for all ranks and compare.
 
-        flags: flag -> value, JSON-able; must be equal on all ranks. Raises TemporaryError naming the ranks that did not
-        come in time; ConfigError, the same on all ranks, for a rank given twice, another world size or another flag.
+        flags: flag -> value, JSON-able; must be equal on all ranks. gpu: what identifies the GPU that is this rank's
+        alone; None where it has none or may share it. Raises TemporaryError naming the ranks that did not come in time;
+        ConfigError, the same on all ranks, for a rank given twice, another world size or another flag, or two ranks on
+        one GPU.
         """
         # `add` is atomic: of two processes with the same rank exactly one sees more than 1.
         if self.store.add(f"present/{self.rank}", 1) > 1:
             self._abort(f"RANK={self.rank} was given to two processes; every process needs its own rank")
         self._check_world_size()
+        if gpu is not None:
+            self._check_gpu(gpu)
         self.store.set(f"flags/{self.rank}", json.dumps(flags, sort_keys=True))
         self.store.add("present", 1)
         self._wait_for_all("present", self._describe_missing_ranks)
@@ -144,6 +148,16 @@ class StartupCheck:
         first = self.store.compare_set("first", "", mine).decode()
         if first.rpartition("=")[2] != str(self.world_size):
             self._abort(f"{mine}, but {first}; start all ranks alike")
+
+    def _check_gpu(self, gpu: str) -> None:
+        """Compare with whoever came first with this GPU: NCCL takes each for one process only."""
+        first = int(self.store.compare_set(f"gpu/{gpu}", "", str(self.rank)).decode())
+        if first != self.rank:
+            self._abort(
+                f"ranks {min(first, self.rank)} and {max(first, self.rank)} compute on the same GPU ({gpu}), which "
+                "NCCL refuses; start as many processes on each machine as it has GPUs (torchrun --nproc-per-node), let "
+                "CUDA_VISIBLE_DEVICES show each process its own, or let them share it with --distributed-backend gloo"
+            )
 
     def _wait_for_all(self, counter: str, problem: Callable[[], str]) -> None:
         pause = 0.005
