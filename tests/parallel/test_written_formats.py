@@ -8,12 +8,19 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
-from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY
+from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY, name_upstream
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
+from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES
 from tests.parallel.test_layout_checkpoints import run_on
+from tests.unit.test_upstream_formats import GATED, draw
+from tests.unit.tiny_training import prepare, values
 
 STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
 ROUND_TRIPS = [
@@ -67,3 +74,22 @@ def test_there_and_back(file_format: str, style: str, layout: str, back_on: str,
         assert any(key.startswith("optimizer.state.") for key in table) != is_flat
     assert run_on(back_on, f"{flags} --load {tmp_path}/there --save {tmp_path}/back") == []
     assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / "back", 2))
+
+
+def save_sharded(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Weights under upstream's names, each in two parts, as modules that FSDP2 divides have them."""
+    module = torch.nn.Module()
+    module.weights = torch.nn.ParameterList(weights.values())
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    divided = dict(zip(map(name_upstream, weights), module.weights, strict=True))
+    torch.distributed.checkpoint.save({"model": divided, "iteration": 2}, checkpoint_id=path)
+
+
+def test_weights_that_fsdp2_divided(tmp_path: Path) -> None:
+    """As upstream's torch_dcp has them; heights that two ranks do not divide evenly, too."""
+    flags = (*GATED, "--bf16", "--make-vocab-size-divisible-by", "67")
+    weights = draw(flags)[""]
+    assert any(tensor.shape[0] % 2 for tensor in weights.values())
+    run_distributed(save_sharded, 2, tmp_path / "iter_0000002", weights)
+    found = dict(values(prepare(*flags, "--load", tmp_path, "--no-load-optim")))
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

@@ -7,17 +7,21 @@ rules and whose buckets are compared with the listing of a real checkpoint.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.upstream_dist import name_upstream
 from megatron.core.dist_checkpointing.upstream_layout import (
     BucketPadding,
     Parameter,
@@ -237,9 +241,50 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path, tool: Tool) -> None
     files.add("model.module.decoder.final_layernorm.weight", [0], torch.ones(24), [24])
     files.objects["args"] = {}
     files.finish()
-    with pytest.raises(CheckpointError, match="upstream's format torch_dcp or fsdp_dtensor, which is not read; have"):
+    with pytest.raises(CheckpointError, match="upstream's format fsdp_dtensor, which is not read; have"):
         prepare(*DENSE, "--load", tmp_path, "--no-load-optim", "--auto-detect-ckpt-format")
     code, out, _ = tool("doctor.py", tmp_path)
-    assert code == 1 and "format torch_dcp or fsdp_dtensor, which is not read" in out
+    assert code == 1 and "format fsdp_dtensor, which is not read" in out
     found = tool.read_json("inspect_checkpoint.py", tmp_path)
-    assert found["format"] == "torch_dcp or fsdp_dtensor (upstream)" and len(found["tensors"]) == 1
+    assert found["format"] == "fsdp_dtensor (upstream)" and len(found["tensors"]) == 1
+
+
+def save_modules(root: Path, full: Full, *, is_plain: bool) -> Path:
+    """The weights, as upstream's torch_dcp saves them through torch.distributed.checkpoint, or alone."""
+    weights = {name_upstream(name): tensor.clone() for name, tensor in full[""].items()}
+    content: dict[str, Any] = {
+        "model": weights | {"decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(0, dtype=torch.uint8)},
+        "args": argparse.Namespace(num_layers=4, hidden_size=24, consumed_train_samples=40),
+        "checkpoint_version": 3.0, "iteration": 10,
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(3), "step": 10}}, "param_groups": [{"lr": 0.1}]},
+        "opt_param_scheduler": {"max_lr": 0.1, "num_steps": 40},
+        "rng_state": [{"torch_rng_state": torch.get_rng_state()}],
+    }  # fmt: skip
+    path = root / "iter_0000010"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no other processes
+        torch.distributed.checkpoint.save(weights if is_plain else content, checkpoint_id=path, no_dist=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    return path
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_weights_that_torch_saved_of_upstreams_modules(is_plain: bool, tmp_path: Path, tool: Tool) -> None:
+    full = draw(GATED)
+    path = save_modules(tmp_path, full, is_plain=is_plain)
+    flags = (*GATED, "--bf16", "--load", tmp_path)
+    reason = "holds no optimizer state" if is_plain else "optimizer state has numbers in the place of the parameters' "
+    with pytest.raises(CheckpointError, match=f"{reason}.*--no-load-optim or --finetune"):
+        prepare(*flags)
+    run = prepare(*flags, "--no-load-optim")
+    found = dict(values(run))
+    assert all(torch.equal(found[name], tensor) for name, tensor in full[""].items())
+    assert (run.progress.iteration, run.progress.consumed_train_samples) == ((0, 0) if is_plain else (10, 40))
+    assert prepare(*flags[:-2], "--pretrained-checkpoint", path).progress.iteration == 0
+    if not is_plain:
+        with pytest.raises(CheckpointError, match="--num-layers was 4 in the checkpoint, is 2 now"):
+            prepare(*flags, "--no-load-optim", "--num-layers", "2")
+    code, out, _ = tool("doctor.py", tmp_path)
+    assert code == 1 and "takes it with --finetune" in out
+    name = "state_dict" if is_plain else "torch_dcp"
+    assert tool.read_json("inspect_checkpoint.py", tmp_path)["format"] == f"{name} (upstream)"

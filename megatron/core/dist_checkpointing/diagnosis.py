@@ -28,7 +28,12 @@ from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
-from megatron.core.dist_checkpointing.upstream_dist import SHARDED_MODULES, find_upstream_checkpoint, name_format
+from megatron.core.dist_checkpointing.upstream_dist import (
+    FSDP_DTENSOR,
+    TORCH_DCP,
+    find_upstream_checkpoint,
+    name_format,
+)
 from megatron.core.dist_checkpointing.validation import check_coverage
 from megatron.core.errors import CheckpointError, format_bytes
 from megatron.core.paths import explain_no_directory
@@ -133,15 +138,18 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
             found = name_format(path, read_metadata(path / METADATA_NAME))
         except CheckpointError as error:
             return ("looks like a checkpoint in upstream's torch_dist format, and cannot be read", str(error))
-        if found == SHARDED_MODULES:
+        if found == FSDP_DTENSOR:
             return (
                 f"is a checkpoint in upstream's format {found}, which is not read",
                 "have upstream save it with --ckpt-format torch_dist or torch",
             )
         if found is not None:
+            is_whole = found == "torch_dist"
+            named = f"upstream's {found} format" if found in ("torch_dist", TORCH_DCP) else "torch's format"
             return (
-                "is a checkpoint in upstream's torch_dist format, which has no checksums",
-                f"--load {path.parent} takes it as it is; whether it is undamaged cannot be told",
+                f"is a checkpoint {'' if is_whole else 'of weights '}in {named}, which has no checksums",
+                f"--load {path.parent} takes it {'as it is' if is_whole else 'with --finetune'}; whether it is "
+                "undamaged cannot be told",
             )
     if (path / METADATA_NAME).is_file():
         return (

@@ -69,8 +69,8 @@ class StoredCheckpoint:
 
     path: Path
     format: str
-    """`torch_dist`; `torch_dist (upstream)`, `torch (upstream)` or `torch_dcp or fsdp_dtensor (upstream)`; or `of
-    torch.distributed.checkpoint`, where another program wrote it."""
+    """`torch_dist`; `torch_dist (upstream)`, `torch (upstream)`, `torch_dcp (upstream)`, `fsdp_dtensor (upstream)` or
+    `state_dict (upstream)`, the weights alone; or `of torch.distributed.checkpoint`, where another program wrote it."""
     iteration: int | None
     world_size: int | None
     """Processes that wrote it; None where that is written nowhere."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's `torch_dist` checkpoints: its table of contents under our names, and its common state.
+"""Upstream's `torch_dist` checkpoints: its table of contents under our names, and its common state; and what
+torch.distributed.checkpoint saves of its modules, as its `torch_dcp` does: weights, and the settings beside them.
 
     upstream  decoder.layers.mlp.linear_fc1.weight [layers, rows, columns]
     here      decoder.layers.3.mlp.linear_fc1.weight [rows, columns]: its slice 3
@@ -14,6 +15,9 @@
 | optimizer.state.exp_avg.<name>, fp32_param     | the same, with the names above          |
 | common_state/shard_0_1, or the file common.pt  | settings, progress, schedule, step      |
 | other objects (_extra_state, rng_state)        | not used                                |
+| model.<name> (torch_dcp)                       | the weight of this name                 |
+| args, iteration, opt_param_scheduler.<name>    | settings, progress, schedule            |
+| other keys of torch_dcp (optimizer.state.0...) | not used: parameters have numbers there |
 
 The keys and shapes are those that upstream's sharded_state_dict gives. Its files have no checksums.
 """
@@ -157,8 +161,13 @@ def _is_upstream(path: Path, *, or_ours: bool) -> bool:
     return os.path.isfile(path / METADATA_NAME) and not ours
 
 
-SHARDED_MODULES = "torch_dcp or fsdp_dtensor"
-"""What upstream saves of modules that torch's or its own fully sharded data parallelism wraps: no names tell which."""
+TORCH_DCP, FSDP_DTENSOR, PLAIN_MODULE = "torch_dcp", "fsdp_dtensor", "state_dict"
+"""What torch.distributed.checkpoint saves of modules: in a dictionary beside the optimizer's (upstream's torch_dcp),
+the same of modules that upstream's own fully sharded data parallelism wraps, or the weights alone."""
+_MODEL, _WRAPPED = "model.", "model.module."
+_PLAIN_KEYS = ("decoder.layers.", "embedding.word_embeddings.")
+_SCHEDULER = "opt_param_scheduler."
+_BESIDE_MODULES = ("optimizer.", "rng_state", "model")
 
 
 def name_format(path: Path, metadata: Metadata) -> str | None:
@@ -167,7 +176,12 @@ def name_format(path: Path, metadata: Metadata) -> str | None:
     keys = metadata.state_dict_metadata
     if (path / _COMMON_FILE).is_file() or isinstance(keys.get(_COMMON_OBJECT), BytesStorageMetadata):
         return "torch_dist"
-    return SHARDED_MODULES if any(key.startswith("model.") for key in keys) else None
+    if any(key.startswith(_MODEL) for key in keys):
+        # It also cuts gates from up projections, and numbers experts in a way of its own.
+        return FSDP_DTENSOR if any(key.startswith(_WRAPPED) for key in keys) else TORCH_DCP
+    is_plain = any(key.startswith(_PLAIN_KEYS) for key in keys)
+    # A checkpoint of ours that has lost its other files has more than weights.
+    return PLAIN_MODULE if is_plain and not any(key.startswith(_BESIDE_MODULES) for key in keys) else None
 
 
 # ---- names
@@ -177,10 +191,13 @@ def translate_table(metadata: Metadata) -> UpstreamTable:
     """Upstream's table of contents under our names: the tensors that have the shapes of parameters."""
     translated: dict[str, Any] = {}
     slices: dict[str, SavedSlice] = {}
-    flat = find_flat_shards(metadata)
-    for key, tensor in metadata.state_dict_metadata.items():
-        if isinstance(tensor, TensorStorageMetadata) and key not in flat and not FLAT_KEY.fullmatch(key):
-            for name, layer in our_names(key, tuple(tensor.size)):
+    flat, table = find_flat_shards(metadata), metadata.state_dict_metadata
+    prefix = _MODEL if any(key.startswith(_MODEL) for key in table) else ""
+    for key, tensor in table.items():
+        # Transformer Engine's state of a layer may be bytes in the shape of a tensor.
+        is_weight = key.startswith(prefix) and not key.endswith("._extra_state")
+        if is_weight and isinstance(tensor, TensorStorageMetadata) and key not in flat and not FLAT_KEY.fullmatch(key):
+            for name, layer in our_names(key.removeprefix(prefix), tuple(tensor.size)):
                 chunks = [] if layer is None else _list_chunks(tensor, layer)
                 translated[name] = tensor if layer is None else _take_layer(tensor, chunks)
                 starts = {tuple(chunk.offsets[1:]): chunk.offsets[0] for chunk in chunks}
@@ -205,6 +222,11 @@ def find_flat_shards(metadata: Metadata) -> dict[str, str]:
 
 def explain_unusable_optimizer(metadata: Metadata) -> str | None:
     """Why the optimizer state cannot be read; None when it can."""
+    if any(key.startswith(_MODEL) for key in metadata.state_dict_metadata):
+        return (
+            "its optimizer state has numbers in the place of the parameters' names, and is not read; pass "
+            "--no-load-optim or --finetune"
+        )
     if not any(FLAT_KEY.fullmatch(key) or _STATE_KEY.fullmatch(key) for key in metadata.state_dict_metadata):
         return "it holds no optimizer state; pass --no-load-optim or --finetune"
     return None
@@ -323,17 +345,30 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
     if (path / _COMMON_FILE).is_file():
         return read_restricted(path / _COMMON_FILE, str(path / _COMMON_FILE))
     found = name_format(path, metadata)
-    if found == SHARDED_MODULES:
+    if found == FSDP_DTENSOR:
         raise CheckpointError(
             f"{path} is in upstream's format {found}, which is not read; have upstream save it with --ckpt-format "
             "torch_dist or torch, or convert it to Hugging Face there and that here"
         )
+    if found == PLAIN_MODULE:
+        return {}
+    if found == TORCH_DCP:
+        return _read_objects(path, metadata)
     if found is None:
         raise CheckpointError(
             f"{path} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours; it holds neither "
             f"{_COMMON_OBJECT} nor {_COMMON_FILE}: it is none of upstream's"
         )
     return BoxReader(path, metadata).read_object(_COMMON_OBJECT)
+
+
+def _read_objects(path: Path, metadata: Metadata) -> dict[str, Any]:
+    """What torch_dcp has beside the weights: torch.distributed.checkpoint takes nested dictionaries apart."""
+    reader, table = BoxReader(path, metadata), metadata.state_dict_metadata
+    objects = [key for key, entry in table.items() if isinstance(entry, BytesStorageMetadata)]
+    content = {key: reader.read_object(key) for key in ("args", "iteration") if key in objects}
+    scheduler = {key.removeprefix(_SCHEDULER): reader.read_object(key) for key in objects if key.startswith(_SCHEDULER)}
+    return content | ({"opt_param_scheduler": scheduler} if scheduler else {})
 
 
 def _is_plain(value: Any) -> bool:
