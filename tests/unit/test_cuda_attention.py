@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from megatron.core.context_parallel.sharding import list_positions_of_rank
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.core_attention import flash, query_blocks
+from megatron.core.transformer.core_attention import flash, flex, query_blocks
 from megatron.core.transformer.core_attention.block_kernels import Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -41,9 +41,37 @@ WIDTHS = {"width 12": (12, 12), "width 64": (64, 64), "latent": (24, 16), "wider
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[FlashCall]:
-    """The flash kernel is its definition; every call of it."""
+    """The flash kernel and flex attention are their definitions; every call of the former."""
     monkeypatch.setattr(query_blocks, "_BLOCK", 5)
+    monkeypatch.setattr(flex, "BLOCK", 8)
+    monkeypatch.setattr(flex, "run_flex", flex_stand_in)
     return flash_stand_in.install(monkeypatch)
+
+
+def flex_stand_in(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """As flex.run_flex, from what the blocks and the function of query and key let be seen."""
+    assert q.shape[-1] >= 16 and v.shape[-1] >= 16
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = softcap * (q @ k.transpose(-1, -2) * scale / softcap).tanh()
+    scores = scores.masked_fill(~find_visible(blocks, q.shape[2], k.shape[2]), float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def find_visible(blocks: Any, queries: int, keys: int) -> Tensor:
+    """bool [s, t] of a BlockMask, as its kernel reads it: whole blocks, and others by their function."""
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    by_function = blocks.mask_mod(None, None, torch.arange(queries).unsqueeze(1), torch.arange(keys))
+    size = blocks.BLOCK_SIZE[0]
+    for counts, order, is_whole in (
+        (blocks.kv_num_blocks, blocks.kv_indices, False),
+        (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
+    ):
+        for row, (count, columns) in enumerate(zip(counts[0, 0].tolist(), order[0, 0].tolist(), strict=True)):
+            rows = slice(row * size, (row + 1) * size)
+            for column in columns[:count]:
+                place = (rows, slice(column * size, (column + 1) * size))
+                seen[place] = True if is_whole else by_function[place]
+    return seen
 
 
 def core_attention(query_width: int, device: torch.device = CPU, **options: Any) -> DotProductAttention:
@@ -95,11 +123,51 @@ def compare(
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("case", OWN_CASES, ids=lambda case: case.name)
 def test_attention_is_the_definition(calls: list[FlashCall], case: Case, widths: str) -> None:
-    compare(core_attention(WIDTHS[widths][0], **case.config), case, operands(case.batch, WIDTHS[widths]))
+    core = core_attention(WIDTHS[widths][0], **case.config)
+    # Flex attention is for training; everything else is the same in both.
+    core.backend.blocks = None if not case.mask and "softmax_type" in case.config else core.backend.blocks  # type: ignore
+    compare(core, case, operands(case.batch, WIDTHS[widths]))
     bounded, masked = "attn_logit_softcapping" in case.config, case.mask
     special = case.bounds or "window_size" in case.config or "attention_chunk_size" in case.config
     by_flash = (special or "softmax_type" in case.config) and not bounded and not masked
     assert len(calls) == bool(by_flash), "documents and chunks are one call"
+
+
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "chunks", "documents and window"])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (256, 256), (130, 300), (5, 5)])
+def test_blocks_of_flex_attention_are_what_is_visible(kind: str, queries: int, keys: int) -> None:
+    documents = Documents((0, min(4, keys - 1), keys)) if keys < 100 else Documents((0, 1, 120, 200, 201, keys))
+    visible = Visible(
+        causal=kind != "full", window=100 if "window" in kind else None, chunk=90 if kind == "chunks" else None,
+        documents=documents if "documents" in kind else None,
+    )  # fmt: skip
+    blocks = flex.build_block_mask(visible, queries, keys, CPU)
+    at = torch.arange(keys - queries, keys).unsqueeze(1)
+    expected = torch.ones(queries, keys, dtype=torch.bool)
+    if visible.causal:
+        expected = (torch.arange(keys) <= at) & (torch.arange(keys) >= visible.find_first_seen(at[:, 0]).unsqueeze(1))
+    assert torch.equal(find_visible(blocks, queries, keys), expected)
+    rows, columns = (-(-length // flex.BLOCK) for length in (queries, keys))
+    padded = torch.zeros(rows * flex.BLOCK, columns * flex.BLOCK, dtype=torch.bool)
+    padded[:queries, :keys] = expected
+    parts = padded.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
+    assert torch.equal(blocks.to_dense()[0, 0].bool(), parts.any(3).any(1)), "blocks that nobody sees are left out"
+    whole = blocks.full_kv_num_blocks.sum()
+    assert whole == parts.all(3).all(1).sum(), "no function is asked where everything is seen"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_has_this_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own form without a compiler, forward, against the stand-in."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(flex, "_compile_flex", lambda: flex_attention)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in operands(2, (24, 16)))
+    blocks = flex.build_block_mask(Visible(window=5), LENGTH, LENGTH, CPU)
+    with torch.no_grad():
+        found = flex.run_flex(q, k, v, blocks, 0.4, 1.5)
+    for ours, theirs in zip(found, flex_stand_in(q, k, v, blocks, 0.4, 1.5), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("queries", [7, 1])
@@ -109,9 +177,12 @@ def test_with_keys_of_earlier_calls(calls: list[FlashCall], case: Case, queries:
 
 
 def test_what_the_flash_kernel_does_not_take() -> None:
-    """In float32, without the stand-in: the same results from torch's operator and from blocks."""
+    """In float32, without stand-ins: the same results from torch's operator and from blocks."""
     for case in OWN_CASES:
-        compare(core_attention(24, **case.config), case, operands(case.batch, (24, 16)))
+        core = core_attention(24, **case.config)
+        core.backend = CUDAAttention(core.options, "auto", CPU, flex_problem="no compiler")
+        compare(core, case, operands(case.batch, (24, 16)))
+        assert ("not by flex attention: no compiler" in core.backend.name) == (core.options.softcap is not None)
 
 
 @pytest.mark.parametrize("widths", WIDTHS)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.core.transformer.core_attention import flash
 from megatron.core.transformer.core_attention.block_kernels import Sequences
 from megatron.core.transformer.core_attention.flash import FlashCall, flash_attention
+from megatron.core.transformer.core_attention.flex import FlexAttention
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
 from megatron.core.transformer.core_attention.query_blocks import QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
@@ -30,11 +31,17 @@ class CUDAAttention(AttentionBackend):
     """softmax(scale * Q K^T) V on a GPU, by the first of the doors above that fits."""
 
     def __init__(
-        self, options: AttentionOptions, kernel: str, device: torch.device, flash_problem: str | None = None
+        self,
+        options: AttentionOptions,
+        kernel: str,
+        device: torch.device,
+        flash_problem: str | None = None,
+        flex_problem: str | None = None,
     ) -> None:
         """kernel: auto or flash, as --attention-backend. flash_problem: why the flash kernel cannot compute these
-        layers on this device; None where it can."""
-        self.options, self.flash_problem = options, flash_problem
+        layers on this device; None where it can. flex_problem: why flex attention cannot be compiled."""
+        self.options, self.flash_problem, self.flex_problem = options, flash_problem, flex_problem
+        self.flex = None if options.softcap is None or flex_problem is not None else FlexAttention(options)
         self.operator = SDPAttention(options, kernel, device)
         self.blocks = QueryBlocksAttention(options)
         self._last_chunks: tuple[object, Sequences] | None = None
@@ -42,8 +49,10 @@ class CUDAAttention(AttentionBackend):
 
     def _describe(self) -> str:
         options = self.options
+        if self.flex is not None:
+            return f"{self.flex.name}; in evaluation and with masks or dropout {self.blocks.name}"
         if options.softcap is not None:
-            return self.blocks.name
+            return f"{self.blocks.name} (not by flex attention: {self.flex_problem})"
         if self.flash_problem is not None:
             inner = self.blocks if options.has_sinks else self.operator
             return f"{inner.name} (not by the flash kernel: {self.flash_problem})"
@@ -60,6 +69,8 @@ class CUDAAttention(AttentionBackend):
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
         visible = inputs.visible
+        if self.flex is not None and self.flex.takes(inputs):
+            return self.flex(inputs)
         if visible.documents is None and visible.chunk is None:
             return self.attend(inputs)
         if not self._takes(inputs):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.device import has_flash_attention, is_cpu, is_cuda
+from megatron.core.device import find_kernel_obstacle, has_flash_attention, is_cpu, is_cuda
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
@@ -62,7 +62,8 @@ def build_attention_backend(
     if config.attention_backend == "local" or (has_more and config.compile):
         return LocalAttention(options)
     if config.attention_backend in ("auto", "flash") and is_cuda(device) and not config.compile:
-        return CUDAAttention(options, config.attention_backend, device, find_flash_problem(config, device))
+        flash, flex = find_flash_problem(config, device), find_kernel_obstacle(device)
+        return CUDAAttention(options, config.attention_backend, device, flash, flex)
     if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
     # Its backward is written by hand, where a compiler would break the graph.
