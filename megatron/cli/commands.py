@@ -52,6 +52,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("average", "megatron.cli.average_checkpoints", "the mean of several checkpoints"),
         Command("convert-checkpoint", "megatron.cli.convert_checkpoint", "upstream's tool of that name"),
         Command("loss-by-position", "megatron.cli.loss_by_position", "perplexity by the position of a token"),
+        Command("draw-fp8", "megatron.cli.draw_fp8", "what rounding to 8 or 4 bits did, by layer and operand"),
         Command("draw-experts", "megatron.cli.draw_experts", "how evenly a run's experts were chosen"),
     ),
     "This program": (

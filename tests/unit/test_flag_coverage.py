@@ -180,7 +180,7 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
     [
         ("--mtp-hsm", "it is part of the model, and no other flag gives the same one until then"),
         (
-            "--moe-expert-rank-capacity-factor 1",
+            "--freeze-all-layers",
             "it is part of what is computed, and no other flag gives the same run until then",
         ),
         ("--position-embedding-type mrope", "available are learned_absolute, rope, yarn, none, which give another run"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -16,7 +17,7 @@ from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, WEIGHT, FP8M
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.products import Matmul, Product, multiply
 from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.moe.grouped_products import FP8Experts
+from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
 from tests.unit.gpt_models import build_model, read_config, token_batch
 from tests.unit.test_fp8 import RECIPES, recipe
 
@@ -157,6 +158,44 @@ def test_what_waits_in_another_way_needs_no_eight_bits() -> None:
     assert plain.grad_fn.has_smaller_form and not spared.grad_fn.has_smaller_form  # type: ignore[union-attr]
     grads = [torch.autograd.grad(y.square().sum(), weight)[0] for y in (plain, spared)]
     assert torch.equal(*grads)
+
+
+@pytest.mark.flags("--fp8-bf16-layers")
+def test_layers_stay_in_bf16_by_their_names() -> None:
+    flags = "--fp8-format e4m3 --fp8-output-proj"
+    assert len(list_fp8(flags)) == 9
+    patterns = "--fp8-bf16-layers *.linear_fc2 decoder.layers.0.self_attention.*"
+    expected = ["0.mlp.linear_fc1", *(f"1.{n}" for n in ("mlp.linear_fc1", "self_attention.linear_proj"))]
+    found = list_fp8(f"{flags} {patterns}")
+    assert sorted(found) == [
+        *(f"decoder.layers.{name}" for name in [*expected, "1.self_attention.linear_qkv"]),
+        "output_layer",
+    ]
+    assert "output_layer" not in list_fp8(f"{flags} --fp8-bf16-layers output_layer")
+    further = f"--mtp-num-layers 1 --position-embedding-type rope {flags} --fp8-bf16-layers mtp.layers.0.*"
+    assert not any(name.startswith("mtp") for name in list_fp8(further))
+    with pytest.raises(
+        ConfigError, match=r"--fp8-bf16-layers \*.fc3 matches no linear layer; names are such as decoder"
+    ):
+        read_config(f"{flags} --fp8-bf16-layers *.linear_fc1 *.fc3")
+
+
+def test_a_layer_that_fell_back_multiplies_exactly() -> None:
+    weight, x, grad = torch.randn(32, 16), torch.randn(4, 16), torch.randn(4, 32)
+    exact = Matmul()
+    product = FP8Matmul(dataclasses.replace(recipe("tensorwise"), may_fall_back=True), exact=exact)
+    product.fall_back()
+    assert torch.equal(product.forward_keeping(x, weight)[0], exact.forward(x, weight))
+    assert product.forward_keeping(x, weight)[1] is x
+    assert torch.equal(product.input_grad(grad, weight), exact.input_grad(grad, weight))
+    assert torch.equal(product.weight_grad(grad, x, weight, None), exact.weight_grad(grad, x, weight, None))  # type: ignore[arg-type]
+    experts, ends = FP8Experts(product.recipe, exact=ExpertByExpert()), torch.tensor([1, 4], dtype=torch.int32)
+    experts.fall_back()
+    stack, plain = torch.stack((weight, -weight)), ExpertByExpert()
+    assert torch.equal(experts.forward(x, stack, ends=ends), plain.forward(x, stack, ends=ends))
+    assert torch.equal(experts.input_grad(grad, stack, ends), plain.input_grad(grad, stack, ends))
+    found, expected = (kind.weight_grad(grad, x, stack, None, ends) for kind in (experts, plain))
+    assert torch.equal(found, expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.flags("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin", "--fp8-interval")

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from megatron.core.tensor_parallel.fp8_products import OPERANDS, FP8Matmul
 from megatron.training.run import Run
 from tests.unit.tiny_training import SEQUENCE, VOCABULARY, differing, finish, prepare, train_tiny
 
+ROOT = Path(__file__).parents[2]
 STEPS = 200
 WIDE = """
     --num-layers 1 --hidden-size 128 --num-attention-heads 2 --lr 2e-3 --hidden-dropout 0 --attention-dropout 0 --bf16
@@ -151,3 +155,78 @@ def test_overflow_and_underflow_are_counted() -> None:
     assert noise == pytest.approx(552.0**2) and signal == pytest.approx(1000.0**2 + 448.0**2)
     assert not product.take_statistics(x.device).any()
     finish(run)
+
+
+# ---- falling back
+
+
+@pytest.mark.flags("--fp8-fallback-sqnr")
+def test_a_layer_that_misbehaves_goes_over_to_bfloat16(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--log-interval", 1]
+    plain = train_tiny(*flags)
+    patient = train_tiny(*flags, "--fp8-fallback-sqnr", 1)
+    assert differing(plain, patient) == [] and "multiplies in 16 bits" not in capfd.readouterr().out
+    # Above what e5m2 leaves of any gradient, and below what e4m3 leaves of inputs and weights.
+    strict = [
+        *flags,
+        "--fp8-fallback-sqnr",
+        28,
+        "--save",
+        tmp_path,
+        "--save-interval",
+        3,
+        "--metrics-dir",
+        tmp_path / "m",
+    ]
+    whole = train_tiny(*strict, "--log-fp8-stats")
+    said = capfd.readouterr().out
+    assert said.count("multiplies in 16 bits from iteration 2 on: rounding its grad left") == 8
+    assert re.search(
+        r"warning: decoder.layers.1.mlp.linear_fc2 .* left 2\d\.\d dB, less than --fp8-fallback-sqnr 28", said
+    )
+    rows = [json.loads(line) for line in (tmp_path / "m" / "metrics.jsonl").read_text().splitlines()]
+    assert [sum(name.startswith("fp8_sqnr ") for name in row) for row in rows] == [24, 0, 0, 0, 0, 0]
+    assert all(p.falls_back for p in whole.model[0].modules() if isinstance(p, FP8Matmul))
+    assert differing(plain, whole) != []
+    again = train_tiny(*strict[:-4], "--load", tmp_path, "--ckpt-step", 3)
+    assert differing(whole, again) == [] and "multiplies in 16 bits" not in capfd.readouterr().out
+
+
+# ---- the drawing
+
+
+def draw(*arguments: object) -> tuple[int, str]:
+    """Exit code and output of tools/draw_fp8.py."""
+    command = [sys.executable, str(ROOT / "tools" / "draw_fp8.py"), *map(str, arguments)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+def test_noise_is_drawn_by_layer_and_by_kind(tmp_path: Path) -> None:
+    names = [f"decoder.layers.{layer}.mlp.linear_{kind}" for layer in (0, 1) for kind in ("fc1", "fc2")]
+    rows = []
+    for n in range(1, 9):
+        values = {f"fp8_sqnr {name} {operand}": 20.0 + n + k for k, name in enumerate(names) for operand in OPERANDS}
+        # The last layer falls back on the way.
+        rows.append({"iteration": n} | {name: v for name, v in values.items() if n < 5 or names[3] not in name})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output = draw(tmp_path, "--operand", "grad")
+    first, *lines = output.splitlines()
+    assert code == 0 and first == "fp8_sqnr: ' ' 21 to '@' 30; iterations 1 to 8"
+    assert lines[0] == "decoder.layers.0.mlp.linear_fc1 grad | .:-=+*#| 28"
+    assert lines[3] == "decoder.layers.1.mlp.linear_fc2 grad |-=+*????| nan"
+    code, output = draw(tmp_path, "--by", "kind", "--layers", "*.linear_fc?", "--operand", "input")
+    assert [line.partition("|")[0].strip() for line in output.splitlines()[1:]] == [
+        "linear_fc1 input",
+        "linear_fc2 input",
+    ]
+    assert output.endswith("| 29\n"), "of the layers that are left"
+    for arguments, sentence in (
+        ((tmp_path, "--layers", "fc3"), "has no layer fc3; there are decoder.layers.0.mlp.linear_fc1"),
+        ((tmp_path, "--metric", "fp8_amax"), "has no fp8_amax of layers; the run needs --log-fp8-stats"),
+    ):
+        code, output = draw(*arguments)
+        assert code == 2 and sentence in output
+    pytest.importorskip("matplotlib")
+    assert draw(tmp_path, "--output", tmp_path / "noise.png")[0] == 0
+    assert (tmp_path / "noise.png").read_bytes()[:4] == b"\x89PNG"

@@ -46,6 +46,7 @@ BASES = (
 NOT_TRIED = {
     "spec": "names code of the user's own",
     "fp16": "like bf16, and slow without a GPU",
+    "fp4": "like fp8, with errors eight times as large; tests/unit/test_fp4.py bounds them",
     "fp8": "like bf16, with errors sixteen times as large; tests/unit/test_fp8.py bounds them",
 }
 SETTINGS = [

@@ -70,6 +70,8 @@ class FP8Recipe:
     is_native: bool = False
     measures: bool = False
     """Whether to sum up STATISTICS."""
+    may_fall_back: bool = False
+    """Whether a layer may go over to 16 bits during the run, which checkpoints then keep."""
     replicas: int = 1
     """By how much output gradients are larger here than in one process: a process divides its loss by its own
     microbatches, and the mean over replicas comes later. Histories and scales are kept as in one process."""
@@ -152,21 +154,29 @@ class FP8Matmul(Product, nn.Module):
     the scale itself, so that a run may go on with another format or margin."""
     steps: Tensor
     """int64, with delayed scaling: how many steps have ended."""
+    fallen_back: Tensor
+    """int64, where that may happen: 1 when the layer multiplies in 16 bits."""
 
     def __init__(
         self,
         recipe: FP8Recipe,
         *,
+        exact: Product | None = None,
         accumulates: bool = True,
         out_dtype: torch.dtype | None = None,
         keeps_rounded_input: bool = True,
     ) -> None:
-        """keeps_rounded_input: until backward in 8 bits, where the weight gradient reads it in 8 bits."""
+        """exact: the same product in the number format of its operands; torch's when None. keeps_rounded_input: until
+        backward in 8 bits, where the weight gradient reads it in 8 bits."""
         nn.Module.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
         self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
         self.name = recipe.describe()
-        self._exact = Matmul(accumulates=accumulates)
+        self._exact = Matmul(accumulates=accumulates, out_dtype=out_dtype) if exact is None else exact
+        self.falls_back = False
+        """Whether products are exact ones from now on: what `fallen_back` says, on the host."""
+        if recipe.may_fall_back:
+            self.register_buffer("fallen_back", torch.zeros((), dtype=torch.int64, device=current_device()))
         if recipe.name == "delayed":
             # On the device itself: they have values also where parameters have no memory yet.
             device = current_device()
@@ -181,6 +191,8 @@ class FP8Matmul(Product, nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Multiply x [..., in] by the weight, and add the bias: -> [..., out]."""
+        if self.falls_back:
+            return self._exact.forward(x, weight, bias)
         return self._multiply_rounded(self._round(INPUT, x.reshape(-1, x.shape[-1])), x, weight, bias)
 
     def _multiply_rounded(self, rounded: Operand, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -208,6 +220,8 @@ class FP8Matmul(Product, nn.Module):
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [tokens, out] -> input gradients [tokens, in]."""
+        if self.falls_back:
+            return self._exact.input_grad(grad, weight)
         return self._multiply(self._round(GRAD, grad), self._round_weight(weight, over_rows=True), grad.dtype)
 
     def weight_grad(
@@ -215,7 +229,7 @@ class FP8Matmul(Product, nn.Module):
     ) -> Tensor | None:
         """grad [tokens, out], x [..., in] or what forward_keeping kept of it -> [out, in], or None when added to
         main_grad."""
-        if not self.recipe.rounds_weight_grad:
+        if self.falls_back or not self.recipe.rounds_weight_grad:
             assert isinstance(x, Tensor)
             return self._exact.weight_grad(grad, x, weight, main_grad)
         if isinstance(x, Tensor):
@@ -287,6 +301,16 @@ class FP8Matmul(Product, nn.Module):
         if not hasattr(weight, "main_grad"):
             self._weight = None
         return rounded.transposed if over_rows else rounded
+
+    def fall_back(self) -> None:
+        """Compute exact products from the next step on. Called between steps."""
+        self.fallen_back.fill_(1)
+        self.falls_back, self.has_smaller_form, self._weight = True, False, None
+
+    def recall_fallback(self) -> None:
+        """Fall back where a checkpoint says that the layer has; the host waits for the device."""
+        if self.recipe.may_fall_back and self.fallen_back.item():
+            self.fall_back()
 
     # ---- statistics
 

@@ -59,13 +59,17 @@ def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None,
         takes_largest=config.fp8_amax_compute_algo == "max",
         rounds_weight_grad=config.fp8_wgrad,
         is_native=find_kernel(name, emulates=config.fp8_emulation, device=device),
-        measures=config.log_fp8_stats,
+        measures=config.log_fp8_stats or config.fp8_fallback_sqnr is not None,
+        may_fall_back=config.fp8_fallback_sqnr is not None,
         replicas=replicas,
     )
 
 
-def multiply_in_fp8(module: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection) -> FP8Products:
-    """Exchange the product of every linear layer and of the experts inside the module, or of itself."""
+def multiply_in_fp8(
+    module: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection, module_name: str
+) -> FP8Products:
+    """Exchange the product of every linear layer and of the experts inside the module, or of itself, but for those that
+    are to stay in 16 bits. module_name: of the module in the whole model."""
     # With a loss per token gradients are sums, which nobody divides before the end of the step.
     recipe = read_fp8_recipe(config, replicas=1 if config.calculate_per_token_loss else groups.dp_cp.size())
     policy = ActivationPolicy(config)
@@ -73,10 +77,13 @@ def multiply_in_fp8(module: nn.Module, config: TransformerConfig, groups: Proces
     for name, part in list(module.named_modules()):
         # Asked of the dictionary: embeddings and norms have no product, or another kind.
         plain: Any = part.__dict__.get("product")
+        if config.stays_in_bf16(f"{module_name}.{name}".rstrip(".")):
+            continue
         if isinstance(plain, Matmul | ExpertByExpert):
             kind = FP8Experts if isinstance(plain, ExpertByExpert) else FP8Matmul
             part.product = kind(
                 recipe,
+                exact=plain,
                 accumulates=plain.accumulates,
                 out_dtype=plain.out_dtype,
                 keeps_rounded_input=policy.keeps_rounded_input(name),

@@ -148,7 +148,9 @@ class MultiTokenPredictionLayer(MegatronModule):
             tp_group=groups.tp,
         )
         if config.is_fp8_layer(number):
-            self.fp8_products = multiply_in_fp8(self.eh_proj, config, groups)
+            self.fp8_products = multiply_in_fp8(
+                self.eh_proj, config, groups, f"mtp.layers.{number - config.num_layers - 1}.eh_proj"
+            )
         self.mtp_model_layer = build_module(
             submodules.mtp_model_layer, config=config, layer_number=number, pg_collection=groups
         )

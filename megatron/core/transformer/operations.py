@@ -80,6 +80,8 @@ def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
     outside = [] if config.fp8 is not None and config.fp8_output_proj else ["output layer"]
     if len(layers) < config.num_layers:
         outside.append(f"{config.num_layers - len(layers)} of {config.num_layers} layers")
+    if config.fp8_bf16_layers:
+        outside.append(" ".join(config.fp8_bf16_layers))
     described = read_fp8_recipe(config, device).describe()
     return described + (f"; {' and '.join(outside)}: {plain}" if outside else "")
 

@@ -101,7 +101,9 @@ class TransformerLayer(MegatronModule):
         self.recomputes_mlp_norm = policy.recomputes_mlp_norm and self.pre_mlp_layernorm is not None
         self.recomputes_mlp = policy.recomputes_mlp
         if config.is_fp8_layer(layer_number):
-            self.fp8_products = multiply_in_fp8(self, config, groups)
+            further = layer_number - config.num_layers
+            name = f"mtp.layers.{further - 1}.mtp_model_layer" if further > 0 else f"decoder.layers.{layer_number - 1}"
+            self.fp8_products = multiply_in_fp8(self, config, groups, name)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
 
     def forward(

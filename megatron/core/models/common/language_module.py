@@ -56,7 +56,7 @@ class LanguageModule(MegatronModule):
         if self.config.logit_dtype == "fp32":
             layer.product = choose_product(self.config, out_dtype=torch.float32)
         if self.config.fp8 is not None and self.config.fp8_output_proj:
-            layer.fp8_products = multiply_in_fp8(layer, self.config, self.pg_collection)
+            layer.fp8_products = multiply_in_fp8(layer, self.config, self.pg_collection, "output_layer")
         if layer.weight is not None:
             placement = dataclasses.replace(get_placement(layer.weight), kind="head")
             if is_tied:

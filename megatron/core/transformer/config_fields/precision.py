@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,15 @@ _FP4 = Needs("--fp4-format", lambda run: run.fp4 is not None)
 _FEW_BITS = Needs("--fp8-format or --fp4-format", lambda run: run.fp8 is not None or run.fp4 is not None)
 _DELAYED = Needs("--fp8-recipe delayed", lambda run: run.fp8_recipe == "delayed")
 _BF16_LAYERS = Needs("--first-last-layers-bf16", lambda run: run.first_last_layers_bf16)
+
+_ATTENTION = ("qkv", "proj", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+_MLP = ("mlp", "mlp.experts", "mlp.shared_experts")
+LINEAR_LAYERS = (
+    *(f"self_attention.linear_{name}" for name in _ATTENTION),
+    *(f"{mlp}.linear_{name}" for mlp in _MLP for name in ("fc1", "fc2")),
+    *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
+)
+"""The linear layers that a transformer layer may have, by their names in it."""
 
 MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Recipe -> what the widths of linear layers must be multiples of."""
@@ -75,6 +85,13 @@ class PrecisionFields(ArchitectureFields):
     num_layers_at_end_in_bf16: int = flag(1, minimum=0, unit="layers", kind="numerics", needs=(_FEW_BITS, _BF16_LAYERS))
     """With --first-last-layers-bf16, layers at the end."""
 
+    fp8_bf16_layers: list[str] | None = flag(None, nargs="+", metavar="PATTERN", kind="numerics", needs=_FEW_BITS)
+    """Leave linear layers out of FP8 or FP4 whose names, as --log-fp8-stats has them, match one of these patterns:
+    *.linear_fc2, decoder.layers.0.*"""
+    fp8_fallback_sqnr: float | None = flag(None, minimum=0, unit="dB", kind="numerics", needs=_FEW_BITS)
+    """Compute a linear layer in bfloat16 from the --log-interval on in which rounding any of its operands leaves a
+    ratio of signal to noise below this, and say so; it stays so until the run ends, and when it goes on."""
+
     log_fp8_stats: bool = flag(False, kind="report", needs=_FEW_BITS)
     """Log how well each operand of FP8 or FP4 products survives: the ratio of signal to quantisation noise in dB, the
     largest absolute value, and the shares of values that are cut off or become zero."""
@@ -94,6 +111,10 @@ class PrecisionFields(ArchitectureFields):
         if recipe is None or not self.fp8_wgrad:
             return None
         return {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": (1 + 1 / 8) / 2}.get(recipe, 1.0)
+
+    def stays_in_bf16(self, layer: str) -> bool:
+        """Whether --fp8-bf16-layers leaves out a linear layer; layer: its name in the whole model."""
+        return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.fp8_bf16_layers or ())
 
     def is_fp8_layer(self, layer_number: int) -> bool:
         """Whether a layer, counted from 1, multiplies in FP8 or FP4; those of multi-token prediction come behind the
@@ -115,6 +136,21 @@ class PrecisionFields(ArchitectureFields):
             yield (
                 "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
             )
+        yield from self._patterns_name_layers()
         if getattr(self, "compile", False):
             asked = self.say("fp8" if self.fp4 is None else "fp4")
             yield f"{asked} cannot be combined with --compile, which takes products apart; leave one out"
+
+    def _patterns_name_layers(self) -> Iterator[str]:
+        """A pattern of --fp8-bf16-layers that no name can match is a mistake."""
+        stacks = [f"decoder.layers.{index}" for index in range(self.num_layers)]
+        further = [f"mtp.layers.{index}" for index in range(getattr(self, "mtp_num_layers", None) or 0)]
+        names = [f"{stack}.{name}" for stack in stacks for name in LINEAR_LAYERS]
+        names += [f"{stack}.mtp_model_layer.{name}" for stack in further for name in LINEAR_LAYERS]
+        names += ["output_layer", *(f"{stack}.eh_proj" for stack in further)]
+        for pattern in self.fp8_bf16_layers or ():
+            if not fnmatch.filter(names, pattern):
+                yield (
+                    f"--fp8-bf16-layers {pattern} matches no linear layer; names are such as {names[0]} and "
+                    f"{names[len(_ATTENTION) + 1]}, and * stands for any part of one"
+                )

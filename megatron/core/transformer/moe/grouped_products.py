@@ -127,6 +127,8 @@ class FP8Experts(FP8Matmul):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Rows of all experts [n, in] -> [n, out]."""
         assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
+        if self.falls_back:
+            return self._exact.forward(x, weight, ends=ends)
         return self._multiply_rows(self._round(INPUT, x), weight, ends, x.dtype, over_rows=False)
 
     def forward_keeping(
@@ -151,6 +153,8 @@ class FP8Experts(FP8Matmul):
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [n, out] -> input gradients [n, in]."""
         assert ends is not None
+        if self.falls_back:
+            return self._exact.input_grad(grad, weight, ends)
         return self._multiply_rows(self._round(GRAD, grad), weight, ends, grad.dtype, over_rows=True)
 
     def weight_grad(
@@ -159,6 +163,8 @@ class FP8Experts(FP8Matmul):
         """Output gradients [n, out] and inputs [n, in], or what forward_keeping kept of them -> [experts, out, in], or
         None when added to main_grad."""
         assert ends is not None
+        if self.falls_back:
+            return self._exact.weight_grad(grad, x, weight, main_grad, ends)
         if not self.recipe.rounds_weight_grad:
             assert isinstance(x, Tensor)
             return ExpertByExpert(accumulates=self.accumulates).weight_grad(grad, x, weight, main_grad, ends)
