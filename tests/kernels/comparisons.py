@@ -35,6 +35,15 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megatron.core.tensor_parallel.parameters import parameter_dtype
+from megatron.core.tensor_parallel.products import multiply_wide
+from megatron.core.transformer.moe.permutation import (
+    pad_slots,
+    permute,
+    permute_reference,
+    sort_slots,
+    unpermute,
+    unpermute_reference,
+)
 from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import tiny_network
@@ -342,3 +351,42 @@ def rotary_positions(device: str) -> None:
             _compare_rotation(heads, width, rotated, interleaved, torch.float32, device)
     _compare_rotation(4, 128, 128, False, torch.bfloat16, device)
     _compare_rotation(1, 8, 4, True, torch.float16, device, positions=1)
+
+
+# ---- experts
+
+
+@compared
+def sums_of_experts_rows(device: str) -> None:
+    """Some tokens have lost a slot, one expert has none, and rows without a slot stand between."""
+    experts = torch.tensor([[0, 3], [3, 4], [1, 0], [4, 4], [3, 1]], device=device).flatten()  # 4: goes nowhere
+    kept = 7
+    found = sort_slots(experts, 4, kept)
+    padded = pad_slots(found, len(experts), multiple=4)
+    for order, is_padded in ((found.order, False), (padded.order, True)):
+        for dtype, width in ((torch.float32, 72), (torch.bfloat16, 1032)):
+            rows = randn(len(order), width, dtype=dtype, device=device)
+            expected = run(lambda x, o=order, p=is_padded: unpermute_reference(x, o, 5, 2, p), [rows.double()])
+            with kernels_chosen() as launched:
+                result = run(lambda x, o=order, p=is_padded: unpermute(x, o, 5, 2, p), [rows])
+            assert len(launched) == 3
+            assert_close(result, expected, TOLERANCES[dtype])
+    whole = sort_slots(experts, 5).order
+    x = randn(5, 72, dtype=torch.float32, device=device)
+    expected = run(lambda x: permute_reference(x, whole, 2), [x.double()])
+    with kernels_chosen():
+        assert_close(run(lambda x: permute(x, whole, 2), [x]), expected, 2e-6)
+        nothing = run(lambda x: permute(x, whole[:0], 2), [x])
+    assert nothing[0].shape == (0, 72) and not nothing[1].any()
+
+
+@compared
+def wide_products(device: str) -> None:
+    """A router's logits: in float32 of bfloat16 numbers; no kernel of ours."""
+    x, weight = (randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((24, 72), (8, 72)))
+    expected = run(lambda x, w: x @ w.t(), [x.double(), weight.double()])
+    found = run(multiply_wide, [x, weight])
+    assert found[0].dtype == torch.float32
+    assert_close(found[:1], expected[:1], 2e-6)
+    # One rounding of the result: half of a bfloat16 number's last digit.
+    assert_close(found[1:], expected[1:], 2**-8)

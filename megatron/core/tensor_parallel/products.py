@@ -347,3 +347,44 @@ def _add_late_weight_grad(
         grad_weight = finish_weight_grad(product, weight, grad, x, ends)
         if grad_weight is not None:
             weight.grad = grad_weight if weight.grad is None else weight.grad.add_(grad_weight)
+
+
+# ---- results wider than operands
+
+
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiply_in_float32(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        # As a sum of two bfloat16 numbers a float32 number keeps 16 of its 24 digits, more than any result here has.
+        high = grad.to(x.dtype)
+        both = torch.cat((high, (grad - high).to(x.dtype)), dim=1)  # [tokens, 2 out]
+        grad_x = both @ torch.cat((weight, weight)) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _multiply_in_float32(both.t(), x).unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+        return grad_x, grad_weight
+
+
+def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    # The CPU's kernels have no product of 16-bit operands with a wider result.
+    return a.float() @ b.float() if is_cpu(a) else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def has_wide_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether `multiply_wide` is the way to multiply these in float32: bfloat16 tensors on a GPU, with a torch that has
+    products of a wider result."""
+    is_bfloat16 = x.dtype == weight.dtype == torch.bfloat16
+    return is_bfloat16 and not is_cpu(x) and "dtype" in torch.ops.aten.mm.overloads()
+
+
+def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
+    """X W^T in float32 of bfloat16 x [tokens, in] and weight [out, in], of which no copies in float32 are made; neither
+    are they for the gradients, which have the accuracy of float32 products all the same."""
+    result: Tensor = _WideProduct.apply(x, weight)
+    return result

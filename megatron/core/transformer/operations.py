@@ -16,6 +16,7 @@ from megatron.core.transformer.core_attention.select import build_attention_back
 from megatron.core.transformer.fp8_layers import read_fp8_recipe
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
+from megatron.core.transformer.moe.permutation import uses_fused_permutation
 from megatron.core.transformer.norms import uses_fused_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
@@ -105,5 +106,5 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
     return {
         "products of experts": "; ".join(dict.fromkeys(products)),
         "tokens to experts and back": f"{config.moe_token_dispatcher_type}, sorted and summed by "
-        + (fused if config.moe_permute_fusion else "elementary operations"),
+        + (fused if uses_fused_permutation(config, device) else "elementary operations"),
     }

@@ -147,7 +147,8 @@ class MoEFields(ArchitectureFields):
     moe_grouped_gemm: bool = flag(False, kind="kernel", needs=_EXPERTS)
     """The products of all experts in one call (torch's grouped_mm), where the device has it; the log says which."""
     moe_permute_fusion: bool = flag(False, kind="kernel", needs=_EXPERTS)
-    """Sort tokens by expert, and add up their outputs, as one differentiable operation each, without atomic adds."""
+    """Sort tokens by expert, and add up their outputs, as one differentiable operation each, without atomic adds; on
+    a GPU this is so without the flag, too."""
     moe_token_dispatcher_type: str = flag(
         "allgather",
         choices=("allgather", "alltoall", "flex"),

@@ -21,6 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cpu
+from megatron.core.kernels import launching
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 
 class Sorted(NamedTuple):
     """The slots of all tokens sorted by destination: an expert here, or an expert of another rank."""
@@ -100,6 +104,10 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _copy_to_slots(x: Tensor, order: Tensor, slots_per_token: int, padded: bool) -> Tensor:
+    if x.dim() == 2 and launching.uses_kernels(x):
+        from megatron.core.kernels.combine import copy_tokens_to_rows
+
+        return copy_tokens_to_rows(x, order, slots_per_token)
     tokens = order // slots_per_token
     if not padded:
         return x.index_select(0, tokens)
@@ -111,6 +119,11 @@ def _copy_to_slots(x: Tensor, order: Tensor, slots_per_token: int, padded: bool)
 
 
 def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, padded: bool = False) -> Tensor:
+    if rows.dim() == 2 and launching.uses_kernels(rows):
+        from megatron.core.kernels.combine import sum_rows_of_tokens
+
+        is_whole = not padded and order.shape[0] == tokens * slots_per_token
+        return sum_rows_of_tokens(rows, order, tokens, slots_per_token, is_whole=is_whole)
     if padded:
         # One slot more takes the rows of none, and is left out.
         slots = rows.new_zeros(tokens * slots_per_token + 1, *rows.shape[1:])
@@ -122,6 +135,12 @@ def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, p
     flat = make(tokens * slots_per_token, *rows.shape[1:])
     flat[order] = rows  # every slot has one row at most: no two writes meet, so the result does not depend on threads
     return flat if slots_per_token == 1 else flat.unflatten(0, (tokens, slots_per_token)).sum(dim=1)
+
+
+def uses_fused_permutation(config: TransformerConfig, device: torch.device) -> bool:
+    """Whether tokens are sent to experts and back by the fused forms: where asked for, and on a GPU, whose reference
+    forms add in an order that changes from run to run."""
+    return config.moe_permute_fusion or not (is_cpu(device) or config.compile)
 
 
 def permute(x: Tensor, order: Tensor, slots_per_token: int, padded: bool = False) -> Tensor:

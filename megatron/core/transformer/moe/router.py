@@ -15,6 +15,7 @@ from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import to_rank_order, to_sequence_order
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
+from megatron.core.tensor_parallel.products import has_wide_product, multiply_wide
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import few_outputs_initialiser
@@ -158,6 +159,9 @@ class TopKRouter(MegatronModule):
             # Factors around one: logits near a tie are decided now one way, now the other, so that experts get
             # explored.
             x = x * _draw(functools.partial(torch.empty_like(x).uniform_, 1.0 - eps, 1.0 + eps))
+        if self.product_dtype == torch.float32 and has_wide_product(x, self.weight):
+            logits = multiply_wide(x, self.weight)
+            return logits if self.bias is None else logits + self.bias
         if self.product_dtype is not None:
             bias = None if self.bias is None else self.bias.to(self.product_dtype)
             return F.linear(x.to(self.product_dtype), self.weight.to(self.product_dtype), bias)

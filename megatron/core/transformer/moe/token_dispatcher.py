@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_to_all_single
+from megatron.core.device import current_device
 from megatron.core.exchange_gap import ExchangeGap
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
@@ -38,6 +39,7 @@ from megatron.core.transformer.moe.permutation import (
     sort_slots,
     unpermute,
     unpermute_reference,
+    uses_fused_permutation,
 )
 from megatron.core.transformer.moe.routing import Routing, compute_capacity
 from megatron.core.transformer.moe.row_exchange import RowExchange
@@ -77,7 +79,7 @@ class TokenDispatcher(ABC):
         self.has_equal_rows = config.moe_pad_expert_input_to_capacity
         self.multiple = _QUANTIZATION_ROWS if config.moe_router_padding_for_quantization else 1
         self.pads = self.has_equal_rows or config.moe_router_padding_for_quantization
-        fused = config.moe_permute_fusion
+        fused = uses_fused_permutation(config, current_device())
         self.permute: Callable[..., Tensor] = permute if fused else permute_reference
         self.unpermute: Callable[..., Tensor] = unpermute if fused else unpermute_reference
         if self.pads:
