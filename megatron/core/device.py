@@ -414,6 +414,61 @@ def _read_peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+# ---- copies beside the computation
+
+
+class CopyQueue:
+    """Copies between host and device that run one after the other, beside the computation: on a GPU in a stream of
+    their own, on the CPU at once.
+
+    A moment is what other queues and the computation wait for without the host; None on the CPU, where all is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if is_cuda(device) else None  # type: ignore[no-untyped-call]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *after: Any) -> Any:
+        """Copy when the computation has done what it was given so far, and these moments have come; returns the moment
+        at which it is done.
+
+        The caller keeps both tensors until then.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for moment in after:
+            if moment is not None:
+                self._stream.wait_event(moment)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        return done
+
+
+def hold_computation_until(moment: Any) -> None:
+    """Let what the computation is given from now on begin after this moment of a CopyQueue. The host does not wait."""
+    if moment is not None:
+        torch.cuda.current_stream().wait_event(moment)
+
+
+def has_come(moment: Any) -> bool:
+    """Whether a moment of a CopyQueue is over; does not wait."""
+    return moment is None or bool(moment.query())
+
+
+def wait_for(moment: Any) -> None:
+    """Let the host wait for a moment of a CopyQueue."""
+    if moment is not None:
+        moment.synchronize()
+
+
+def allocate_host_memory(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Memory of the host, [numel]. pinned: the GPU copies to and from it by itself; no difference on the CPU."""
+    return torch.empty(numel, dtype=dtype, pin_memory=pinned and _cuda_in_use())
+
+
 # ---- random numbers
 
 

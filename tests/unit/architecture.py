@@ -111,6 +111,9 @@ MUTABLE_STATE: dict[str, str] = {
     "megatron/core/tensor_parallel/kept_activations.py:_RULES": (
         "the blocks that are open on this thread, as torch keeps its own hooks for saved tensors; empty outside of them"
     ),
+    "megatron/core/tensor_parallel/offloaded_activations.py:_PASS": (
+        "the forward pass that is open on this thread, like the blocks that say how its activations wait for backward"
+    ),
     "megatron/core/tensor_parallel/random.py:_TRACKER": (
         "random streams belong to the process, as torch's generators do; get_cuda_rng_tracker() hands them out"
     ),

@@ -8,9 +8,10 @@ force.
 | Recomputed  | what its function needs, kept by somebody  | computed again              | its computation             |
 | RecomputedTogether | the same, of several tensors        | computed again, once for all| their computation           |
 | Divided     | this rank's part of it                     | gathered from all ranks     | an all-gather               |
+| on the host | a copy there (offloaded_activations.py)    | copied back                 | two transfers               |
 
-A further way, such as a copy in host memory, is one more subclass of `Way`. Two others need no context, because an
-operation of their own keeps what they need: a whole part of the network that is computed again from its inputs
+A further way is one more subclass of `Way`. Two others need no context, because an operation of their own keeps what
+they need: a whole part of the network that is computed again from its inputs
 (`checkpoint` in random.py), and the input of a column layer under sequence parallelism, of which each rank keeps its
 tokens and gathers the others' beside a product (GatherInput in communication_plans.py).
 
@@ -37,9 +38,13 @@ from megatron.core.process_groups_config import Group
 class Way(ABC):
     """How a tensor that backward needs is held between forward and backward."""
 
+    def takes(self, value: Tensor) -> bool:
+        """Whether a tensor that `keep_all_as` meets is to go this way."""
+        return True
+
     @abstractmethod
     def pack(self, value: Tensor) -> Any:
-        """Return what is held in place of `value` until backward."""
+        """Return what is held in place of `value` until backward; in `keep_all_as` None keeps the tensor itself."""
 
     @abstractmethod
     def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
@@ -161,9 +166,18 @@ class _Rule:
         return value.is_contiguous()
 
 
+class _RuleOfAll:
+    """A way that is meant for everything."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+
+
+_Rules = tuple[_Rule | _RuleOfAll, ...]
+
 # torch asks only the innermost pair of hooks for saved tensors. So that a context inside another one does not switch
 # that one off, each asks the rules of all contexts around it. Like torch's stack of hooks, this one is the thread's.
-_RULES: ContextVar[tuple[_Rule, ...]] = ContextVar("rules in force", default=())
+_RULES: ContextVar[_Rules] = ContextVar("rules in force", default=())
 
 
 @contextlib.contextmanager
@@ -172,7 +186,21 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
 
     A copy of it, or a view of some of its elements, is kept, too. Blocks may be nested.
     """
-    rules = (*_RULES.get(), _Rule(value, way))
+    with _in_force((*_RULES.get(), _Rule(value, way))):
+        yield
+
+
+@contextlib.contextmanager
+def keep_all_as(way: Way) -> Iterator[None]:
+    """What operations in this block keep for backward waits as the way says, where it takes it; but for values that
+    have a `keep_as` of their own, inside or outside of the block."""
+    # In front: the last rule wins, and those of single values come last.
+    with _in_force((_RuleOfAll(way), *_RULES.get())):
+        yield
+
+
+@contextlib.contextmanager
+def _in_force(rules: _Rules) -> Iterator[None]:
     token = _RULES.set(rules)
     try:
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack, rules), _unpack):
@@ -183,15 +211,21 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
 
 def has_way(value: Tensor) -> bool:
     """Whether a block around here says how this tensor waits, so that nobody needs to keep it in another form."""
-    return any(rule.concerns(value) or rule.is_permuted(value) for rule in _RULES.get())
+    return any(
+        isinstance(rule, _Rule) and (rule.concerns(value) or rule.is_permuted(value)) for rule in _RULES.get()
+    )
 
 
-def _pack(rules: tuple[_Rule, ...], kept: Tensor) -> Any:
+def _pack(rules: _Rules, kept: Tensor) -> Any:
     # The innermost rule wins.
     for rule in reversed(rules):
-        if rule.concerns(kept):
+        if isinstance(rule, _RuleOfAll):
+            waiting = rule.way.pack(kept) if rule.way.takes(kept) else None
+            if waiting is not None:
+                return rule.way, waiting, kept.shape, None
+        elif rule.concerns(kept):
             return rule.way, rule.way.pack(kept), kept.shape, None
-        if rule.is_permuted(kept):
+        elif rule.is_permuted(kept):
             return rule.way, rule.way.pack(rule.value), rule.value.shape, (kept.shape, kept.stride())
     return kept
 

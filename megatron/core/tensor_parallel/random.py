@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Divided, keep_as
+from megatron.core.tensor_parallel.offloaded_activations import suspended
 
 Decision = TypeVar("Decision")
 
@@ -192,5 +193,16 @@ def checkpoint(
             *args,
             # The other form runs a backward pass inside the backward pass, and needs inputs that have gradients.
             use_reentrant=False,
-            context_fn=lambda: (tracker.noting(decisions), tracker.rewound(states, decisions)),
+            context_fn=lambda: (
+                _together(tracker.noting(decisions), suspended()),
+                _together(tracker.rewound(states, decisions), suspended()),
+            ),
         )
+
+
+@contextlib.contextmanager
+def _together(*blocks: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which activations of a stage's layers wait for backward, and which are computed or gathered again there.
+"""Which activations of a stage's layers wait for backward, where, and which are computed or gathered again there.
 
 | setting                      | kept until backward                                                             |
 |------------------------------|---------------------------------------------------------------------------------|
@@ -11,6 +11,7 @@
 |                              | unless a flash kernel does without them                                         |
 | selective layernorm          | all but the outputs of the norms before attention and MLP                       |
 | selective mlp                | all but what lies inside the MLP of layers without experts                      |
+| selective mlp_act            | all but the input of the MLP's second product                                   |
 | selective moe                | all but what lies between a layer's router and its experts' sum, shared ones    |
 |                              | included                                                                        |
 | selective moe_act            | all but the input of the experts' second product                                |
@@ -20,12 +21,18 @@
 | fp8_format                   | of the inputs of linear layers in FP8 their 8 bits and scales, where the weight |
 |                              | gradient reads those and nobody keeps the input beside them                     |
 | distribute_saved_activations | of the inputs that full recomputation keeps, this rank's part                   |
+| offload_modules              | on the host what these parts keep and do not recompute                          |
+| cpu_offloading_num_layers    | on the host all that the first layers of a stage keep                           |
+
+They go together: what is recomputed is not kept; of the rest, what is offloaded waits on the host, in the number format
+in which it is kept (FP8 where a product keeps its input so); what it is recomputed from may be offloaded as well.
 
 Where routing is repeated, it finds what it found before, and nothing is counted twice (`decide_once` in
 tensor_parallel/random.py, `is_recomputing` in auxiliary_loss.py).
 
 While backward is in a unit of full recomputation, all of that unit is there. The means: `checkpoint` in
-tensor_parallel/random.py and `keep_as` in tensor_parallel/kept_activations.py. Source: Korthikanti et al., 2022,
+tensor_parallel/random.py, `keep_as` in tensor_parallel/kept_activations.py, and `offload` in
+tensor_parallel/offloaded_activations.py. Source: Korthikanti et al., 2022,
 sections 4 and 5.
 """
 
@@ -33,7 +40,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.core.transformer.config_fields.recompute import RecomputeFields
+from megatron.core.tensor_parallel.offloaded_activations import OffloadChoice
+from megatron.core.transformer.config_fields.offload import OffloadFields
 
 
 class Unit(NamedTuple):
@@ -49,7 +57,7 @@ class ActivationPolicy:
     has_experts: for a layer with experts.
     """
 
-    def __init__(self, config: RecomputeFields, *, has_experts: bool = False) -> None:
+    def __init__(self, config: OffloadFields, *, has_experts: bool = False) -> None:
         self.config = config
         self.divides_unit_inputs = config.distribute_saved_activations
         # Without a granularity the other fields say nothing.
@@ -59,6 +67,9 @@ class ActivationPolicy:
         self.recomputes_up_projection = "mla_up_proj" in parts
         self.recomputes_attention_norm = "layernorm" in parts
         self.recomputes_mlp_norm = "layernorm" in parts
+        # Of an MLP, here the shared expert where there are experts; inside of what is recomputed whole nothing is kept.
+        whole = {"moe", "shared_experts"} if has_experts else {"mlp"}
+        self.recomputes_mlp_activation = "mlp_act" in parts and not whole & parts
         self.recomputes_mlp = ("moe" if has_experts else "mlp") in parts
         # Inside of a whole layer of experts that is recomputed there is nothing to be left out.
         within = parts if has_experts and "moe" not in parts else set()
@@ -70,6 +81,24 @@ class ActivationPolicy:
         layer."""
         # What attention returns it keeps itself, unless it is computed again: another form would come on top.
         return layer != "self_attention.linear_proj" or self.recomputes_core_attention
+
+    def choose_offload(self, stage: int) -> OffloadChoice | None:
+        """What a pipeline stage, from 0, moves to the host; None where nothing goes."""
+        config = self.config
+        if config.cpu_offloading_num_layers:
+            return OffloadChoice(
+                whole_layers=config.cpu_offloading_num_layers,
+                keeps_buffers=config.cpu_offloading_retain_pinned_cpu_buffers,
+            )
+        if not config.fine_grained_activation_offloading:
+            return None
+        return OffloadChoice(
+            frozenset(config.offload_modules),
+            smallest_numel=config.min_offloaded_tensor_size,
+            fraction=config.activation_offload_fraction,
+            kept_bytes=stage * config.delta_offload_bytes_across_pp_ranks,
+            most_groups_in_flight=config.fine_grained_offloading_max_inflight_offloads,
+        )
 
     def divide_layers(self, layers: int) -> list[Unit]:
         """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""

@@ -38,6 +38,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, get_placement, make_grouped_parts, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
@@ -177,7 +178,8 @@ class Attention(MegatronModule):
         if gate:
             # In float32, as all softmaxes and norms are, and rounded once.
             context = context * torch.sigmoid(gate[0].float()).to(context.dtype)
-        output: LayerOutput = self.linear_proj(context)
+        with offload("attn_proj"):
+            output: LayerOutput = self.linear_proj(context)
         return output
 
     def _attend(
@@ -191,9 +193,12 @@ class Attention(MegatronModule):
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
         inputs = (query, key, value, attention_mask, None, None, packed_seq_params)  # the module's mask type, no bias
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
-        context: Tensor = (
-            checkpoint(self.core_attention, False, *inputs) if self.recomputes_core else self.core_attention(*inputs)
-        )
+        with offload("core_attn", only=(query, key, value)):
+            context: Tensor = (
+                checkpoint(self.core_attention, False, *inputs)
+                if self.recomputes_core
+                else self.core_attention(*inputs)
+            )
         return context
 
 
@@ -269,9 +274,10 @@ class SelfAttention(Attention):
     ) -> tuple[Tensor, ...]:
         """See Attention."""
         assert key_value_states is None, "self-attention has one sequence; use CrossAttention for two"
-        packed = self.linear_qkv(hidden_states)[0].unflatten(
-            -1, (-1, self.heads_per_group + self.gates + 2, self.head_width)
-        )  # [s, b, g, n/g + 2, d], and with an output gate n/g more
+        with offload("qkv_linear"):
+            projected = self.linear_qkv(hidden_states)[0]
+        # [s, b, g, n/g + 2, d], and with an output gate n/g more
+        packed = projected.unflatten(-1, (-1, self.heads_per_group + self.gates + 2, self.head_width))
         # In the memory of the projection's output, which nothing else reads; a norm or a gate would.
         if self.is_rope_fused:
             return split_and_rotate(packed, self.heads_per_group, rotation)
@@ -340,8 +346,9 @@ class CrossAttention(Attention):
         assert key_value_states is not None, "cross-attention needs key_value_states, the other sequence"
         assert rotation is None and not output_gate, "cross-attention has neither rotary positions nor a gate"
         # Queries come from the decoder's own sequence; only keys and values are the other one's.
-        query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
-        packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
+        with offload("qkv_linear"):
+            query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
+            packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
         return query, packed[..., 0, :], packed[..., 1, :]
 
 

@@ -24,7 +24,10 @@ from megatron.core.activations import (
 )
 from megatron.core.placement import Part, make_grouped_parts
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
+from megatron.core.tensor_parallel.offloaded_activations import hold, offload
+from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -80,6 +83,8 @@ def choose_activate(config: TransformerConfig) -> Callable[[Tensor, Tensor | Non
 class MLP(MegatronModule):
     """[s, b, h] -> [s, b, h] and the bias that is still to be added."""
 
+    is_beside_experts = False
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -95,6 +100,9 @@ class MLP(MegatronModule):
         assert width is not None and config.hidden_size is not None
         self.activation = build_activation(config, interleave_size)
         self.activate = choose_activate(config)
+        self.recomputes_activation = ActivationPolicy(
+            config, has_experts=self.is_beside_experts
+        ).recomputes_mlp_activation
         # One matrix (gate | up) is one product.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
@@ -121,8 +129,17 @@ class MLP(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """Hidden states [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""
-        intermediate, bias = self.linear_fc1(hidden_states)  # [s, b, f / tp], gated [s, b, 2 f / tp]
-        # The bias is handed over, so that the fused form adds it in the same pass and keeps the sum only once.
-        intermediate = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]
-        output: LayerOutput = self.linear_fc2(intermediate)
-        return output
+        with offload("mlp_fc1"):
+            intermediate, bias = self.linear_fc1(hidden_states)  # [s, b, f / tp], gated [s, b, 2 f / tp]
+        with offload("mlp_act"):
+            # The bias is handed over, so that the fused form adds it in the same pass and keeps the sum only once.
+            activated = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]
+            if not self.recomputes_activation:
+                output: LayerOutput = self.linear_fc2(activated)
+                return output
+            # The fused form has left the sum in the product's memory.
+            again = None if self.activate in (bias_activation, bias_gated_activation) else bias
+            get_input = hold("mlp_act", intermediate)
+            compute = Recomputed(lambda: self.activate(get_input(), again, self.activation))
+            with keep_as(activated, compute):
+                return self.linear_fc2(activated)

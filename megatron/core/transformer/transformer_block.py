@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.offloaded_activations import Offloader, offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
@@ -49,6 +50,8 @@ class TransformerBlock(MegatronModule):
         # Decided once, when the stage is built: how layers are grouped does not change between steps.
         policy = ActivationPolicy(config)
         self.units, self.divides_unit_inputs = policy.divide_layers(len(layers)), policy.divides_unit_inputs
+        choice = policy.choose_offload(groups.pp.rank())
+        self.offloader = None if choice is None else Offloader(choice)
         self.layers = nn.ModuleList(
             build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
         )
@@ -82,21 +85,23 @@ class TransformerBlock(MegatronModule):
         def run(indices: range, hidden_states: Tensor) -> Tensor:
             for index in indices:
                 rotation = rotations[self.rotary_kinds[index]]
-                hidden_states = self.layers[index](
-                    hidden_states, attention_mask, rotation, inference_context, packed_seq_params
-                )
+                with nullcontext() if self.offloader is None else self.offloader.layer(index):
+                    hidden_states = self.layers[index](
+                        hidden_states, attention_mask, rotation, inference_context, packed_seq_params
+                    )
             return hidden_states
 
         # One stream around all layers: switching it inside would copy the generator's state for each dropout.
-        with open_random_stream(self.config, self.training, self.tp_group):
+        offloading = nullcontext() if self.offloader is None else self.offloader.open_pass()
+        with open_random_stream(self.config, self.training, self.tp_group), offloading:
             for layers, is_recomputed in self.units:
                 # Mask, angles and documents come along in the closure: hidden states alone have gradients.
                 unit = functools.partial(run, layers)
-                hidden_states = (
-                    checkpoint(unit, self.divides_unit_inputs, hidden_states, tp_group=self.tp_group)
-                    if is_recomputed and inference_context is None  # a cache must not be written to twice
-                    else unit(hidden_states)
-                )
+                if not is_recomputed or inference_context is not None:  # a cache must not be written to twice
+                    hidden_states = unit(hidden_states)
+                    continue
+                with offload("attn_norm"):
+                    hidden_states = checkpoint(unit, self.divides_unit_inputs, hidden_states, tp_group=self.tp_group)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states

@@ -14,16 +14,16 @@ from megatron.core.transformer.config_fields.initialization import Initializatio
 from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
+from megatron.core.transformer.config_fields.offload import OffloadFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.precision import MULTIPLES, PrecisionFields
-from megatron.core.transformer.config_fields.recompute import RecomputeFields
 from megatron.core.transformer.layer_patterns import has_dense_layers, has_windows, pattern_problems
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    RecomputeFields,
+    OffloadFields,
     PipelineFields,
     MoEFields,
     MuPFields,
@@ -240,6 +240,9 @@ class TransformerConfig(
                 "--recompute-granularity selective cannot be combined with --compile, which plans that itself; "
                 "use --recompute-granularity full, or leave one out"
             )
+        for name in ("fine_grained_activation_offloading", "cpu_offloading_num_layers"):
+            if getattr(self, name):
+                yield f"{self.say(name)} cannot be combined with --compile, which plans what is kept; leave one out"
         if self.hybrid_context_parallel:
             yield (
                 "--hybrid-context-parallel cannot be combined with --compile, which would compile every length anew; "

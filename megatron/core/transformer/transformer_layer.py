@@ -25,6 +25,7 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
+from megatron.core.tensor_parallel.offloaded_activations import hold, offload
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
@@ -116,18 +117,18 @@ class TransformerLayer(MegatronModule):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
         layer_input = hidden_states
-        normed, residual = self._enter(self.input_layernorm, layer_input)
-        with _keep_or_normalise_again(self.recomputes_attention_norm, self.input_layernorm, normed, layer_input):
+        normed, residual = self._enter(self.input_layernorm, layer_input, "attn_norm")
+        with self._keep_or_normalise_again(self.recomputes_attention_norm, "attn_norm", normed, layer_input):
             output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
         hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
         # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
         mlp_input = layer_input if self.config.parallel_residual else hidden_states
         # Parallel: the MLP reads what attention read, and its output is added to what attention left.
-        normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input)
+        normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input, "mlp_norm")
         if self.config.parallel_residual:
             residual = hidden_states
-        with _keep_or_normalise_again(self.recomputes_mlp_norm, self.pre_mlp_layernorm, normed, mlp_input):
-            output, bias = checkpoint(self.mlp, False, normed) if self.recomputes_mlp else self.mlp(normed)
+        with self._keep_or_normalise_again(self.recomputes_mlp_norm, "mlp_norm", normed, mlp_input):
+            output, bias = self._run_mlp(normed)
         return self._leave(self.post_mlp_layernorm, output, bias, residual)
 
     def _norm(self, submodule: Any, place: str) -> Any:
@@ -136,15 +137,35 @@ class TransformerLayer(MegatronModule):
             return None
         return build_module(submodule, self.config, self.config.hidden_size)
 
-    def _enter(self, norm: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention or MLP reads, and the residual that its output is added to; [s, b, h] each."""
+    def _run_mlp(self, normed: Tensor) -> Any:
+        if not self.recomputes_mlp:
+            return self.mlp(normed)
+        # All that is kept is its input, which is that of the first product.
+        with offload("mlp_fc1"):
+            return checkpoint(self.mlp, False, normed)
+
+    def _enter(self, norm: Any, hidden_states: Tensor, part: str) -> tuple[Tensor, Tensor]:
+        """What attention or MLP reads, and the residual that its output is added to; [s, b, h] each. part: name of the
+        norm where activations are offloaded."""
         if norm is None:
             return hidden_states.to(self.compute_dtype), hidden_states
-        normed = norm(hidden_states)
+        with offload(part):
+            normed = norm(hidden_states)
         # As BERT and some early models had it: the normalised input, not the input itself, goes round attention or MLP.
         if not self.config.apply_residual_connection_post_layernorm:
             return normed, hidden_states
         return normed, normed.to(hidden_states.dtype)
+
+    def _keep_or_normalise_again(
+        self, is_recomputed: bool, part: str, normed: Tensor, norm_input: Tensor
+    ) -> AbstractContextManager[None]:
+        """In which what reads the normalised hidden states keeps them for backward, or has them normalised again."""
+        if not is_recomputed:
+            return nullcontext()
+        norm = self.input_layernorm if part == "attn_norm" else self.pre_mlp_layernorm
+        # The norm's input waits for backward anyway: the norm itself and the residual stream need it.
+        get_input = hold(part, norm_input)
+        return keep_as(normed, Recomputed(lambda: norm(get_input())))
 
     def _leave(self, norm: Any, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add what attention or MLP returned, normalised and scaled as configured, to the residual; [s, b, h] each."""
@@ -156,14 +177,6 @@ class TransformerLayer(MegatronModule):
             output = output if norm is None else norm(output)
             output = output if scale == 1.0 else output * scale
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, self.training)
-
-
-def _keep_or_normalise_again(
-    is_recomputed: bool, norm: Any, normed: Tensor, norm_input: Tensor
-) -> AbstractContextManager[None]:
-    """In which what reads the normalised hidden states keeps them for backward, or has them normalised again."""
-    # The norm's input waits for backward anyway: the norm itself and the residual stream need it.
-    return keep_as(normed, Recomputed(lambda: norm(norm_input))) if is_recomputed else nullcontext()
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:

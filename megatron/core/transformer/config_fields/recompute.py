@@ -33,13 +33,14 @@ class RecomputeFields(PipelineFields):
     recompute_modules: list[str] | None = flag(
         None,
         nargs="+",
-        choices=("core_attn", "layernorm", "mlp", "mla_up_proj", "moe_act", "moe", "shared_experts"),
+        choices=("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe_act", "moe", "shared_experts"),
         metavar="PART",
         kind="kernel",
         needs=_SELECTIVE,
     )
     """With selective, what is computed again: core_attn, scores, softmax and their product with the values; layernorm,
-    the output of the norms before attention and MLP; mlp, the whole MLP; mla_up_proj, queries, keys and values of
+    the output of the norms before attention and MLP; mlp, the whole MLP; mlp_act, what it multiplies second, SwiGLU of
+    the first product's output, also of the shared expert; mla_up_proj, queries, keys and values of
     latent attention from its latent vectors; moe, the whole layer of experts; moe_act, what experts multiply second;
     shared_experts, the shared expert. core_attn when not given."""
     moe_layer_recompute: bool = flag(

@@ -18,6 +18,7 @@ from megatron.core.activations import bias_gated_activation, weighted_squared_re
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
+from megatron.core.tensor_parallel.offloaded_activations import hold, offload
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.activation_policy import ActivationPolicy
@@ -125,10 +126,12 @@ class Experts(MegatronModule):
         if self.weighs_input:
             rows, weights = (rows * weights).to(rows.dtype), torch.ones_like(weights)
         # The bias is added outside the activation's fused form, which takes one bias for all rows.
-        intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
+        with offload("expert_fc1"):
+            intermediate = self.linear_fc1(rows, ends)  # [n, f / etp], gated [n, 2 f / etp]
         if self.linear_fc1.bias is not None:
             intermediate = intermediate + self.linear_fc1.repeat_bias(ends, len(rows))
-        output = self._activate_and_multiply(intermediate, weights, ends)
+        with offload("moe_act"):
+            output = self._activate_and_multiply(intermediate, weights, ends)
         if self.linear_fc2.bias is not None:
             # y_e is weighted with its bias: the weight belongs to the expert's output, not to the product alone.
             bias = self.linear_fc2.repeat_bias(ends, len(rows))
@@ -148,9 +151,12 @@ class Experts(MegatronModule):
             # The product is linear: its input weighted is its output weighted, which then need not be kept.
             return self.linear_fc2((activated * weights).to(intermediate.dtype), ends)
 
+        get_input = hold("moe_act", intermediate)
+
         def compute() -> tuple[Tensor, Tensor]:
-            again = self.activate(intermediate, None, self.activation)
-            return again, (again * weights).to(intermediate.dtype)
+            before = get_input()
+            again = self.activate(before, None, self.activation)
+            return again, (again * weights).to(before.dtype)
 
         together = RecomputedTogether(compute)
         with keep_as(activated, together.way(0)):
@@ -165,7 +171,8 @@ class Experts(MegatronModule):
         if not self.recomputes_activation:
             output: Tensor = self.linear_fc2(weighted, ends)
             return output
-        together = RecomputedTogether(lambda: (self._activate_and_weigh(intermediate, weights),))
+        get_input = hold("moe_act", intermediate)
+        together = RecomputedTogether(lambda: (self._activate_and_weigh(get_input(), weights),))
         with keep_as(weighted, together.way(0)):
             return self.linear_fc2(weighted, ends)
 

@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class SharedExpertMLP(MLP):
     """The shared expert, an MLP that every token goes through: [s, b, h] -> [s, b, h], tensor-parallel as any MLP."""
 
+    is_beside_experts = True
+
     def __init__(
         self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection
     ) -> None:
