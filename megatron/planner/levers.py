@@ -34,6 +34,8 @@ class Lever:
     """Whether all of it are activations; else weights, gradients and optimizer state become fewer."""
     shrinks_tensors: bool = False
     """Whether each activation becomes smaller by itself, and not only fewer of them are kept."""
+    needs_gpu: bool = False
+    """Whether what is saved is the memory of a device beside the host."""
 
 
 def list_levers(
@@ -66,6 +68,18 @@ def list_levers(
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         # Modules belong to the selective granularity.
         yield Lever({**full, "recompute_modules": None}, saved)
+    if not (model.fine_grained_activation_offloading or model.cpu_offloading_num_layers or model.compile):
+        changes: dict[str, Any] = {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["attn_norm"]
+            if model.recompute_granularity == "full"
+            else ["core_attn", "attn_proj", *(["moe_act"] if model.num_moe_experts else ["mlp_act"])],
+        }
+        moved = estimate_memory(dataclasses.replace(model, **changes), replicas, workload).activations_on_host
+        yield Lever(changes, moved, needs_gpu=True)
+    if not workload.offloaded_state:
+        state = estimate_memory(model, replicas, dataclasses.replace(workload, offloaded_state=1.0)).state_on_host
+        yield Lever({"optimizer_cpu_offload": True}, state, False, needs_gpu=True)
     if num_replicas > 1 and not shards:
         yield Lever({"use_torch_fsdp2": True}, now.weight_and_optimizer - now.fully_sharded, False)
     if workload.data_parallel_size % 2 == 0:

@@ -15,6 +15,10 @@ and gradients. What a process really holds is measured by benchmarks/memory.py.
                   of the projection to queries, keys and values (h), and of both layers of the MLP (h, f), take one
                   byte a value and their scales, instead of two.
 
+    offloaded     what is on the host does not count: of the optimizer's 12 bytes of a parameter the fraction that is
+                  named; of activations, in 16 bits, the elements in docs/memory.md, but never more than the above,
+                  or all of so many of a stage's layers.
+
 s: tokens of a sequence on one process, b: microbatch, h: hidden size, f: width of the MLP, v: padded vocabulary.
 """
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 _MEGABYTE = 1024 * 1024
 _BILLION = 10**9
 _TOKEN_NUMBER_BYTES = 8
+_BYTES_PER_ELEMENT = 2
 _ALLOCATOR_SHARE = 1.05  # of the form without sequence parallelism, which counts tensors one by one
 
 
@@ -102,6 +107,8 @@ class Workload:
     """Microbatches of one step on one model replica."""
     data_parallel_size: int
     """Model replicas with data of their own; context-parallel ranks share them."""
+    offloaded_state: float = 0.0
+    """Share of the optimizer's state that is on the host."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,11 @@ class MemoryEstimate:
     """Microbatches whose activations wait for backward at once, over all stages; None without pipeline stages."""
     interleaving_penalty: float | None
     """Activations with virtual stages, in units of those without; None where there are none."""
+
+    state_on_host: float = 0.0
+    """Bytes of optimizer state that are no part of weight_and_optimizer."""
+    activations_on_host: float = 0.0
+    """Bytes of activations that are no part of `activations`."""
 
     @property
     def total(self) -> float:
@@ -214,16 +226,26 @@ def estimate_memory(
     divides = replicas.use_distributed_optimizer
     in_flight = _count_layers_in_flight(model, workload.num_microbatches)
     layer = _estimate_layer_activations(model, tokens) - _count_spared_by_rounding(model, tokens)
+    kept = _estimate_activations(model, layer, tokens, workload)
+    on_host = _estimate_layer_on_host(model, layer, tokens) * model.num_layers * in_flight
+    # 12 of the bytes of a parameter are the optimizer's.
+    state_on_host = workload.offloaded_state * (
+        (dense + ends) * 12 / (num_replicas if divides else 1)
+        + (experts + further_experts) * 12 / (num_expert_replicas if divides else 1)
+    )
     return MemoryEstimate(
         parameters=counts,
         most_loaded_shard=dense + experts + further_experts + ends,
         other_shards=dense + experts,
         weight_and_optimizer=(dense + ends) * _count_parameter_bytes(num_replicas, divides)
-        + (experts + further_experts) * _count_parameter_bytes(num_expert_replicas, divides),
+        + (experts + further_experts) * _count_parameter_bytes(num_expert_replicas, divides)
+        - state_on_host,
         fully_sharded=(dense + ends) * _count_parameter_bytes(1, False) / num_replicas
         + (experts + further_experts) * _count_parameter_bytes(1, False) / num_expert_replicas,
         layer_activations=layer,
-        activations=_estimate_activations(model, layer, tokens, workload),
+        activations=kept - on_host,
+        state_on_host=state_on_host,
+        activations_on_host=on_host,
         microbatches_in_flight=None if stages == 1 else stages * in_flight,
         interleaving_penalty=in_flight if model.virtual_pipeline_model_parallel_size else None,
     )
@@ -254,6 +276,40 @@ def _count_spared_by_rounding(model: TransformerConfig, tokens: int) -> float:
     share = sum(model.is_fp8_layer(number + 1) for number in range(model.num_layers)) / model.num_layers
     values = tokens * (of_column_layers + model.ffn_hidden_size / ranks) * share
     return values * (2 - model.rounded_input_bytes)
+
+
+def _estimate_layer_on_host(model: TransformerConfig, layer: float, tokens: int) -> float:
+    """Bytes of a layer's activations, on the average over a stage's layers, that wait on the host."""
+    if model.cpu_offloading_num_layers:
+        return layer * min(1.0, model.cpu_offloading_num_layers * model.pipeline_model_parallel_size / model.num_layers)
+    if not model.fine_grained_activation_offloading:
+        return 0.0
+    # What is recomputed is not kept; what is left of a layer that is recomputed whole is its input.
+    is_selective = model.recompute_granularity == "selective"
+    recomputed = set(model.recompute_modules or ()) if is_selective else set()
+    ranks = model.tensor_model_parallel_size
+    hidden = tokens * model.hidden_size / (ranks if model.sequence_parallel else 1)
+    heads, inner = model.num_attention_heads, model.ffn_hidden_size or 0
+    groups = heads if model.multi_latent_attention else (model.num_query_groups or heads)
+    # The inputs of products that wait in 8 bits, in units of 16-bit ones.
+    rounded = (model.rounded_input_bytes or _BYTES_PER_ELEMENT) / _BYTES_PER_ELEMENT
+    sides = (2 if model.gated_linear_unit else 1) + ("mlp_act" not in recomputed) * rounded
+    rows = tokens * model.moe_router_topk
+    expert_sides = (2 if model.gated_linear_unit else 1) + 2 * ("moe_act" not in recomputed)
+    experts = sum(has_experts(model, number) for number in range(1, model.num_layers + 1)) / model.num_layers
+    elements = {
+        "attn_norm": hidden,
+        "qkv_linear": 0 if "layernorm" in recomputed else hidden * rounded,
+        "core_attn": tokens * (heads * model.query_width + groups * (model.query_width + model.value_width)) / ranks,
+        "attn_proj": tokens * heads * model.value_width / ranks,
+        "mlp_norm": hidden,
+        "mlp_fc1": (1 - experts) * (0 if "layernorm" in recomputed else hidden * rounded),
+        "mlp_act": (1 - experts) * (0 if "mlp" in recomputed else sides * tokens * inner / ranks),
+        "expert_fc1": experts * (0 if "moe" in recomputed else rows * model.expert_channels),
+        "moe_act": experts * (0 if "moe" in recomputed else expert_sides * rows * (model.moe_ffn_hidden_size or 0)),
+    }
+    number = _BYTES_PER_ELEMENT * sum(elements[part] for part in set(model.offload_modules))
+    return model.activation_offload_fraction * min(number, layer)
 
 
 def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
@@ -314,4 +370,9 @@ def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
         f"Theoretical memory footprints: weight and optimizer={memory.weight_and_optimizer / _MEGABYTE:.2f} MB, "
         f"activation={memory.activations / _MEGABYTE:.2f} MB, total={memory.total / _MEGABYTE:.2f} MB"
     )
+    if memory.state_on_host or memory.activations_on_host:
+        lines.append(
+            f"On the host: optimizer state={memory.state_on_host / _MEGABYTE:.2f} MB, "
+            f"activation={memory.activations_on_host / _MEGABYTE:.2f} MB"
+        )
     return "\n".join(lines)

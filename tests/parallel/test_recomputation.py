@@ -16,14 +16,15 @@ OFFLOADING = (
     "--fine-grained-activation-offloading,--min-offloaded-tensor-size 0,--offload-modules attn_norm qkv_linear "
     "core_attn attn_proj mlp_norm mlp_fc1 mlp_act"
 )
+STATE_OFFLOADING = "--optimizer-cpu-offload,--optimizer-offload-fraction 0.6"
 CASES = [
     ("gpt2", "tp2", [SELECTIVE, f"{UNIFORM} 1,--distribute-saved-activations"]),
     ("llama", "tp2,sp,--bf16", [SELECTIVE, f"{UNIFORM} 3", OFFLOADING]),
     ("gpt2", "pp2,--pipeline-schedule=zb-h1", [f"{UNIFORM} 1", SELECTIVE, f"{OFFLOADING},{SELECTIVE}"]),
     ("gpt2", "pp2,vpp2", [BLOCK, f"{OFFLOADING},{BLOCK}", "--cpu-offloading-num-layers 1"]),
     ("llama", "cp2", [f"{UNIFORM} 2"]),
-    ("gpt2", "dp2,dist-opt,overlap-all", [BLOCK]),
-    ("llama", "dp2,fsdp2", [f"{UNIFORM} 2", SELECTIVE, OFFLOADING]),
+    ("gpt2", "dp2,dist-opt,overlap-all", [BLOCK, f"{STATE_OFFLOADING},--overlap-cpu-optimizer-d2h-h2d"]),
+    ("llama", "dp2,fsdp2", [f"{UNIFORM} 2", SELECTIVE, OFFLOADING, STATE_OFFLOADING]),
     ("moe", "dp2,ep2", [f"{OFFLOADING} expert_fc1 moe_act"]),
 ]
 

@@ -23,6 +23,7 @@ from megatron.training.launch import initialize
 from tests.unit.run_flags import run_config
 from tests.unit.tiny_training import finish, prepare
 
+_OFFLOADING = "--fine-grained-activation-offloading --offload-modules"
 # Flags, the one that needs a GPU, and which settings change on the CPU.
 WISHES: list[tuple[str, str, dict[str, Any]]] = [
     ("--attention-backend fused", "--attention-backend", {"attention_backend": "auto"}),
@@ -35,6 +36,9 @@ WISHES: list[tuple[str, str, dict[str, Any]]] = [
     ("--flight-recorder-dump-path records/rank", "--flight-recorder-dump-path", {}),
     ("--empty-unused-memory-level 1", "--empty-unused-memory-level", {}),
     ("--use-torch-fsdp2 --use-nccl-ub", "--use-nccl-ub", {}),
+    (f"{_OFFLOADING} core_attn", "--fine-grained-activation-offloading", {}),
+    ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers", {}),
+    ("--optimizer-cpu-offload", "--optimizer-cpu-offload", {}),
 ]
 
 
@@ -63,6 +67,17 @@ def test_a_run_without_wishes_has_no_such_notes() -> None:
     assert describe_gpu_needs(run_config("--profile --use-pytorch-profiler")) == []
 
 
+@pytest.mark.flags("--no-pin-cpu-grads", "--no-pin-cpu-params")
+@pytest.mark.parametrize(
+    "name",
+    ["--no-pin-cpu-grads", "--no-pin-cpu-params", "--fine-grained-offloading-max-inflight-offloads"],
+)
+def test_details_of_a_wish_are_noted_beside_it(name: str) -> None:
+    flags = f"--optimizer-cpu-offload {name}" if "pin" in name else f"{_OFFLOADING} core_attn {name} 2"
+    _, sentence = sorted(describe_gpu_needs(run_config(flags)), key=lambda text: text.startswith(name))
+    assert sentence.startswith(name) and "needs a GPU; without one, it has no effect" in sentence
+
+
 def test_every_wish_is_tried_here() -> None:
     declared = {
         setting.name
@@ -70,7 +85,8 @@ def test_every_wish_is_tried_here() -> None:
         for setting in get_settings(config_class).values()
         if setting.gpu
     }
-    assert declared == {name for _, name, _ in WISHES}
+    details = {"--pin-cpu-grads", "--pin-cpu-params", "--fine-grained-offloading-max-inflight-offloads"}
+    assert declared == {name for _, name, _ in WISHES} | details
 
 
 @pytest.mark.parametrize("kind", list(CHANGES_THE_RUN))

@@ -91,17 +91,28 @@ class GroupState:
         lengths = [stop - start for start, stop in self.owned]
         # State tensors hold the owned ranges one after another, without the gaps of the buffer; here each range begins.
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
-        self.tensors = {
-            kind: torch.zeros(sum(lengths), dtype=dtype, device=buffer.device) for kind, dtype in kinds.items()
-        }
-        # A sharded buffer holds main parameters itself; a copy in the same format would be the same values twice.
-        has_main_params = buffer.dtype not in (torch.float32, main_dtype) and not buffer.is_updated_as_it_is
+        self.tensors = {kind: self.allocate(sum(lengths), dtype) for kind, dtype in kinds.items()}
+        self.mirrors_model = False
+        """Whether the main parameters are the network's own in other memory, and no state of their own."""
         # Filled piece by piece: with a list of copies to join, all of it would be in memory twice for a moment.
-        self.main = torch.empty(sum(lengths), dtype=main_dtype, device=buffer.device) if has_main_params else None
+        self.main = self.allocate_main(sum(lengths), main_dtype)
         self.copy_model_to_main()
         kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
         self.is_float32 = all(dtype == torch.float32 for dtype in kept)
         """Whether `shards` hands out the memory itself, so that all may be asked for before one is updated."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [numel] where the state lies."""
+        return torch.zeros(numel, dtype=dtype, device=self.buffer.device)
+
+    def allocate_main(self, numel: int, main_dtype: torch.dtype) -> Tensor | None:
+        """Memory [numel] for main parameters; None where the network's own are updated."""
+        return torch.empty(numel, dtype=main_dtype, device=self.buffer.device) if self.needs_main(main_dtype) else None
+
+    def needs_main(self, main_dtype: torch.dtype) -> bool:
+        """Whether the values that are updated are others than the network's own."""
+        # A sharded buffer holds main parameters itself; a copy in the same format would be the same values twice.
+        return self.buffer.dtype not in (torch.float32, main_dtype) and not self.buffer.is_updated_as_it_is
 
     def pieces(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, slice]]:
         """What this process updates of some ranges of the buffer, in ascending order: where it lies there, and where in
@@ -160,9 +171,18 @@ class GroupState:
             for piece, place in self._own_pieces():
                 self.main[place].copy_(self.buffer.values(*piece))
 
+    def note_change(self) -> None:
+        """Somebody has changed the main parameters beside the update."""
+
+    def take_loaded(self) -> None:
+        """Make main parameters and the network's agree after a loader has written what `named_slices` names."""
+        self.copy_main_to_model()
+
     def named_slices(self) -> Iterator[tuple[str, StateSlice]]:
         """(name in the whole model, state) of every parameter of which this process updates something."""
-        flats = self.tensors if self.main is None else self.tensors | {"main_param": self.main}
+        flats = self.tensors
+        if self.main is not None and not self.mirrors_model:
+            flats = flats | {"main_param": self.main}
         for name, param, slot, first in self.members:
             for (start, stop), place in self.pieces([(slot.start, slot.start + slot.numel)]):
                 # A whole parameter's state keeps its shape, so that a checkpoint shows tensors like the model's.

@@ -21,6 +21,7 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
+from megatron.core.optimizer.offloaded_state import build_home
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
 from megatron.core.optimizer.rule_table import RULES, load_rule
@@ -54,6 +55,10 @@ class _UpdateUnit(NamedTuple):
     chunks: Sequence[ModelChunk]
     groups: list[ParamGroup]
     """The parts of the parameter groups that lie in these chunks."""
+    on_device: list[ParamGroup]
+    """Of these groups, what the device updates."""
+    offloaded: list[ParamGroup]
+    """What the host updates."""
 
 
 class MegatronOptimizer:
@@ -82,7 +87,10 @@ class MegatronOptimizer:
         if not buffers:
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
         self._groups = make_param_groups(
-            buffers, config, lambda name: update_rule or load_rule(name).from_config(config, groups)
+            buffers,
+            config,
+            lambda name: update_rule or load_rule(name).from_config(config, groups),
+            build_home(config, buffers[0].device),
         )
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(_update_units(self.model_chunks, self._groups))
@@ -208,8 +216,7 @@ class MegatronOptimizer:
         is_left_out = self._looks_first and bool(found_inf.item())
         for unit in self._units:
             if not is_left_out:
-                for group in unit.groups:
-                    group.rule.update(group, self._step, divisor, found_inf)
+                _update(unit, self._step, divisor, found_inf)
             # Before the write-back: it changes main parameters, of which the network then gets rounded copies.
             if self.after_update is not None:
                 assert len(self._units) == 1, (
@@ -254,7 +261,8 @@ class MegatronOptimizer:
                 for piece, place in state.pieces([locate_member(member)]):
                     values = state.values(piece, place)
                     first = member.start + piece[0] - member.slot.start
-                    values.mul_(of_all[first : first + values.numel()])
+                    values.mul_(of_all[first : first + values.numel()].to(values.device))
+                    state.note_change()
 
     def named_slices(self) -> dict[str, StateSlice]:
         """The state that this process keeps, by the parameter's name in the whole model."""
@@ -277,7 +285,8 @@ class MegatronOptimizer:
 
     def after_load(self) -> None:
         """Refresh the model's parameters after a loader has written main parameters; every process calls this."""
-        _write_back(self._states)
+        for state in self._states:
+            state.take_loaded()
         for chunk in self.model_chunks:
             chunk.start_param_sync()
             chunk.finish_param_sync()
@@ -321,7 +330,22 @@ def _update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) ->
     for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
         buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]
         parts = [group.part(buffers) for group in groups]
-        yield _UpdateUnit(together, [part for part in parts if part.states])
+        places = zip(*(part.split_by_place() for part in parts), strict=True)
+        # A group of another place has no state here.
+        yield _UpdateUnit(together, *([part for part in found if part.states] for found in (parts, *places)))
+
+
+def _update(unit: _UpdateUnit, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
+    """One update, on the device and on the host."""
+    # The device first: it works on its part while the host is busy with its own.
+    for group in unit.on_device:
+        group.rule.update(group, step, divisor, found_inf)
+    if not unit.offloaded:
+        return
+    # Read once for all groups: the host waits for the device here.
+    scalars = torch.stack([step, found_inf] if divisor is None else [step, found_inf, divisor]).cpu().unbind()
+    for group in unit.offloaded:
+        group.rule.update(group, scalars[0], None if divisor is None else scalars[2], scalars[1])
 
 
 def _write_back(states: Sequence[GroupState]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, derived, flag
 from megatron.core.optimizer.rule_table import RULES, reads_constants
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, NeedsGPU, PathText
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
 # name=name binds each name now; a lambda reads a loop variable only when it is called.
@@ -16,6 +16,8 @@ _ADAM, _SGD, _LION, _MUON, _SOAP = (
     Needs(f"--optimizer {name}", lambda run, name=name: reads_constants(run, name))  # type: ignore[misc]
     for name in ("adam", "sgd", "lion", "muon", "soap")
 )
+_OFFLOAD = Needs("--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload)
+_NO_PINNING = "it has no effect: there is no memory to pin"
 _FP16 = Needs("--fp16", lambda run: run.fp16)
 _DYNAMIC_SCALE = Needs("a dynamic loss scale", lambda run: run.loss_scale is None)
 
@@ -111,6 +113,33 @@ class OptimizerConfig(CheckedConfig):
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
         coming="scaled optimizer state", kind="numerics")  # fmt: skip
     """Number format of the second moment."""
+    optimizer_cpu_offload: bool = flag(
+        False,
+        kind="kernel",
+        gpu=NeedsGPU(
+            lambda run: run.optimizer_cpu_offload, "state moves within the host's memory, which saves nothing"
+        ),
+    )
+    """Keep main parameters and the optimizer's memory on the host, which updates them; gradients travel there and
+    parameters back."""
+    optimizer_offload_fraction: float = flag(1.0, minimum=0, maximum=1, kind="kernel", needs=_OFFLOAD)
+    """Share of the optimizer's state that is on the host; the device keeps and updates the rest. It may change at a
+    restart."""
+    optimizer_offload_directory: PathText | None = flag(None, kind="kernel", needs=_OFFLOAD)
+    """Directory on a local disk (NVMe) for files with that state, in place of the host's memory. They are gone when
+    the run ends; checkpoints have what they hold."""
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, kind="kernel", needs=_OFFLOAD)
+    """Let gradients travel to the host, and parameters back, while others are updated there."""
+    use_torch_optimizer_for_cpu_offload: bool = flag(False, kind="kernel", needs=_OFFLOAD)
+    """Says nothing: the host always updates with torch's fused kernels."""
+    pin_cpu_grads: bool = flag(
+        True, kind="kernel", gpu=NeedsGPU(lambda run: run.optimizer_cpu_offload and not run.pin_cpu_grads, _NO_PINNING)
+    )
+    """With --optimizer-cpu-offload: gradients arrive in pinned memory of the host, to which a GPU copies faster."""
+    pin_cpu_params: bool = flag(
+        True, kind="kernel", gpu=NeedsGPU(lambda run: run.optimizer_cpu_offload and not run.pin_cpu_params, _NO_PINNING)
+    )
+    """With --optimizer-cpu-offload: main parameters lie in pinned memory of the host, but for those in files."""
     width_multiplier: float = derived(1.0, kind="numerics")
     """With --use-mup how many times as wide as the base model this one is; else 1."""
     # Copied from the model's config, so that a command line cannot say it twice and differently.
@@ -157,6 +186,11 @@ class OptimizerConfig(CheckedConfig):
                 yield f"{self.say(name)} takes nothing of a gradient into the mean; give a number below 1, such as 0.95"
         if self.use_precision_aware_optimizer and self.optimizer != "adam":
             yield f"--use-precision-aware-optimizer works with --optimizer adam, not with {self.say('optimizer')}"
+        if self.optimizer_cpu_offload and self.optimizer in RULES and RULES[self.optimizer].rest is not None:
+            yield (
+                f"--optimizer-cpu-offload works with --optimizer adam, sgd and lion, not with {self.say('optimizer')}, "
+                "which computes with whole matrices; leave one out"
+            )
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
                 yield f"{self.say(name)} needs --use-precision-aware-optimizer"

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core.distributed.model_chunk import FlatBuffer
-from megatron.core.flat_ranges import Range, merge_ranges
+from megatron.core.flat_ranges import Range, intersect_ranges, merge_ranges
 from megatron.core.optimizer.group_state import GroupState, Member
+from megatron.core.optimizer.offloaded_state import OffloadedState, StateHome, divide_members
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
@@ -71,6 +72,13 @@ class ParamGroup:
         part.states = [state for state in self.states if any(state.buffer is buffer for buffer in buffers)]
         return part
 
+    def split_by_place(self) -> tuple[ParamGroup, ParamGroup]:
+        """The same group with only the state on the device, and with only what is offloaded."""
+        parts = copy.copy(self), copy.copy(self)
+        for part, is_offloaded in zip(parts, (False, True), strict=True):
+            part.states = [state for state in self.states if isinstance(state, OffloadedState) == is_offloaded]
+        return parts
+
 
 def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
     """Biases, norms and other vectors get none, but the norms of queries and keys do, if asked for."""
@@ -100,9 +108,13 @@ def make_param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
 
 
 def make_param_groups(
-    buffers: Sequence[FlatBuffer], config: OptimizerConfig, rule_of: Callable[[str], UpdateRule]
+    buffers: Sequence[FlatBuffer],
+    config: OptimizerConfig,
+    rule_of: Callable[[str], UpdateRule],
+    home: StateHome | None = None,
 ) -> list[ParamGroup]:
-    """One group for each key that occurs, decayed parameters first. rule_of: the rule of a name."""
+    """One group for each key that occurs, decayed parameters first. rule_of: the rule of a name. home: of the state
+    that is offloaded."""
     divided = [_divide(buffer, config) for buffer in buffers]
     groups = []
     # Sorted, so that the order does not depend on which parameter a stage happens to hold first.
@@ -110,13 +122,38 @@ def make_param_groups(
         rule = rule_of(key.rule)
         kinds = {kind: _dtype(config, f"{kind}_dtype") for kind in rule.kinds}
         states = [
-            GroupState(buffer, *parts[key], kinds, _dtype(config, "main_params_dtype"))
+            state
             for buffer, parts in zip(buffers, divided, strict=True)
             if key in parts
+            for state in _make_states(buffer, *parts[key], kinds, config, home)
         ]
         rule.begin(states)
         groups.append(ParamGroup(key, rule, states, config))
     return groups
+
+
+def _make_states(
+    buffer: FlatBuffer,
+    members: list[Member],
+    ranges: list[Range],
+    kinds: dict[str, torch.dtype],
+    config: OptimizerConfig,
+    home: StateHome | None,
+) -> Iterator[GroupState]:
+    """State of a group in a buffer: on the device, offloaded, or a part of it here and a part there."""
+    main_dtype = _dtype(config, "main_params_dtype")
+    if home is None:
+        yield GroupState(buffer, members, ranges, kinds, main_dtype)
+        return
+
+    def count_owned(found: Range) -> int:
+        return sum(stop - start for start, stop in intersect_ranges([found], buffer.owned))
+
+    offloaded, staying = divide_members(members, ranges, config.optimizer_offload_fraction, count_owned)
+    if offloaded[0]:
+        yield OffloadedState(buffer, *offloaded, kinds, main_dtype, home)
+    if staying[0]:
+        yield GroupState(buffer, *staying, kinds, main_dtype)
 
 
 def _divide(buffer: FlatBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple[list[Member], list[Range]]]:

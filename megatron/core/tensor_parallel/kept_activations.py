@@ -211,9 +211,7 @@ def _in_force(rules: _Rules) -> Iterator[None]:
 
 def has_way(value: Tensor) -> bool:
     """Whether a block around here says how this tensor waits, so that nobody needs to keep it in another form."""
-    return any(
-        isinstance(rule, _Rule) and (rule.concerns(value) or rule.is_permuted(value)) for rule in _RULES.get()
-    )
+    return any(isinstance(rule, _Rule) and (rule.concerns(value) or rule.is_permuted(value)) for rule in _RULES.get())
 
 
 def _pack(rules: _Rules, kept: Tensor) -> Any:

@@ -38,9 +38,11 @@ sections 4 and 5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from megatron.core.tensor_parallel.offloaded_activations import OffloadChoice
+from megatron.core.tensor_parallel.offloaded_activations import OffloadChoice, offload
 from megatron.core.transformer.config_fields.offload import OffloadFields
 
 
@@ -60,6 +62,9 @@ class ActivationPolicy:
     def __init__(self, config: OffloadFields, *, has_experts: bool = False) -> None:
         self.config = config
         self.divides_unit_inputs = config.distribute_saved_activations
+        self.offloads_parts = config.fine_grained_activation_offloading
+        self.offload: Callable[[str], AbstractContextManager[None]] = offload if self.offloads_parts else nullcontext  # type: ignore[assignment]
+        """`offload` of offloaded_activations.py; where nothing is offloaded, layers do not even ask it."""
         # Without a granularity the other fields say nothing.
         is_selective = config.recompute_granularity == "selective"
         parts = set(config.recompute_modules or ["core_attn"]) if is_selective else set()

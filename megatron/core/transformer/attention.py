@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,9 @@ class Attention(MegatronModule):
             raise ConfigError(problems)
         # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
         self.heads_per_group = heads // max(query_groups, tp_size)
-        self.recomputes_core = ActivationPolicy(config).recomputes_core_attention
+        policy = ActivationPolicy(config)
+        self.recomputes_core, self.offloads = policy.recomputes_core_attention, policy.offloads_parts
+        self.offload = policy.offload
         # Before the core and the output projection, as the docstring promises.
         self.build_projections(submodules)
         self.core_attention = build_module(
@@ -178,7 +181,7 @@ class Attention(MegatronModule):
         if gate:
             # In float32, as all softmaxes and norms are, and rounded once.
             context = context * torch.sigmoid(gate[0].float()).to(context.dtype)
-        with offload("attn_proj"):
+        with self.offload("attn_proj"):
             output: LayerOutput = self.linear_proj(context)
         return output
 
@@ -193,7 +196,7 @@ class Attention(MegatronModule):
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
         inputs = (query, key, value, attention_mask, None, None, packed_seq_params)  # the module's mask type, no bias
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
-        with offload("core_attn", only=(query, key, value)):
+        with offload("core_attn", only=(query, key, value)) if self.offloads else nullcontext():
             context: Tensor = (
                 checkpoint(self.core_attention, False, *inputs)
                 if self.recomputes_core
@@ -274,7 +277,7 @@ class SelfAttention(Attention):
     ) -> tuple[Tensor, ...]:
         """See Attention."""
         assert key_value_states is None, "self-attention has one sequence; use CrossAttention for two"
-        with offload("qkv_linear"):
+        with self.offload("qkv_linear"):
             projected = self.linear_qkv(hidden_states)[0]
         # [s, b, g, n/g + 2, d], and with an output gate n/g more
         packed = projected.unflatten(-1, (-1, self.heads_per_group + self.gates + 2, self.head_width))
@@ -346,7 +349,7 @@ class CrossAttention(Attention):
         assert key_value_states is not None, "cross-attention needs key_value_states, the other sequence"
         assert rotation is None and not output_gate, "cross-attention has neither rotary positions nor a gate"
         # Queries come from the decoder's own sequence; only keys and values are the other one's.
-        with offload("qkv_linear"):
+        with self.offload("qkv_linear"):
             query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
             packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
         return query, packed[..., 0, :], packed[..., 1, :]

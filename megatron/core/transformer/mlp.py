@@ -26,7 +26,7 @@ from megatron.core.placement import Part, make_grouped_parts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
-from megatron.core.tensor_parallel.offloaded_activations import hold, offload
+from megatron.core.tensor_parallel.offloaded_activations import hold
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
@@ -100,9 +100,8 @@ class MLP(MegatronModule):
         assert width is not None and config.hidden_size is not None
         self.activation = build_activation(config, interleave_size)
         self.activate = choose_activate(config)
-        self.recomputes_activation = ActivationPolicy(
-            config, has_experts=self.is_beside_experts
-        ).recomputes_mlp_activation
+        policy = ActivationPolicy(config, has_experts=self.is_beside_experts)
+        self.recomputes_activation, self.offload = policy.recomputes_mlp_activation, policy.offload
         # One matrix (gate | up) is one product.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
@@ -129,9 +128,9 @@ class MLP(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """Hidden states [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""
-        with offload("mlp_fc1"):
+        with self.offload("mlp_fc1"):
             intermediate, bias = self.linear_fc1(hidden_states)  # [s, b, f / tp], gated [s, b, 2 f / tp]
-        with offload("mlp_act"):
+        with self.offload("mlp_act"):
             # The bias is handed over, so that the fused form adds it in the same pass and keeps the sum only once.
             activated = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]
             if not self.recomputes_activation:

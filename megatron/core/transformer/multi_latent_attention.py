@@ -43,7 +43,6 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, uses_fused_rope
 from megatron.core.transformer.initialisers import input_initialiser
@@ -153,12 +152,12 @@ class MLASelfAttention(Attention):
             assert packed_seq_params is None, "packed sequences are for training, and have no cache"
             context = self._attend_with_cache(hidden_states, attention_mask, rotation, inference_context)
         else:
-            with offload("qkv_linear"):
+            with self.offload("qkv_linear"):
                 latents = self._make_latents(hidden_states)
             heads = self._make_heads(*latents, rotation)
             with self._keep_or_make_again(heads, latents, rotation):
                 context = self._attend(*heads, attention_mask, packed_seq_params)
-        with offload("attn_proj"):
+        with self.offload("attn_proj"):
             output: LayerOutput = self.linear_proj(context)
         return output
 

@@ -25,7 +25,7 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
-from megatron.core.tensor_parallel.offloaded_activations import hold, offload
+from megatron.core.tensor_parallel.offloaded_activations import hold
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
@@ -101,6 +101,7 @@ class TransformerLayer(MegatronModule):
         self.recomputes_attention_norm = policy.recomputes_attention_norm and self.input_layernorm is not None
         self.recomputes_mlp_norm = policy.recomputes_mlp_norm and self.pre_mlp_layernorm is not None
         self.recomputes_mlp = policy.recomputes_mlp
+        self.offload = policy.offload
         if config.is_fp8_layer(layer_number):
             further = layer_number - config.num_layers
             name = f"mtp.layers.{further - 1}.mtp_model_layer" if further > 0 else f"decoder.layers.{layer_number - 1}"
@@ -141,7 +142,7 @@ class TransformerLayer(MegatronModule):
         if not self.recomputes_mlp:
             return self.mlp(normed)
         # All that is kept is its input, which is that of the first product.
-        with offload("mlp_fc1"):
+        with self.offload("mlp_fc1"):
             return checkpoint(self.mlp, False, normed)
 
     def _enter(self, norm: Any, hidden_states: Tensor, part: str) -> tuple[Tensor, Tensor]:
@@ -149,7 +150,7 @@ class TransformerLayer(MegatronModule):
         norm where activations are offloaded."""
         if norm is None:
             return hidden_states.to(self.compute_dtype), hidden_states
-        with offload(part):
+        with self.offload(part):
             normed = norm(hidden_states)
         # As BERT and some early models had it: the normalised input, not the input itself, goes round attention or MLP.
         if not self.config.apply_residual_connection_post_layernorm:

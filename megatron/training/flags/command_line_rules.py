@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that concern more than the settings of a RunConfig: flags still to come, two flags for one thing, environment.
-
-A planned flag is refused in any case; the sentences about it say beforehand what would be wrong with the rest of the
-command line. When a capability arrives, its flags become fields of a config, and their rules move to its `problems`.
-"""
+"""Rules that concern more than the settings of a RunConfig: two flags for one thing, environment; and the flags that no
+config declares, whose status judges them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from megatron.training.flags.declarations import Flag
 
 
 class PlannedFlags:
-    """The values of the flags that no config declares, by upstream's name: `planned["optimizer_cpu_offload"]`."""
+    """The values of the flags that no config declares, by upstream's name: `planned["cuda_graph_impl"]`."""
 
     def __init__(self, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> None:
         self._flags, self._given = flags, given
@@ -26,7 +23,7 @@ class PlannedFlags:
         return self._given.get(dest, self._flags[dest].default)
 
     def say(self, dest: str) -> str:
-        """The flag as a user writes it: `--optimizer-offload-fraction 0.5`."""
+        """The flag as a user writes it: `--cuda-graph-impl local`."""
         return self._flags[dest].spell(self[dest])
 
     def name(self, dest: str) -> str:
@@ -34,18 +31,8 @@ class PlannedFlags:
         return self._flags[dest].name
 
 
-def planned_problems(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    """Everything that stands against planned flags beside their status."""
-    yield from _offloading(run, planned)
-    yield from _checkpoints(run)
-
-
-def _offloading(run: RunConfig, planned: PlannedFlags) -> Iterator[str]:
-    if planned["optimizer_cpu_offload"] and not run.optimizer.use_precision_aware_optimizer:
-        yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer"
-
-
-def _checkpoints(run: RunConfig) -> Iterator[str]:
+def checkpoint_problems(run: RunConfig) -> Iterator[str]:
+    """What a checkpoint of upstream's format needs of the communication."""
     checkpoint = run.checkpoint
     # Upstream gathers the optimizer's state over gloo for that format.
     without_gloo = not run.distributed.use_gloo_process_groups and run.ddp.use_distributed_optimizer

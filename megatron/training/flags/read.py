@@ -25,9 +25,9 @@ from megatron.training.config.program import ProgramFlags
 from megatron.training.config.relations import combinations_to_come, derive_across_groups
 from megatron.training.flags.command_line_rules import (
     PlannedFlags,
+    checkpoint_problems,
     contradicting_flags,
     environment_problems,
-    planned_problems,
 )
 from megatron.training.flags.declarations import Flag, declared_flags, table_flags
 from megatron.training.flags.derive import derive, idle_notes, schedule_notes
@@ -126,7 +126,7 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -
     refused = _refuse_by_status(parsed, run)
     rules = [
         *contradicting_flags(run, given.keys()),
-        *planned_problems(run, planned),
+        *checkpoint_problems(run),
         *environment_problems(run, environ),
     ]
     for group in group_classes():

@@ -64,12 +64,15 @@ def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimi
     """Bytes that certainly belong to a parameter on this process while it is trained."""
     ddp, optimizer = config.ddp, config.optimizer
     replicas = _count_replicas(config, of_experts=get_placement(parameter, "").is_expert)
-    weight, gradient, state = parameter.element_size(), 0, 0
+    weight, gradient, state = parameter.element_size(), 0, 0.0
     if parameter.requires_grad and not config.validation.skip_train:
         gradient = 4 if ddp.grad_reduce_in_fp32 else weight
         if optimizer.optimizer == "adam" and not own_optimizer:
             moments = _STATE_BYTES[optimizer.exp_avg_dtype] + _STATE_BYTES[optimizer.exp_avg_sq_dtype]
             state = moments + (_STATE_BYTES[optimizer.main_params_dtype] if weight < 4 else 0)
+        # The host's memory is asked for where it is taken.
+        if optimizer.optimizer_cpu_offload and not device_module.is_cpu(device_module.current_device()):
+            state *= 1 - optimizer.optimizer_offload_fraction
     bytes_per_element: float = weight + gradient + state / (replicas if ddp.use_distributed_optimizer else 1)
     # Fully sharded, every one of the three is divided.
     return parameter.numel() * bytes_per_element / (replicas if ddp.use_torch_fsdp2 else 1)
@@ -135,6 +138,7 @@ def suggest_levers(config: RunConfig, workload: Workload | None, *, is_one_tenso
         if lever.saved_bytes >= _LEAST_SHARE * now.total
         and not (weights_are_too_many and lever.of_activations)
         and (lever.shrinks_tensors or not is_one_tensor)
+        and not (lever.needs_gpu and device_module.is_cpu(device_module.current_device()))
         and _is_possible(config, lever)
     ]
     estimate = _describe_estimate(now)

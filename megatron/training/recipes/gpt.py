@@ -171,6 +171,7 @@ def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microba
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
         data_parallel_size=replicas,
+        offloaded_state=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
     )
 
 
