@@ -259,6 +259,19 @@ def test_the_order_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reproducible.name.endswith("the first that can of flash, efficient, math")
 
 
+def test_the_order_of_kernels_stays_in_one_graph() -> None:
+    """Of a compiled layer, also for the queries of a rank with gathered keys."""
+    core = core_attention(24)
+    core.backend = SDPAttention(core.options, "auto", torch.device("cuda"))
+    compiled = torch.compile(core, backend="aot_eager", dynamic=False, fullgraph=True)
+    for queries in (LENGTH, 7):
+        own = [x.clone().requires_grad_() for x in operands(2, (24, 16), queries)]
+        output = compiled(*own)
+        output.sum().backward()
+        torch.testing.assert_close(output, core(*own))
+        assert all(x.grad is not None for x in own)
+
+
 def test_the_operators_signature() -> None:
     """On tensors without memory: the shapes that the operator answers with are those that backward hands back."""
     meta = torch.device("meta")

@@ -134,7 +134,7 @@ class AttentionInputs:
     """[t, b, g, d]."""
     value: Tensor
     """[t, b, g, dv]."""
-    visible: Visible = Visible()
+    visible: Visible = dataclasses.field(default_factory=Visible)
     sinks: Tensor | None = None
     """float32 [n]: for each head the score of one further key, which has no value; None without one."""
     training: bool = False

@@ -97,7 +97,8 @@ class SDPAttention(AttentionBackend):
         is_square = query.shape[0] == key.shape[0] and visible.window_reaches(key.shape[0])
         is_causal = visible.causal and visible.mask is None and is_square
         is_last = visible.causal and visible.mask is None and visible.window_reaches(key.shape[0]) and not is_square
-        if is_last and query.shape[0] > 1 and self.runs_on_gpu:
+        # A compiler cannot see into torch's class of such biases.
+        if is_last and query.shape[0] > 1 and self.runs_on_gpu and not torch.compiler.is_compiling():
             return self._attend_to_earlier_keys(inputs)
         hidden = None if is_causal else inputs.build_mask()
         heads_per_group = query.shape[2] // key.shape[2]
