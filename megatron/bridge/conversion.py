@@ -32,7 +32,7 @@ from megatron.bridge.checkpoints import (
 )
 from megatron.bridge.entries import Entry, count_values, list_entries, list_their_shapes
 from megatron.bridge.progress import Progress
-from megatron.bridge.quantised import DequantisedTensors
+from megatron.bridge.quantised import SCALE, DequantisedTensors, FP8Weights
 from megatron.bridge.settings import build_config_json, read_settings
 from megatron.bridge.tensor_files import (
     Shapes,
@@ -306,17 +306,24 @@ def export_model(
     verify: bool = True,
     check: Callable[[Path], object] | None = None,
     group: Group = ALONE,
+    in_fp8: bool = False,
 ) -> Path:
     """Write a checkpoint of ours as a Hugging Face directory `output`. Returns `output`.
 
-    verify: read it again and compare. check: called with the directory while it still has another name, by the first
-    process. group: processes that all call this; each writes some of the files, and compares a share. Raises
-    CheckpointError, ConfigError or StorageError on all of them; `output` then does not exist.
+    in_fp8: round the matrices of linear layers to 8 bits. verify: read it again and compare. check: called with the
+    directory while it still has another name, by the first process. group: processes that all call this; each writes
+    some of the files, and compares a share. Raises CheckpointError, ConfigError or StorageError on all of them;
+    `output` then does not exist.
     """
     checkpoint = model.checkpoint
     carried = {name: file for name, file in checkpoint.list_attachments(CARRIED).items() if name != CONFIG_JSON}
     others = carried | checkpoint.list_attachments(TOKENIZER)
     shapes = list_shapes(model.entries, lambda key: checkpoint.contents[key].dtype)
+    config_json, store = model.config_json, _store_plainly
+    if in_fp8:
+        weights = FP8Weights(model.entries)
+        shapes, store = weights.list_shapes(shapes), weights.store
+        config_json = {**config_json, "quantization_config": weights.describe()}
     files = plan_files(shapes, group.size())
     share = (group.rank(), group.size())
     own = list_own_names(files, share)
@@ -324,8 +331,8 @@ def export_model(
     def write(directory: Path) -> None:
         progress = Progress("converting", count_values(model.entries), group)
         if group.rank() == 0:
-            write_json_and_files(directory, model.config_json, others)
-        tensors = split_all(model.entries, checkpoint.read, own)
+            write_json_and_files(directory, config_json, others)
+        tensors = split_all(model.entries, checkpoint.read, own, store)
         write_tensors(directory, shapes, watch(tensors, progress), files, share=share)
         progress.end()
 
@@ -333,7 +340,7 @@ def export_model(
         on_every_rank(group, lambda: write(temporary))
         if verify:
             tensors = with_everyone(group, lambda: open_tensors(temporary))
-            verify_weights(model.entries, checkpoint.read, tensors.read, group)
+            verify_weights(model.entries, checkpoint.read, tensors.read, group, store)
         if check is not None:
             on_first_rank(group, lambda: check(temporary))
     return output
@@ -386,13 +393,28 @@ def write_json_and_files(directory: Path, config_json: Mapping[str, object], fil
             shutil.copyfile(file, directory / name)
 
 
+Store = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+"""What is written of a tensor of theirs: names and tensors."""
+
+
+def _store_plainly(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield name, tensor
+
+
 def split_all(
-    entries: Iterable[Entry], read: Callable[[str], Tensor], wanted: Collection[str] | None = None
+    entries: Iterable[Entry],
+    read: Callable[[str], Tensor],
+    wanted: Collection[str] | None = None,
+    store: Store = _store_plainly,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield their names and tensors. read: a parameter of ours, by our name. wanted: their names; all when None."""
+    """Yield their names and tensors. read: a parameter of ours, by our name. wanted: names that are written; all when
+    None."""
     for entry in entries:
-        if wanted is None or any(name in wanted for name in list_their_shapes([entry])):
-            yield from ((n, tensor) for n, tensor in entry.split(read(entry.key)) if wanted is None or n in wanted)
+        # A tensor and its scale may be in different files.
+        theirs = [name for base in list_their_shapes([entry]) for name in (base, base + SCALE)]
+        if wanted is None or any(name in wanted for name in theirs):
+            for name, tensor in entry.split(read(entry.key)):
+                yield from ((n, part) for n, part in store(name, tensor) if wanted is None or n in wanted)
 
 
 # ---- the proof
@@ -403,6 +425,7 @@ def verify_weights(
     read_ours: Callable[[str], Tensor],
     read_theirs: Callable[[str], Tensor],
     group: Group = ALONE,
+    store: Store = _store_plainly,
 ) -> None:
     """Compare a checkpoint of ours with their files, bit for bit; each process of `group` compares a share. Raises
     CheckpointError that lists what differs, on all."""
@@ -412,7 +435,8 @@ def verify_weights(
         differing = []
         for entry in entries[group.rank() :: group.size()]:
             ours = read_ours(entry.key)
-            for name, tensor in entry.split(ours):
+            written = (pair for name, tensor in entry.split(ours) for pair in store(name, tensor))
+            for name, tensor in written:
                 if describe := _compare(tensor, read_theirs(name)):
                     differing.append(f"{name} {describe}")
             progress.advance(ours)

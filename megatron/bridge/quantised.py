@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are stored in 8 or 4 bits with scales, read as the bfloat16 values that they stand for.
+"""Weights in 8 or 4 bits with scales: read as the bfloat16 values that they stand for, and written in 8 bits.
 
     fp8     NAME [m, n] in E4M3, NAME_scale_inv [m / 128, n / 128]: each block of 128 x 128 times its scale
             (DeepSeek-V3, 2024, section 3.3)
@@ -7,28 +7,77 @@
             first, times two to the power of scale - 127 (OCP Microscaling Formats, 1.0, 2023; gpt-oss). In memory, and
             in files that are not quantised, NAME is [..., n, m]
 
-Products are taken in float32 and rounded once. Whatever else is in the files stays as it is.
+Products are taken in float32 and rounded once. Whatever else is in the files stays as it is. Written scales are powers
+of two, as in training with --fp8-recipe blockwise: read again, the values are exact in bfloat16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from megatron.bridge.tensor_files import StoredTensor, TensorDirectory
+from megatron.bridge.entries import Entry, list_their_shapes
+from megatron.bridge.tensor_files import Shapes, StoredTensor, TensorDirectory
 from megatron.core.errors import CheckpointError
+from megatron.core.fp8 import E4M3, SCALED_BLOCK, quantise_blocks
 from megatron.core.placement import Box
 
-_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BLOCK = 32
 _NO_NUMBER = 255
 """The scale of a block that holds no numbers."""
+
+
+class FP8Weights:
+    """Weights that are written in FP8 with their scales: matrices of linear layers, each in a tensor of its own."""
+
+    block: Final = (SCALED_BLOCK, SCALED_BLOCK)
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        kinds = {
+            name: entry.placement.kind
+            for entry in entries
+            for name, shape in list_their_shapes([entry]).items()
+            if len(shape) == 2
+        }
+        self.names = {name for name, kind in kinds.items() if kind == "matrix"}
+        # Linear layers, too, to whoever reads the files: the output layer and routers.
+        others = (name for name, kind in kinds.items() if kind not in ("matrix", "embedding"))
+        self._others = [name.removesuffix(".weight") for name in others]
+
+    def list_shapes(self, shapes: Shapes) -> Shapes:
+        """Of what is written; shapes: of the weights."""
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (dtype, shape) in shapes.items():
+            found[name] = (E4M3 if name in self.names else dtype, shape)
+            if name in self.names:
+                found[name + SCALE] = (torch.float32, tuple(-(-length // SCALED_BLOCK) for length in shape))
+        return found
+
+    def store(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What is written of a weight: itself, or its 8 bits and what they are to be multiplied by."""
+        if name not in self.names:
+            yield name, tensor
+            return
+        rounded = quantise_blocks(tensor, E4M3, self.block)
+        yield name, rounded.values.contiguous()
+        yield name + SCALE, rounded.inverse
+
+    def describe(self) -> dict[str, object]:
+        """The `quantization_config` of config.json."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(self.block),
+            "modules_to_not_convert": self._others,
+        }
 
 
 class DequantisedTensors:
@@ -70,11 +119,11 @@ class DequantisedTensors:
     def _list_fp8(self) -> dict[str, StoredTensor]:
         found = {}
         for name, tensor in self._stored.contents.items():
-            if name.endswith(_SCALE) and name.removesuffix(_SCALE) in self._stored.contents:
+            if name.endswith(SCALE) and name.removesuffix(SCALE) in self._stored.contents:
                 continue
             if tensor.dtype == torch.float8_e4m3fn:
                 blocks = tuple(math.ceil(n / b) for n, b in zip(tensor.shape, self._block, strict=False))
-                self._require(name + _SCALE, blocks, name)
+                self._require(name + SCALE, blocks, name)
                 self._readers[name] = self._read_fp8
                 tensor = tensor._replace(dtype=torch.bfloat16)
             found[name] = tensor
@@ -82,7 +131,7 @@ class DequantisedTensors:
 
     def _read_fp8(self, name: str, box: Box) -> Tensor:
         values = self._stored.read_box(name, box).float()
-        scales = self._stored.read(name + _SCALE).float()
+        scales = self._stored.read(name + SCALE).float()
         for dim, ((start, length), block) in enumerate(zip(box, self._block, strict=True)):
             scales = scales.index_select(dim, torch.arange(start, start + length) // block)
         return values.mul_(scales).to(torch.bfloat16)

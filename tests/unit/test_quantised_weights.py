@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -13,12 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.bridge import conversion
 from megatron.bridge.auto_bridge import AutoBridge
 from megatron.bridge.conversion import export_model, import_model, open_model, open_source
+from megatron.bridge.convert import convert, parse_arguments
 from megatron.bridge.quantised import DequantisedTensors
-from megatron.bridge.tensor_files import open_tensors, write_tensors
-from megatron.core.errors import CheckpointError
-from tests.unit.test_bridge import assert_same_tensors, change_config, make_model, read_all
+from megatron.bridge.tensor_files import open_tensors, plan_files, write_tensors
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.fp8 import quantise_blocks
+from tests.unit.test_bridge import MODELS, assert_same_tensors, change_config, make_model, read_all
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
@@ -160,3 +164,47 @@ def test_a_quantised_model_is_imported(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     theirs = _convert_moe_packed_tensors(stored.read(f"{name}_blocks"), stored.read(f"{name}_scales"))
     assert torch.equal(theirs, source.tensors.read(name))
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3", "Llama"])
+def test_a_model_is_written_in_fp8_and_read_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are those that training with --fp8-recipe blockwise multiplies, and a second time loses nothing."""
+    name = next(found for found in MODELS if found.startswith(name))
+    make_model(name).bfloat16().save_pretrained(tmp_path / "hf")
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    monkeypatch.setattr(conversion, "plan_files", functools.partial(plan_files, shard_bytes=20_000))
+    export_model(open_model(tmp_path / "ours"), tmp_path / "fp8", in_fp8=True)
+    assert len(list((tmp_path / "fp8").glob("model-*.safetensors"))) > 2, "scales may lie in another file"
+    plain, written = read_all(tmp_path / "hf"), read_all(tmp_path / "fp8")
+    rounded = {key for key, tensor in written.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert set(written) == set(plain) | {f"{key}_scale_inv" for key in rounded}
+    left = {key for key, tensor in plain.items() if tensor.dim() == 2} - rounded
+    assert all(key.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")) for key in left), left
+    for key, tensor in plain.items():
+        if key not in rounded:
+            assert torch.equal(written[key], tensor)
+            continue
+        expected = quantise_blocks(tensor, torch.float8_e4m3fn, (128, 128))
+        assert torch.equal(written[key].view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(written[f"{key}_scale_inv"], expected.inverse)
+    quantisation = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    others = {key.removesuffix(".weight") for key in left if "embed" not in key}
+    assert set(quantisation.pop("modules_to_not_convert")) == others and "lm_head" in others
+    assert quantisation == FP8
+    source = open_source(tmp_path / "fp8")
+    assert f"{len(rounded)} tensors stored as fp8 are read as bfloat16" in source.notes
+    import_model(source, tmp_path / "again")
+    export_model(open_model(tmp_path / "again"), tmp_path / "twice", in_fp8=True)
+    read = {key: open_source(tmp_path / "twice").tensors.read(key) for key in plain}
+    assert_same_tensors(read, {key: source.tensors.read(key) for key in plain})
+
+
+def test_fp8_weights_are_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_model(next(found for found in MODELS if found.startswith("Llama"))).save_pretrained(tmp_path / "hf")
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    command = ["--source", "megatron", "--target", "hf", "--input-path", str(tmp_path / "ours"), "--fp8-weights"]
+    convert(parse_arguments([*command, "--output-path", str(tmp_path / "fp8")]))
+    assert "every weight bit for bit as it is rounded" in capfd.readouterr().out
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in read_all(tmp_path / "fp8").values())
+    with pytest.raises(ConfigError, match="--fp8-weights is a format of --target hf"):
+        parse_arguments("--source hf --target megatron --input-path a --output-path b --fp8-weights".split())
