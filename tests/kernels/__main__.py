@@ -9,14 +9,29 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from typing import Any
 
 import torch
+from triton.runtime import interpreter
 
 from tests.kernels.comparisons import COMPARISONS
 
 
+def convert_scalars() -> None:
+    """Let Python's range take a scalar of the interpreter, which is an array of one element: numpy's newer releases
+    convert only arrays without dimensions."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_further(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_further
+
+
 def main() -> None:
     """Run the named comparisons, or all."""
+    convert_scalars()
     torch.set_num_threads(1)
     answers = {}
     for name in sys.argv[1:] or COMPARISONS:

@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
 )
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import multiply_wide
+from megatron.core.transformer.moe.grouped_products import GroupedMatmul
 from megatron.core.transformer.moe.permutation import (
     pad_slots,
     permute,
@@ -390,3 +391,24 @@ def wide_products(device: str) -> None:
     assert_close(found[:1], expected[:1], 2e-6)
     # One rounding of the result: half of a bfloat16 number's last digit.
     assert_close(found[1:], expected[1:], 2**-8)
+
+
+@compared
+def weight_gradients_of_experts(device: str) -> None:
+    """The second expert has no rows; rows behind the last belong to none. The interpreter cannot multiply bfloat16."""
+    ends = torch.tensor([5, 5, 140, 147], dtype=torch.int32, device=device)
+    for dtype in (torch.float16, *([torch.bfloat16] if device != "cpu" else [])):
+        for outputs, inputs in ((72, 40), (264, 16)):
+            grad = randn(150, outputs, dtype=dtype, device=device)
+            x = randn(150, inputs, dtype=dtype, device=device)
+            found = randn(4, outputs, inputs, dtype=torch.float32, device=device)
+            starts = [0, *ends.tolist()]
+            expected = found.double()
+            for expert, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+                expected[expert] += grad[start:stop].double().t() @ x[start:stop].double()
+            unchanged = found[1].clone()
+            with kernels_chosen() as launched:
+                assert GroupedMatmul().weight_grad(grad, x, found, found, ends) is None
+            assert len(launched) == 1
+            assert_close([found], [expected], 1e-5)
+            assert torch.equal(found[1], unchanged)

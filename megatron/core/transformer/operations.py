@@ -9,7 +9,7 @@ from megatron.core.activations import find_activation
 from megatron.core.device import current_device, is_cuda
 from megatron.core.kernels.launching import find_obstacle, kernels_work
 from megatron.core.tensor_parallel.parameters import parameter_dtype
-from megatron.core.tensor_parallel.products import choose_product
+from megatron.core.tensor_parallel.products import accumulates_weight_grads, choose_product
 from megatron.core.transformer.attention import uses_fused_rope
 from megatron.core.transformer.core_attention.interface import AttentionOptions
 from megatron.core.transformer.core_attention.select import build_attention_backend
@@ -102,6 +102,9 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
     elif config.moe_grouped_gemm:
         taken = (GroupedMatmul.name, BatchedMatmul.name)
         products = [name if name in taken else f"{name} (grouped_mm refuses its widths)" for name in products]
+        adds_to_float32 = accumulates_weight_grads(config) and dtype != torch.float32
+        if GroupedMatmul.name in products and adds_to_float32 and kernels_work(device):
+            products.append("weight gradients added in float32 by a kernel")
     fused = "one differentiable operation each, without atomic adds"
     return {
         "products of experts": "; ".join(dict.fromkeys(products)),

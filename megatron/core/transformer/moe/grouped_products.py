@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fp8 import Operand
+from megatron.core.kernels import launching
 from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, FP8Matmul
 from megatron.core.tensor_parallel.products import Kept, Product, accumulates_weight_grads, add_weight_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -80,8 +81,14 @@ class GroupedMatmul(ExpertByExpert):
         """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
         if not x.shape[0]:  # grouped_mm refuses operands without rows
             return super().weight_grad(grad, x, weight, main_grad, ends)
-        assert _grouped_mm is not None
-        result: Tensor = _grouped_mm(grad.contiguous().t(), x, offs=ends)
+        assert _grouped_mm is not None and ends is not None
+        grad = grad.contiguous()
+        if main_grad is not None and _adds_by_kernel(grad, x, main_grad):
+            from megatron.core.kernels.expert_weight_grads import add_weight_grads
+
+            add_weight_grads(grad, x, ends, main_grad)
+            return None
+        result: Tensor = _grouped_mm(grad.t(), x, offs=ends)
         if main_grad is None:
             return result
         # grouped_mm cannot add to what is there: a temporary as large as the weights.
@@ -94,6 +101,12 @@ class GroupedMatmul(ExpertByExpert):
             return x.new_empty(0, matrices.shape[2])
         result: Tensor = _grouped_mm(x, matrices, offs=ends)
         return result
+
+
+def _adds_by_kernel(grad: Tensor, x: Tensor, main_grad: Tensor) -> bool:
+    """Whether a kernel of ours adds weight gradients to main_grad: 16-bit operands, a sum in float32."""
+    is_mixed = grad.dtype == x.dtype != main_grad.dtype == torch.float32
+    return is_mixed and launching.uses_kernels(grad, x, main_grad)
 
 
 class BatchedMatmul(ExpertByExpert):

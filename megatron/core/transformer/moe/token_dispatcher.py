@@ -96,7 +96,9 @@ class TokenDispatcher(ABC):
         """Rows for the local experts out of tokens [T, h]. is_ours: bool [T, k], the choices that count; all if
         None."""
         tokens, k = routing.experts.shape
-        local = (routing.experts - self.first_expert).flatten()
+        local = routing.experts.flatten()
+        if self.first_expert:
+            local = local - self.first_expert
         kept = None
         if is_ours is not None:
             # A number behind the last expert sorts to the end, where `kept` cuts it off.
