@@ -18,7 +18,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_sequence_counts
 from megatron.core.errors import ConfigError, DataError
-from megatron.core.packed_seq_params import pack_batch
+from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
+from megatron.core.transformer.core_attention.interface import Visible
+from megatron.training.recipes import gpt_data
 from megatron.training.recipes.gpt_data import build_gpt_datasets
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
@@ -178,6 +180,26 @@ def test_reset_attention_mask(a: str) -> None:
     reset, _ = with_end_of_document(datasets(f"--data-path {a} --reset-attention-mask", (40, 0, 0))[0])
     assert reset["attention_mask"].shape == (1, 64, 64) and reset["attention_mask"][0, end + 1, end]
     assert "attention_mask" not in plain, "attention is causal by itself"
+
+
+def test_on_a_gpu_bounds_hide_what_the_mask_hides(a: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a sample has no end of a document; not where something else counts from bounds."""
+    masks = datasets(f"--data-path {a} --reset-attention-mask", (40, 0, 0))[0]
+    monkeypatch.setattr(gpt_data, "current_device", lambda: torch.device("cuda", 0))
+    bounds = datasets(f"--data-path {a} --reset-attention-mask", (40, 0, 0))[0]
+    starts = set()
+    for index in range(40):
+        theirs, ours = masks[index], bounds[index]
+        assert ours.keys() == theirs.keys() - {"attention_mask"} | {"cu_seqlens", "max_seqlen"}
+        documents = PackedSeqParams(cu_seqlens_q=ours["cu_seqlens"]).documents(64)
+        first = Visible(documents=documents).find_first_seen(torch.arange(64)).unsqueeze(1)
+        at = torch.arange(64)
+        assert torch.equal((at > at.unsqueeze(1)) | (at < first), theirs["attention_mask"][0])
+        starts.add(documents.bounds)
+    assert len(starts) > 1
+    for flags in ("--attention-chunk-size 8", "--attention-backend local", "--mtp-num-layers 1"):
+        other = f"--data-path {a} --reset-attention-mask --position-embedding-type rope {flags}"
+        assert "attention_mask" in datasets(other, (8, 0, 0))[0][0], flags
 
 
 @pytest.mark.flags("--dataloader-inter-document-masking")

@@ -45,6 +45,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """No loss where the input is the end-of-document token."""
     create_attention_mask: bool = True
     """Samples carry an attention mask; without it the model masks causally by itself."""
+    bounds_instead_of_mask: bool = False
+    """With reset_attention_mask samples carry the bounds of their documents (cu_seqlens, max_seqlen), which hide the
+    same as a mask does."""
     drop_last_partial_validation_sequence: bool = True
     """No validation sample from the tokens left over at the end; otherwise it is padded."""
     add_extra_token_to_sequence: bool = True
@@ -201,15 +204,15 @@ class GPTDataset(MegatronDataset):
         in_file = document_starts if config.inter_document_masking else []
         sample: Sample = {}
         if config.inter_document_masking:
-            bounds, longest = cumulative_lengths(self._length, document_starts)
-            sample["cu_seqlens"] = torch.from_numpy(bounds)
-            sample["max_seqlen"] = torch.tensor(longest, dtype=torch.int32)
+            _add_bounds(sample, self._length, document_starts)
         if config.reset_position_ids or config.inter_document_masking:
             starts = _union(after_eod if config.reset_position_ids else [], in_file)
             sample["position_ids"] = torch.from_numpy(position_ids(self._length, starts))
         else:
             sample["position_ids"] = _plain_position_ids(self._length)
-        if config.create_attention_mask:
+        if config.create_attention_mask and config.reset_attention_mask and config.bounds_instead_of_mask:
+            _add_bounds(sample, self._length, after_eod)
+        elif config.create_attention_mask:
             starts = _union(after_eod if config.reset_attention_mask else [], in_file)
             resets = len(starts) > 0
             # A mask is s^2 bytes: the plain causal one is built once and shared.
@@ -365,6 +368,12 @@ def starts_after_eod(tokens: Array, eod: int) -> Array:
     """Positions at which a document starts because the token before them ends one."""
     starts = np.flatnonzero(tokens == eod) + 1
     return starts[starts < len(tokens)]
+
+
+def _add_bounds(sample: Sample, length: int, document_starts: Sequence[int] | Array) -> None:
+    bounds, longest = cumulative_lengths(length, document_starts)
+    sample["cu_seqlens"] = torch.from_numpy(bounds)
+    sample["max_seqlen"] = torch.tensor(longest, dtype=torch.int32)
 
 
 def cumulative_lengths(length: int, document_starts: Sequence[int] | Array) -> tuple[Array, int]:

@@ -7,12 +7,15 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.device import current_device, is_cpu
 from megatron.core.errors import ConfigError, DataError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.recipes.recipe import SampleCounts
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.core.datasets.blend import Blend
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -81,6 +84,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         "eod_mask_loss": data.eod_mask_loss,
         # A mask that is only causal would say what attention does by itself, quicker.
         "create_attention_mask": data.reset_attention_mask and data.create_attention_mask_in_dataloader,
+        "bounds_instead_of_mask": takes_bounds_for_masks(config, current_device()),
         "inter_document_masking": data.dataloader_inter_document_masking,
         "allow_ambiguous_pad_tokens": data.allow_ambiguous_pad_tokens,
         "drop_last_partial_validation_sequence": data.drop_last_partial_validation_sequence,
@@ -90,6 +94,22 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     if data.fim_data:
         return GPTFIMDataset, GPTFIMDatasetConfig(**settings, **_read_fill_in_the_middle_settings(data))
     return MockGPTDataset if data.mock_data else GPTDataset, GPTDatasetConfig(**settings)
+
+
+def takes_bounds_for_masks(config: RunConfig, device: torch.device) -> bool:
+    """Whether --reset-attention-mask becomes the bounds of documents: on a GPU, whose kernels skip what bounds hide and
+    compute what a mask hides, and where a run with bounds is the same in everything else."""
+    model, is_one_sequence = config.model, (config.training.micro_batch_size or 1) == 1
+    return (
+        not is_cpu(device)
+        and model.attention_backend in ("auto", "flash")
+        # Samples become one packed sequence, which later stages do not expect, and losses of sequences would see.
+        and (is_one_sequence or (model.pipeline_model_parallel_size == 1 and model.num_moe_experts is None))
+        # They count from the beginning of a document where there are bounds.
+        and model.mtp_num_layers is None
+        and model.attention_chunk_size is None
+        and model.attn_temperature_scale is None
+    )
 
 
 def read_blends(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None]:
