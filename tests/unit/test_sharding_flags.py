@@ -121,7 +121,7 @@ def test_flags_of_divided_parameters_are_noted_without_them(flag: str) -> None:
     ("flags", "sentence"),
     [
         ("--use-torch-fsdp2", "--use-megatron-fsdp and --use-torch-fsdp2 contradict"),
-        ("--pipeline-model-parallel-size 2 --num-layers 2", "--use-megatron-fsdp cannot be combined with --pipeline"),
+        ("--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule zb-v", "use --pipeline-schedule 1f1b"),
         ("--optimizer muon", "which --use-megatron-fsdp divides"),
         ("--num-distributed-optimizer-instances 4", "leaves each of the 4 model copies whole"),
         ("--num-distributed-optimizer-instances 3", "does not divide the 4 model copies"),
