@@ -114,7 +114,7 @@ def build_our_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step:
     from megatron.core.optimizer.megatron_optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.compilation import compile_layers
+    from megatron.core.transformer.compilation import compile_regions
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
@@ -140,7 +140,7 @@ def build_our_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step:
         pg_collection=groups,
     )
     if compiled:
-        compile_layers(gpt)
+        compile_regions(gpt)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt, pg_collection=groups)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-4, weight_decay=0.1), [model], pg_collection=groups)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron.core import device as device_module
 from megatron.core.collectives import all_gather_object
+from megatron.core.device import is_cpu
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_chunk import ModelChunk
@@ -32,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
-from megatron.core.transformer.compilation import compile_layers
+from megatron.core.transformer.compilation import compile_regions, find_obstacle
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save
@@ -157,6 +158,7 @@ def print_summaries(datasets: Sequence[Any]) -> None:
 
 def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[ModelChunk]:
     """This rank's pipeline chunks on its device, compiled if asked for, in flat buffers."""
+    switch_compiler_off_where_it_fails(config, process.device)
     groups = process.groups
     shape = build_virtual_stages(config.model)
     layout = build_pipeline_layout(config.model, shape)
@@ -175,7 +177,7 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
             )
         declare_vocabulary(module, recipe.vocab_size)
         if config.model.compile:
-            compile_layers(module)
+            compile_regions(module)
         modules.append(module)
     # Before memory is given to the parameters: a tied weight must become one parameter, not two of equal values.
     tie_chunks(modules)
@@ -193,6 +195,15 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
     for module in modules:
         fill(module)
     return [DistributedDataParallel(config.model, config.ddp, module, pg_collection=groups) for module in modules]
+
+
+def switch_compiler_off_where_it_fails(config: RunConfig, device: torch.device) -> None:
+    """--compile becomes a note, and the model is built in its fused forms, where torch.compile generates no code."""
+    obstacle = find_obstacle(device) if config.model.compile else None
+    if obstacle is not None:
+        needed = "a C++ compiler such as g++" if is_cpu(device) else "the package triton and a C compiler"
+        say(f"note: --compile has no effect: torch.compile does not work here ({obstacle}); it needs {needed}")
+        config.model.compile = False
 
 
 def _select_accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

@@ -75,17 +75,6 @@ def test_overlapped_layers_are_the_same_layers(size: int) -> None:
                 torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
 
 
-def outside_pair() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return two_layers(""), two_layers("--compile")
-
-
-def test_communication_outside_the_product_is_another_plan_of_the_same_layer() -> None:
-    """What a layer that is to be compiled does, without the compiler."""
-    for inside, outside in run_distributed(outside_pair, 2):
-        for name, value in inside.items():
-            torch.testing.assert_close(outside[name], value, rtol=1e-5, atol=1e-4)
-
-
 def rounded_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     plain = two_layers("", rounded=True)
     assert not torch.equal(plain["output"], two_layers("")["output"])
@@ -262,6 +251,4 @@ def test_the_input_gradient_is_summed_beside_the_weight_gradient() -> None:
 def test_refusals_and_notes() -> None:
     with pytest.raises(ConfigError, match="--tp-comm-overlap needs --sequence-parallel"):
         run_config("--tensor-model-parallel-size 2 --tp-comm-overlap", world_size=2)
-    with pytest.raises(ConfigError, match="cannot be combined with --compile"):
-        settings("--tp-comm-overlap --compile", 2)
     assert any("has no effect without --tp-comm-overlap" in note for note in settings(SWITCHES["ag"], 2).notes)

@@ -118,7 +118,6 @@ def test_strategies_without_fully_shard(strategy: str, divides_state: bool) -> N
     ("flags", "sentence"),
     [
         ("--overlap-grad-reduce", "leave out --overlap-grad-reduce"),
-        ("--compile", "cannot be combined with --compile"),
         ("--pipeline-model-parallel-size 2 --num-layers 2 --pipeline-schedule zb-h1", "use --pipeline-schedule 1f1b"),
         ("--pipeline-model-parallel-size 2 --num-layers 2 --defer-embedding-wgrad-compute", "leave it out"),
         ("--tensor-model-parallel-size 2 --num-query-groups 1", "at most --tensor-model-parallel-size 1"),

@@ -109,7 +109,6 @@ def test_a_resumed_run_dumps_its_iterations_anew(dumped: Path, tmp_path: Path) -
     [
         ("--save-params-interval 2", "has no effect without --save"),
         ("--save s --save-tokens-per-expert-interval 2", "has no effect without --num-experts"),
-        ("--save s --compile --save-dgrads-interval 2", "has no effect without layers that are not compiled"),
     ],
 )
 def test_where_there_is_nothing_to_dump(flags: str, note: str) -> None:

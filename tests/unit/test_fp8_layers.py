@@ -234,7 +234,6 @@ def test_a_gpu_without_fp8_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ffn-hidden-size 40", "--ffn-hidden-size 40 is no multiple of 16"),
         ("--fp8-recipe custom", "--fp8-recipe custom is not supported"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16 does not work with --fp8-recipe delayed"),
-        ("--compile", "cannot be combined with --compile"),
         ("--fp4-format e2m1", "--fp8-format hybrid and --fp4-format e2m1 contradict each other"),
         ("--fp8-param-gather", "--fp8-param-gather needs --use-distributed-optimizer"),
         ("--num-experts 2 --moe-ffn-hidden-size 24 --disable-bias-linear", "--moe-ffn-hidden-size 24 is no multiple"),

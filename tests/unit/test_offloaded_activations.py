@@ -272,7 +272,6 @@ def test_a_host_without_memory_is_said_in_a_sentence() -> None:
         ("--cpu-offloading-num-layers 2", "--cpu-offloading-num-layers 2 is not from 0 to 1, the layers of a"),
         (f"{PARTS} core_attn attn_norm {FULL} uniform --recompute-num-layers 1", "core_attn lie inside of layers"),
         (f"--cpu-offloading-num-layers 1 {FULL} uniform --recompute-num-layers 1", "every layer is recomputed"),
-        (f"{PARTS} core_attn --compile", "cannot be combined with --compile"),
     ],
 )
 def test_refusals(flags: str, sentence: str) -> None:

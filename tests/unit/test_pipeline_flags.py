@@ -117,14 +117,12 @@ def test_transfers_overlap_in_every_phase() -> None:
     [
         ("--defer-embedding-wgrad-compute", 1, "needs --pipeline-model-parallel-size of at least 2, not 1"),
         ("--defer-embedding-wgrad-compute --pipeline-schedule zb-h1", 2, "defers all weight gradients; leave out"),
-        ("--defer-embedding-wgrad-compute --compile", 2, "which --compile rules out"),
         ("--overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication", 2, "contradicts"),
         ("--pipeline-schedule gpipe", 1, "needs --pipeline-model-parallel-size of at least 2, not 1"),
         ("--pipeline-schedule interleaved", 2, "add --num-virtual-stages-per-pipeline-rank"),
         ("--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2", 2, "ask for 2; use --pipeline-schedule"),
         ("--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 4", 2, "lays 2 chunks on each stage, not 4"),
         ("--pipeline-schedule zb-v --num-layers 6", 2, "use 4 or 8 layers"),
-        ("--pipeline-schedule zb-h1 --compile", 2, "which --compile rules out"),
         (
             "--pipeline-schedule zb-h1 --no-gradient-accumulation-fusion",
             2,

@@ -192,7 +192,6 @@ PLANNED = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank"
         (f"{PLANNED} 64 --num-experts 4 --moe-router-load-balancing-type sinkhorn", 1, "balances whole microbatches"),
         (f"{PLANNED} 64 --num-experts 4 --moe-expert-capacity-factor 1", 1, "--moe-expert-capacity-factor 1.0 bounds"),
         (f"{PLANNED} 64 --num-experts 4 --expert-model-parallel-size 2", 2, "use --moe-token-dispatcher-type alltoall"),
-        (f"{PLANNED} 64 --compile", 1, "cannot be combined with --compile"),
         (f"{PLANNED} 64 --dataloader-type external", 1, "cannot plan what --dataloader-type external yields"),
         (f"{PLANNED} 16 --cp-comm-type a2a", 4, "divides sequences over up to 4 ranks, which --num-attention-heads 2 "
          "/ --tensor-model-parallel-size 1 = 2 heads are not a multiple of; use 4 heads"),

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.compilation import compile_layers
+from megatron.core.transformer.compilation import compile_regions
 from megatron.core.transformer.moe.router import TopKRouter
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
 from tests.unit.run_flags import run_config
@@ -252,18 +252,18 @@ def test_rewound_streams_go_on_as_if_nothing_had_been_drawn() -> None:
         assert not torch.equal(torch.rand(3), first)
 
 
-def test_compiled_layers_are_recomputed_whole() -> None:
+@pytest.mark.parametrize("granularity", [f"{FULL} uniform --recompute-num-layers 2", f"{SELECTIVE} mlp layernorm"])
+def test_layers_with_compiled_regions_are_recomputed(granularity: str) -> None:
     flags = f"--num-layers {LAYERS} --compile"
-    plain, recomputed = build_model(flags), build_model(f"{flags} {FULL} uniform --recompute-num-layers 2")
+    plain, recomputed = build_model(flags), build_model(f"{flags} {granularity}")
     for model in (plain, recomputed):
-        compile_layers(model, backend="aot_eager")
+        compile_regions(model, backend="aot_eager")
     assert all(map(torch.equal, two_passes(recomputed), two_passes(plain)))
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (f"{SELECTIVE} mlp --compile", "selective cannot be combined with --compile"),
         ("--recompute-granularity full", "full needs --recompute-method uniform or block"),
         (f"{FULL} block", "full needs --recompute-num-layers"),
         (f"{FULL} block --recompute-num-layers 2", "--recompute-num-layers 2 is not from 1 to 1"),

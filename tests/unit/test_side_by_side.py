@@ -198,7 +198,6 @@ def test_what_is_not_needed_is_noted() -> None:
             f"{EXPERTS} {EXPERTS_ONLY} --pipeline-schedule zb-h1",
             "zb-h1 defers weight gradients already; leave out --overlap-dispatch-backward-with-experts-wgrad",
         ),
-        (f"{EXPERTS} {EXPERTS_ONLY} --compile", "computes weight gradients later, which --compile rules out"),
         (FLAGS, "needs --num-experts and --expert-model-parallel-size above 1"),
         (f"--num-experts 4 {FLAGS}", "needs --num-experts and --expert-model-parallel-size above 1"),
         (
@@ -210,7 +209,6 @@ def test_what_is_not_needed_is_noted() -> None:
             "does not work with --recompute-granularity full; use --recompute-granularity selective",
         ),
         (f"{EXPERTS} {FLAGS} --pipeline-schedule zb-h1", "--pipeline-schedule zb-h1; use 1f1b or interleaved"),
-        (f"{EXPERTS} {FLAGS} --compile", "cannot be combined with --compile; leave one out"),
         (
             f"{EXPERTS} {FLAGS} --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap",
             "--moe-shared-expert-overlap hide the same exchanges; keep one",

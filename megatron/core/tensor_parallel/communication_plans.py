@@ -10,11 +10,10 @@ Each layer has one plan, chosen when it is built:
 |                           |                   |                          | reduce-scatter of dX beside dW         |
 | row, whole everywhere     | OutsideProduct    | product, all-reduce of Y | products                               |
 | row, divided (SP)         | ScatterOutput     | product, reduce-scatter  | all-gather of dY, products             |
-| either, compiled          | OutsideProduct    | mappings around product  | transposed mappings (mappings.py)      |
 | either, in a group of one | CommunicationPlan | product                  | products                               |
 
 Under sequence parallelism (SP) a column layer keeps only its rank's tokens until backward, and gathers the others'
-again there; compiled, it keeps the gathered input.
+again there.
 
 With --tp-comm-overlap, gathers and scatters are cut into chunks, each of which travels beside another one's product:
 
@@ -57,10 +56,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.products import (
     CommunicationPlan,
@@ -87,12 +83,6 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
     """Choose the plan of a column layer, whose outputs are split over the group."""
     if group.size() == 1:
         return CommunicationPlan()
-    # A compiler cannot look into collectives that are waited for later, so communication stays outside its graph.
-    if getattr(config, "compile", False):
-        enter = (
-            gather_from_sequence_parallel_region if config.sequence_parallel else copy_to_tensor_model_parallel_region
-        )
-        return OutsideProduct(group, enter=enter)
     if not config.sequence_parallel:
         return SumInputGrad(group)
     if not config.tp_comm_overlap:
@@ -113,8 +103,6 @@ def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationP
         return CommunicationPlan()
     if not config.sequence_parallel:
         return OutsideProduct(group, leave=reduce_from_tensor_model_parallel_region)
-    if getattr(config, "compile", False):
-        return OutsideProduct(group, leave=reduce_scatter_to_sequence_parallel_region)
     if not config.tp_comm_overlap:
         return ScatterOutput(group)
     return ScatterOutput(group, overlap_ag=config.tp_comm_overlap_ag, overlap_rs=config.tp_comm_overlap_rs)
@@ -122,18 +110,14 @@ def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationP
 
 @dataclass(frozen=True)
 class OutsideProduct(CommunicationPlan):
-    """Communication before and after, each an operation of its own: what a compiler can look into, and all that a sum
-    of outputs needs."""
+    """Communication after the product, an operation of its own: all that a sum of outputs needs."""
 
     group: Group
-    enter: Mapping | None = None
-    leave: Mapping | None = None
+    leave: Mapping
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[s, b, in] or [s/tp, b, in] -> [s, b, out] or [s/tp, b, out], as the mappings say."""
-        x = x if self.enter is None else self.enter(x, self.group)
-        output = multiply(product, x, weight, bias)
-        return output if self.leave is None else self.leave(output, self.group)
+        """[s, b, in] -> [s, b, out]."""
+        return self.leave(multiply(product, x, weight, bias), self.group)
 
 
 @dataclass(frozen=True)

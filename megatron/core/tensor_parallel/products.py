@@ -53,8 +53,8 @@ class Product(ABC):
     accumulates: bool = True
     """Whether weight gradients are added into `weight.main_grad`, where the weight has one, instead of returned."""
     by_autograd: bool = False
-    """Whether forward is made of operators that torch differentiates, and is to be left to it. A compiler then sees all
-    three products and schedules them; weight gradients are never added into main_grad."""
+    """Whether forward is made of operators that torch differentiates, and is to be left to it: weight gradients are
+    then never added into main_grad."""
     is_deferrable: bool = True
     """Whether a zero-bubble schedule may compute the weight gradient later than the input gradient."""
     out_dtype: torch.dtype | None = None
@@ -205,9 +205,8 @@ def choose_lookup(config: ModelParallelConfig) -> Product:
 
 
 def accumulates_weight_grads(config: ModelParallelConfig) -> bool:
-    """Whether weight gradients are added into the gradient buffer inside the product. Not in compiled layers: the
-    compiler schedules torch's own operators better than operations that it cannot look into."""
-    return config.gradient_accumulation_fusion and not getattr(config, "compile", False)
+    """Whether weight gradients are added into the gradient buffer inside the product."""
+    return config.gradient_accumulation_fusion
 
 
 def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
@@ -240,7 +239,6 @@ def multiply(
     product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None
 ) -> Tensor:
     """Run the product's forward, [..., in] -> [..., out], differentiable: its backward runs the other two."""
-    # Then autograd, or the compiler, sees torch's own operators and differentiates them.
     if product.by_autograd:
         return product.forward(x, weight, bias, ends)
     result: Tensor = _Multiply.apply(x, weight, bias, product, ends)

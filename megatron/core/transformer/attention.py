@@ -42,11 +42,18 @@ from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.compilation import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
-from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
+from megatron.core.transformer.rotary import (
+    Rotation,
+    rotate_queries_and_keys,
+    split_and_rotate,
+    split_and_rotate_reference,
+    split_qkv,
+)
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -78,7 +85,7 @@ def uses_fused_rope(config: TransformerConfig) -> bool:
     has_more = config.qk_layernorm or config.qk_l2_norm or config.attention_output_gate
     # The norms of latent attention stand before its projections to heads.
     has_more = has_more and not config.multi_latent_attention
-    return config.apply_rope_fusion and not has_more and not config.compile
+    return config.apply_rope_fusion and not has_more and not is_compiled(config, "rotary positions")
 
 
 class Attention(MegatronModule):
@@ -113,6 +120,7 @@ class Attention(MegatronModule):
             raise ConfigError(problems)
         # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
         self.heads_per_group = heads // max(query_groups, tp_size)
+        self.apply_gate = apply_gate
         policy = ActivationPolicy(config)
         self.recomputes_core, self.offloads = policy.recomputes_core_attention, policy.offloads_parts
         self.offload = policy.offload
@@ -137,6 +145,10 @@ class Attention(MegatronModule):
             skip_bias_add=True,
             tp_group=self.groups.tp,
         )
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        self.apply_gate = compiled(self.apply_gate)
 
     @abstractmethod
     def build_projections(self, submodules: Any) -> None:
@@ -179,8 +191,7 @@ class Attention(MegatronModule):
             key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, ...]
         context = self._attend(query, key, value, attention_mask, packed_seq_params)  # [s, b, n * dv]
         if gate:
-            # In float32, as all softmaxes and norms are, and rounded once.
-            context = context * torch.sigmoid(gate[0].float()).to(context.dtype)
+            context = self.apply_gate(context, gate[0])
         with self.offload("attn_proj"):
             output: LayerOutput = self.linear_proj(context)
         return output
@@ -205,6 +216,12 @@ class Attention(MegatronModule):
         return context
 
 
+def apply_gate(context: Tensor, gate: Tensor) -> Tensor:
+    """context * sigmoid(gate), both [s, b, n * dv]."""
+    # In float32, as all softmaxes and norms are, and rounded once.
+    return context * torch.sigmoid(gate.float()).to(context.dtype)
+
+
 class SelfAttention(Attention):
     """Attention of a sequence to itself: queries, keys and values come from one packed projection."""
 
@@ -224,8 +241,17 @@ class SelfAttention(Attention):
                 "make it by get_gpt_layer_local_spec(multi_latent_attention=True)"
             )
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
+        # In the memory of the projection's output, which nothing else reads; a norm or a gate would.
+        self.split = split_and_rotate if self.is_rope_fused else split_and_rotate_reference
+        self.rotate = rotate_queries_and_keys
         self.q_layernorm = self._build_head_norm(submodules.q_layernorm, config.num_attention_heads)
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        super().compile_regions(compiled)
+        if not self.is_rope_fused:
+            self.split, self.rotate = compiled(self.split), compiled(self.rotate)
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
         """Build the packed projection to queries, keys and values."""
@@ -281,17 +307,17 @@ class SelfAttention(Attention):
             projected = self.linear_qkv(hidden_states)[0]
         # [s, b, g, n/g + 2, d], and with an output gate n/g more
         packed = projected.unflatten(-1, (-1, self.heads_per_group + self.gates + 2, self.head_width))
-        # In the memory of the projection's output, which nothing else reads; a norm or a gate would.
-        if self.is_rope_fused:
-            return split_and_rotate(packed, self.heads_per_group, rotation)
-        query, key, value = split_qkv(packed, self.heads_per_group)
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        # After the norms: a rotation leaves lengths alone, so that scores depend on distances only.
-        if rotation is not None:
-            query, key = apply_rotary(query, rotation), apply_rotary(key, rotation)
+        if self.q_layernorm is None and self.k_layernorm is None:
+            query, key, value = self.split(packed, self.heads_per_group, rotation)
+        else:
+            query, key, value = split_qkv(packed, self.heads_per_group)
+            if self.q_layernorm is not None:
+                query = self.q_layernorm(query)
+            if self.k_layernorm is not None:
+                key = self.k_layernorm(key)
+            # After the norms: a rotation leaves lengths alone, so that scores depend on distances only.
+            if rotation is not None:
+                query, key = self.rotate(query, key, rotation)
         if not output_gate:
             return query, key, value
         # The gate is neither normalised nor rotated: it scales outputs, and no position belongs to it.

@@ -1,33 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling a model with torch.compile, layer by layer.
+"""Compiling a model's regions with torch.compile: what lies between its matrix products and its communication.
 
-All layers of a kind share one graph, so compiling takes as long for 80 layers as for one. With `config.compile` the
-layers are built from elementary operations, which the compiler fuses itself; embedding, output layer and loss stay as
-they are: one large product, and operations that work in place already. So do experts: how many rows each one gets is
-another number in every microbatch, for which the compiler would begin anew.
+| region             | compiled together                                          | on a CPU                         |
+|--------------------|------------------------------------------------------------|----------------------------------|
+| norm               | statistics, scale, casts                                   | stays fused by hand: as fast     |
+| activation         | bias, gate, activation; of experts the row's weight        | compiled                         |
+| rotary positions   | split of the packed projection, rotation                   | compiled                         |
+| attention gate     | sigmoid, product                                           | compiled                         |
+| residual           | bias, dropout, sum                                         | stays in place: less memory      |
+| router             | scores, choice, weights, auxiliary losses                  | compiled                         |
+
+Products, core attention, the loss and every collective are the same as without the compiler. So weight gradients are
+added into the gradient buffer inside the product, or wait in the queue of a zero-bubble schedule; collectives run
+beside products; hooks see every module; activations are recomputed in parts. None of these can be inside a compiled
+graph: a compiler cannot move what it does not see.
+
+A region is a function of tensors that a module holds as an attribute in its plain form, built from elementary
+operations; its `compile_regions` replaces it. All layers share a region's code, so compiling takes as long for 80
+layers as for one. A second shape is compiled for any shape, so that experts, whose rows are another number in every
+micro-batch, are compiled twice and not for ever.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
 import torch
 from torch import nn
 
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.device import current_device, is_cpu
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Compile = Callable[[Function], Function]
+
+BACKEND = "inductor"
+"""Of torch.compile; "aot_eager" traces the same graphs without generating code, for tests."""
+
+# Measured by benchmarks/train_step.py: the call of a compiled function costs more than these save there.
+FUSED_BY_HAND_ON_CPU = frozenset({"norm", "residual"})
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compile every transformer layer of `model` in place, around its experts where it has any; returns how many.
-    Parameters and names stay as they are.
+class HasRegions(Protocol):
+    """A module that has regions."""
 
-    backend: of torch.compile; "aot_eager" traces the same graphs without generating code, for tests.
-    Build the model from a config with `compile` set, or the hand-written fusions will stand in the compiler's way.
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """Replace every region of its own that is in its plain form by `compiled(region)`."""
+
+
+def is_compiled(config: TransformerConfig, region: str) -> bool:
+    """Whether a model of this config has a region, by its name in the table above, compiled on this process's device:
+    it is then built in its plain form."""
+    return config.compile and not (region in FUSED_BY_HAND_ON_CPU and is_cpu(current_device()))
+
+
+def compile_regions(model: nn.Module, backend: str | None = None) -> int:
+    """Compile all regions of `model` in place; returns how many different functions these are. Parameters and names
+    stay as they are, and code is generated when a region first runs.
+
+    backend: of torch.compile; BACKEND when None. Build the model from a config with `compile` set: regions that are
+    fused by hand are left as they are.
     """
-    # Layer by layer, not the whole model: hooks, pipeline stages and recomputation stay outside the graphs.
-    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    for layer in layers:
-        if isinstance(layer.mlp, MoELayer):
-            layer.mlp.forward = torch.compiler.disable(layer.mlp.forward)  # type: ignore[method-assign]
-        # Shapes are fixed in training, and kernels for fixed shapes are faster; a new length is compiled anew.
-        layer.compile(backend=backend, dynamic=False)
-    return len(layers)
+    backend = BACKEND if backend is None else backend
+    # Dropout draws what it draws without the compiler, so that a run does not depend on it, nor recomputation.
+    options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
+    made: dict[Any, Any] = {}
+
+    def compiled(function: Function) -> Function:
+        if function not in made:
+            made[function] = torch.compile(function, backend=backend, options=options)
+        result: Function = made[function]
+        return result
+
+    for module in model.modules():
+        # Asked of the class: a miss on the instance goes through nn.Module.__getattr__, which is slow.
+        if hasattr(type(module), "compile_regions"):
+            module.compile_regions(compiled)  # type: ignore[operator]
+    return len(made)
+
+
+def find_obstacle(device: torch.device) -> str | None:
+    """Why torch.compile generates no code for the device here, in words; None where it does. Takes some seconds."""
+    if BACKEND != "inductor":
+        return None
+    try:
+        # The C++ compiler for a CPU, Triton for a GPU: only compiling something shows whether they work.
+        torch.compile(lambda x: torch.sin(x) + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        said = [line for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {said[0] if said else 'no message'}"
+    return None

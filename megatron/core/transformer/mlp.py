@@ -28,10 +28,14 @@ from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import hold
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.compilation import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+Activate = Callable[[Tensor, Tensor | None, Activation], Tensor]
+"""(x [..., f], gated [..., 2 f], its bias or None, activation) -> [..., f]."""
 
 
 @dataclass
@@ -46,7 +50,7 @@ def uses_fused_activation(config: TransformerConfig) -> bool:
     """Whether the activation runs as one operation; we need its derivative, and a compiler makes its own."""
     # A user's own callable has no hand-written derivative; it runs from elementary operations instead.
     known = find_activation(config.activation_func).backward_ is not None
-    return config.bias_activation_fusion and known and not config.compile
+    return config.bias_activation_fusion and known and not is_compiled(config, "activation")
 
 
 def build_activation(config: TransformerConfig, interleave_size: int | None = None) -> Activation:
@@ -71,7 +75,7 @@ def list_gate_and_up(width: int, interleave_size: int | None, num_shards: int) -
     return make_grouped_parts(width // interleave_size, blocks, num_shards)
 
 
-def choose_activate(config: TransformerConfig) -> Callable[[Tensor, Tensor | None, Activation], Tensor]:
+def choose_activate(config: TransformerConfig) -> Activate:
     """Choose the function that computes it: (fc1's output [s, b, f], its bias [f] or None, activation) -> fc2's
     input."""
     fused = uses_fused_activation(config)
@@ -125,6 +129,11 @@ class MLP(MegatronModule):
             skip_bias_add=True,  # added with dropout and residual
             tp_group=groups.tp,
         )
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        if not uses_fused_activation(self.config):
+            self.activate = compiled(self.activate)
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
         """Hidden states [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""

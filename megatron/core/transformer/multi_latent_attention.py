@@ -45,6 +45,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, uses_fused_rope
+from megatron.core.transformer.compilation import Compile
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.rotary import (
     Rotation,
@@ -128,6 +129,12 @@ class MLASelfAttention(Attention):
         )
         self.q_layernorm = self._build_latent_norm(submodules.q_layernorm, config.q_lora_rank)
         self.kv_layernorm = self._build_latent_norm(submodules.kv_layernorm, config.kv_lora_rank)
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        super().compile_regions(compiled)
+        if not uses_fused_rope(self.config):
+            self.join_heads = compiled(self.join_heads)
 
     def _build_latent_norm(self, norm: Any, width: int | None) -> Any:
         """The norm of a latent vector of this width; None where there is no such vector, or no norm of it."""

@@ -14,7 +14,7 @@ the work on the CPU, where torch has no RMSNorm kernel of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,20 +30,25 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones, parameter_dtype, zeros
+from megatron.core.transformer.compilation import Compile, is_compiled
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def uses_fused_norm(config: TransformerConfig) -> bool:
     """Whether norms run as one operation; a compiler makes its own from the elementary ones."""
-    return config.persist_layer_norm and not config.compile
+    return config.persist_layer_norm and not is_compiled(config, "norm")
 
 
 class _Norm(MegatronModule):
     """A weight of ones; stored as zeros, and one added in use, with layernorm_zero_centered_gamma.
 
+    normalise: the norm with everything around it, in the number format of the weight.
+
     partial_grad_axes: axes whose ranks each normalise a part of the input; those of sequence parallelism when None.
     """
+
+    normalise: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -69,13 +74,10 @@ class _Norm(MegatronModule):
             partial_grad_axes=self.partial,
         )
 
-    def scale(self) -> Tensor:
-        """Return the factor on the normalised input, [h]."""
-        return self.weight + 1 if self.zero_centered else self.weight
-
-    def cast_to(self, x: Tensor, *parameters: Tensor) -> list[Tensor]:
-        """The parameters in x's number format: a residual stream in float32 has another than they."""
-        return [parameter.to(x.dtype) for parameter in parameters]
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        if not self.is_fused:
+            self.normalise = compiled(self.normalise)
 
     def extra_repr(self) -> str:
         """Size and form, for print(model)."""
@@ -85,10 +87,19 @@ class _Norm(MegatronModule):
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
+        partial_grad_axes: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(config, hidden_size, eps, partial_grad_axes)
+        self.normalise = _fused_rms_norm if self.is_fused else _plain_rms_norm
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h] -> [..., h] in the number format of the weight."""
-        (scale,) = self.cast_to(x, self.scale())
-        return (rms_norm if self.is_fused else rms_norm_reference)(x, scale, self.eps).to(self.weight.dtype)
+        return self.normalise(x, self.weight, self.eps, self.zero_centered)
 
 
 class LayerNorm(_Norm):
@@ -109,21 +120,27 @@ class LayerNorm(_Norm):
             dtype=parameter_dtype(config),
             partial_grad_axes=self.partial,
         )
+        self.normalise = _fused_layer_norm if self.is_fused else _plain_layer_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h] -> [..., h] in the number format of the weight."""
-        scale, bias = self.cast_to(x, self.scale(), self.bias)
-        return (layer_norm if self.is_fused else layer_norm_reference)(x, scale, bias, self.eps).to(self.weight.dtype)
+        return self.normalise(x, self.weight, self.bias, self.eps, self.zero_centered)
 
 
 class HeadL2Norm(MegatronModule):
     """x / sqrt(mean(x^2) + eps) over the channels of each head, without a weight."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.normalise = normalise_length
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        self.normalise = compiled(self.normalise)
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each head's channels: [..., d] -> [..., d] in x's number format, computed in float32."""
-        wide = x.float()
-        root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon)
-        return (wide * root).to(x.dtype)
+        return self.normalise(x, self.config.layernorm_epsilon)
 
 
 class AllHeadsRMSNorm(MegatronModule):
@@ -164,6 +181,39 @@ def build_norm(
     if config.normalization not in norms:
         raise ConfigError(f"--normalization {config.normalization} is not known; use LayerNorm or RMSNorm")
     return norms[config.normalization](config, hidden_size, eps, partial_grad_axes)
+
+
+# ---- regions: a norm with the scale as it is stored, and the number formats of a residual stream in float32
+
+
+def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return rms_norm(x, _scale(weight, zero_centered).to(x.dtype), eps).to(weight.dtype)
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return rms_norm_reference(x, _scale(weight, zero_centered).to(x.dtype), eps).to(weight.dtype)
+
+
+def _fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    scale = _scale(weight, zero_centered).to(x.dtype)
+    return layer_norm(x, scale, bias.to(x.dtype), eps).to(weight.dtype)
+
+
+def _plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    scale = _scale(weight, zero_centered).to(x.dtype)
+    return layer_norm_reference(x, scale, bias.to(x.dtype), eps).to(weight.dtype)
+
+
+def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
+    """The factor on the normalised input, [h]."""
+    return weight + 1 if zero_centered else weight
+
+
+def normalise_length(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension: [..., d] -> [..., d] in x's number format, computed in
+    float32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 # ---- operations

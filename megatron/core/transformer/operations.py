@@ -29,7 +29,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     """
     # The names come from the objects that layers would build, so that the log cannot say something else than what runs.
     device = current_device() if device is None else device
-    plain = "elementary operations, fused by torch.compile" if config.compile else "elementary operations"
+    plain = "compiled by torch.compile" if config.compile else "elementary operations"
 
     def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
         return fused if is_fused else plain
@@ -55,7 +55,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
         "cross entropy": f"vocabulary-parallel, {_describe_loss(config, device)}",
         **describe_kernels(device),
-        "layers": "torch.compile, one graph for each layer" if config.compile else "eager",
+        "layers": "regions between products compiled by torch.compile" if config.compile else "eager",
     }
 
 

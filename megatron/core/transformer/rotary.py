@@ -106,6 +106,19 @@ def split_qkv(packed: Tensor, heads_per_group: int) -> tuple[Tensor, Tensor, Ten
     return _merge_heads(query), key, value
 
 
+def split_and_rotate_reference(
+    packed: Tensor, heads_per_group: int, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_qkv`, then `apply_rotary` on queries and keys."""
+    query, key, value = split_qkv(packed, heads_per_group)
+    return (query, key, value) if rotation is None else (*rotate_queries_and_keys(query, key, rotation), value)
+
+
+def rotate_queries_and_keys(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` on query [s, b, n, d] and key [s, b, g, d]."""
+    return apply_rotary(query, rotation), apply_rotary(key, rotation)
+
+
 class _SplitAndRotate(torch.autograd.Function):
     """Split the packed projection, and rotate queries and keys where they lie."""
 

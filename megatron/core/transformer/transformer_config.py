@@ -39,8 +39,9 @@ class TransformerConfig(
     """
 
     compile: bool = flag(False, names=("--compile", "--use-transformer-engine-op-fuser"), kind="kernel")
-    """Compile each transformer layer with torch.compile, which fuses its operations: slower start, faster steps. The
-    second name is upstream's for the fused operations of Transformer Engine."""
+    """Compile what lies between a layer's matrix products (norms, activation, rotary positions, residual, router) with
+    torch.compile: slower start, faster steps. The second name is upstream's for the fused operations of Transformer
+    Engine."""
 
     @property
     def embedding_scale(self) -> float:
@@ -106,8 +107,6 @@ class TransformerConfig(
             yield from self._exchanges_can_be_hidden()
         elif self.overlap_dispatch_backward_with_experts_wgrad:
             yield from self.token_exchange_problems("--overlap-dispatch-backward-with-experts-wgrad")
-        if self.compile:
-            yield from self._compiled_layers_are_whole()
 
     def _inner_widths_divide_over_ranks(self) -> Iterator[str]:
         """Ranks that share an MLP, an expert or the shared expert have equal parts of its inner width."""
@@ -226,34 +225,6 @@ class TransformerConfig(
                 f"{asked} does not work with --recompute-granularity full; use --recompute-granularity selective, or "
                 "leave one out"
             )
-        if self.compile:
-            yield f"{asked} cannot be combined with --compile; leave one out"
-
-    def _compiled_layers_are_whole(self) -> Iterator[str]:
-        """What measures, divides or leaves out parts of a layer, which --compile makes one."""
-        # A compiled layer has one backward graph, from which no weight gradient can be taken out for later.
-        yield from self.deferral_problems("--compile")
-        if self.tp_comm_overlap:
-            yield "--tp-comm-overlap cannot be combined with --compile; leave one out"
-        if self.recompute_granularity == "selective":
-            yield (
-                "--recompute-granularity selective cannot be combined with --compile, which plans that itself; "
-                "use --recompute-granularity full, or leave one out"
-            )
-        for name in ("fine_grained_activation_offloading", "cpu_offloading_num_layers"):
-            if getattr(self, name):
-                yield f"{self.say(name)} cannot be combined with --compile, which plans what is kept; leave one out"
-        if self.hybrid_context_parallel:
-            yield (
-                "--hybrid-context-parallel cannot be combined with --compile, which would compile every length anew; "
-                "leave one out"
-            )
-
-    def score_measuring_problems(self, asked: str) -> Iterator[str]:
-        """Where the largest attention scores cannot be measured. asked: the flag that asks for it."""
-        yield from super().score_measuring_problems(asked)
-        if self.compile:
-            yield f"{asked} measures inside of the layers that --compile compiles; leave one of the two out"
 
     def on_one_process(self, **changes: Any) -> TransformerConfig:
         """The same model undivided: fields of kind "layout" have their defaults. changes: other fields.

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.offloaded_activations import hold
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.compilation import Compile, is_compiled
 from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
@@ -54,7 +55,7 @@ class TransformerLayerSubmodules:
 def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
     """Whether bias, dropout and residual work in place; a compiler fuses the plain form itself, and a sum of two number
     formats needs memory of its own."""
-    return config.bias_dropout_fusion and not config.compile and not config.fp32_residual_connection
+    return config.bias_dropout_fusion and not is_compiled(config, "residual") and not config.fp32_residual_connection
 
 
 class TransformerLayer(MegatronModule):
@@ -107,6 +108,11 @@ class TransformerLayer(MegatronModule):
             name = f"mtp.layers.{further - 1}.mtp_model_layer" if further > 0 else f"decoder.layers.{layer_number - 1}"
             self.fp8_products = multiply_in_fp8(self, config, groups, name)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        if not uses_fused_bias_dropout(self.config):
+            self.bias_dropout_add = compiled(self.bias_dropout_add)
 
     def forward(
         self,

@@ -39,9 +39,8 @@ def find_hf_directory(text: str | None) -> Path | None:
     return Path(text.removeprefix(HF_PREFIX)) if text is not None and text.startswith(HF_PREFIX) else None
 
 
-_EAGER = (
-    Needs("layers that are not compiled; leave out --compile", lambda run: not run.compile),
-    Needs("sequences of one length; leave out --hybrid-context-parallel", lambda run: not run.hybrid_context_parallel),
+_ONE_LENGTH = Needs(
+    "sequences of one length; leave out --hybrid-context-parallel", lambda run: not run.hybrid_context_parallel
 )
 _EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
 
@@ -135,10 +134,10 @@ class CheckpointConfig(CheckedConfig):
     """Iterations between dumps of the parameters in `params` in --save."""
     save_wgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Iterations between dumps of the parameters' gradients, before clipping, in `wgrads` in --save."""
-    save_activations_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, *_EAGER))
+    save_activations_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _ONE_LENGTH))
     """Iterations between dumps of activations in `activations` in --save: the outputs of layers, their norms and linear
     layers, for all microbatches of the step; each rank keeps its own in host memory until then."""
-    save_dgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, *_EAGER))
+    save_dgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _ONE_LENGTH))
     """Iterations between dumps of the gradients of the same activations in `dgrads` in --save."""
     save_tokens_per_expert_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _EXPERTS))
     """Iterations between dumps of how many tokens of the step chose each expert, in `tokens_per_expert` in --save."""

@@ -208,8 +208,6 @@ def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
             f"{run.say('tensor_model_parallel_size')}: several ranks would hold a key-value head; use at most "
             f"--tensor-model-parallel-size {groups}"
         )
-    if model.compile:
-        yield f"{asked} cannot be combined with --compile; leave one out"
     if needs_whole_matrices(run.optimizer.optimizer):
         yield (f"{run.say('optimizer')} needs whole matrices, which {asked} divides; use --use-distributed-optimizer")
     if run.optimizer.main_params_dtype == "fp16":

@@ -302,18 +302,12 @@ def copies_of_local_files_have_their_ranks(run: RunConfig) -> Iterator[str]:
     )
 
 
-def named_ranges_are_not_compiled(run: RunConfig) -> Iterator[str]:
-    """A compiled layer is one range."""
-    if run.profiling.nvtx_ranges and run.model.compile:
-        yield "--nvtx-ranges names parts of layers, which --compile makes one; leave one of the two out"
-
-
 RELATIONS = (
     run_is_described, batch_is_divisible, evaluation_batch_is_divisible, growing_batch_is_possible,
     units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises, final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
     upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
-    profiled_ranks_exist, named_ranges_are_not_compiled,
+    profiled_ranks_exist,
 )  # fmt: skip
 
 

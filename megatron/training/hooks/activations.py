@@ -109,7 +109,7 @@ class _Watched:
 class ActivationRecorder:
     """Hooks on the modules of a run's chunks; open it around one training step.
 
-    Nothing is recorded where samples share sequences (--hybrid-context-parallel) and of compiled layers.
+    Nothing is recorded where samples share sequences (--hybrid-context-parallel).
     """
 
     def __init__(self, run: Run) -> None:
@@ -117,7 +117,7 @@ class ActivationRecorder:
         self._micro_batch_size = run.batch_size.micro_batch_size
         self._seen: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
-        if run.plans is None and not run.config.model.compile:
+        if run.plans is None:
             for chunk in run.model:
                 self._watch_chunk(chunk.module)
         # A rank's loss is its microbatches' mean, times the ranks that share the sequence; gradients are averaged over

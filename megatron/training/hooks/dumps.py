@@ -154,8 +154,8 @@ class ActivationsDumpHook(DumpHook):
 
     @classmethod
     def has_any(cls, config: RunConfig) -> bool:
-        """ActivationRecorder sees nothing of compiled layers and of packed conversations."""
-        return not (config.model.compile or config.model.hybrid_context_parallel)
+        """ActivationRecorder sees nothing of packed conversations."""
+        return not config.model.hybrid_context_parallel
 
     def __init__(self, settings: CheckpointConfig, interval: int) -> None:
         super().__init__(settings, interval)

@@ -170,7 +170,7 @@ class SampleOfText:
 
     def _continue(self, run: Run, chunk: nn.Module) -> str:
         tokenizer = run.recipe.tokenizer
-        # Compiled layers would be compiled anew for every length.
+        # Every length would be one more shape to compile for, or to run through code for any shape.
         eagerly = torch.compiler.set_stance("force_eager") if run.config.model.compile else contextlib.nullcontext()
         with eagerly:
             (completion,) = generate(

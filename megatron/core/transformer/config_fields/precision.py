@@ -137,9 +137,6 @@ class PrecisionFields(ArchitectureFields):
                 "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
             )
         yield from self._patterns_name_layers()
-        if getattr(self, "compile", False):
-            asked = self.say("fp8" if self.fp4 is None else "fp4")
-            yield f"{asked} cannot be combined with --compile, which takes products apart; leave one out"
 
     def _patterns_name_layers(self) -> Iterator[str]:
         """A pattern of --fp8-bf16-layers that no name can match is a mistake."""

@@ -239,8 +239,7 @@ class AttentionOptions:
             # Layer scaling is undone inside the softmax, where float16 would overflow again.
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
             query_key_layer_scaling=config.apply_query_key_layer_scaling,
-            # A compiler cannot see into the fused operation, and fuses the plain ones by itself.
-            masked_softmax_fusion=config.masked_softmax_fusion and not config.compile,
+            masked_softmax_fusion=config.masked_softmax_fusion,
             window=find_window_of_layer(config, layer_number),
             chunk=find_chunk_of_layer(config, layer_number),
             softcap=config.attn_logit_softcapping,

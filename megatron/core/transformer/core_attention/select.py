@@ -57,19 +57,17 @@ def build_attention_backend(
     problems = attention_problems(config, device)
     if problems:
         raise ConfigError(problems)
-    # What torch's operator lacks. A compiler cannot see into the blocks' own backward, but fuses plain operations.
+    # What torch's operator lacks.
     has_more = config.softmax_type != "vanilla" or options.softcap is not None
-    if config.attention_backend == "local" or (has_more and config.compile):
+    if config.attention_backend == "local":
         return LocalAttention(options)
-    if config.attention_backend in ("auto", "flash") and is_cuda(device) and not config.compile:
+    if config.attention_backend in ("auto", "flash") and is_cuda(device):
         flash, flex = find_flash_problem(config, device), find_kernel_obstacle(device)
         return CUDAAttention(options, config.attention_backend, device, flash, flex)
     if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
-    # Its backward is written by hand, where a compiler would break the graph.
-    if config.attention_backend == "auto" and is_cpu(device) and not config.compile:
+    if config.attention_backend == "auto" and is_cpu(device):
         return CPUAttention(options)
-    # Everything else, and every compiled model: torch's operator is one node that compilers know.
     return SDPAttention(options, config.attention_backend, device)
 
 

@@ -11,10 +11,12 @@ expert-tensor-parallel group as column and row layers cut theirs. The caller sum
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from megatron.core.activations import bias_gated_activation, weighted_squared_relu
+from megatron.core.activations import Activation, bias_gated_activation, weighted_squared_relu
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
@@ -22,8 +24,15 @@ from megatron.core.tensor_parallel.offloaded_activations import hold, offload
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.compilation import Compile
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
-from megatron.core.transformer.mlp import build_activation, choose_activate, list_gate_and_up, uses_fused_activation
+from megatron.core.transformer.mlp import (
+    Activate,
+    build_activation,
+    choose_activate,
+    list_gate_and_up,
+    uses_fused_activation,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,6 +104,7 @@ class Experts(MegatronModule):
         self.weighs_input = config.moe_apply_probs_on_input
         fused_gate = config.gated_linear_unit and uses_fused_activation(config)
         self.fuses_weights = config.use_fused_weighted_squared_relu or fused_gate
+        self.weigh = weigh_activated
         self.recomputes_activation = ActivationPolicy(config, has_experts=True).recomputes_expert_activation
         ep, etp = pg_collection.ep, pg_collection.expt_tp
         self.adds_bias = etp.rank() == 0
@@ -119,6 +129,13 @@ class Experts(MegatronModule):
             init_method=output_initialiser(config),
             splits=(by_expert, *_inside(2, etp)),
         )
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py."""
+        if not uses_fused_activation(self.config):
+            # With its weight one region; where backward computes it again, only the activation is one.
+            self.weigh = compiled(self.weigh)
+            self.activate = compiled(self.activate) if self.recomputes_activation else self.activate
 
     def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, h] sorted by expert, weights [n] -> weighted outputs [n, h]; ends: [local experts] int32."""
@@ -146,10 +163,10 @@ class Experts(MegatronModule):
         """The second half of the experts: [n, f / etp], gated [n, 2 f / etp], and weights [n, 1] -> [n, h]."""
         if self.fuses_weights:
             return self._weigh_in_one_operation(intermediate, weights, ends)
-        activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
         if not self.recomputes_activation:
             # The product is linear: its input weighted is its output weighted, which then need not be kept.
-            return self.linear_fc2((activated * weights).to(intermediate.dtype), ends)
+            return self.linear_fc2(self.weigh(self.activate, intermediate, weights, self.activation), ends)
+        activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
 
         get_input = hold("moe_act", intermediate)
 
@@ -181,6 +198,11 @@ class Experts(MegatronModule):
         if self.config.gated_linear_unit:
             return bias_gated_activation(intermediate, None, self.activation, weights)
         return weighted_squared_relu(intermediate, weights)
+
+
+def weigh_activated(activate: Activate, x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    """activate(x) times the weight of each row; x [n, f], gated [n, 2 f], weights [n, 1] -> [n, f] in x's format."""
+    return (activate(x, None, activation) * weights).to(x.dtype)
 
 
 def _inside(dim: int, group: Group, parts: tuple[Part, ...] | None = None) -> tuple[Split, ...]:

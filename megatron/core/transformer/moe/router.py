@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import has_wide_product, multiply_wide
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
+from megatron.core.transformer.compilation import Compile
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.module import MegatronModule
@@ -31,6 +33,7 @@ from megatron.core.transformer.moe.routing import (
     keep_within_capacity,
     score_choice,
     sinkhorn,
+    weigh_chosen,
     weigh_experts,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,6 +53,15 @@ def read_loss_coefficients(config: MoEFields) -> dict[str, float]:
     found = {kind: coefficient for kind, coefficient in balancing if kind in LOSS_NAMES}
     # z_loss is no balancing loss and has its own flag; here they join because both hang on the same weights.
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
+
+
+class RouterArithmetic(NamedTuple):
+    """Functions of numbers for each token and expert; see routing.py and load_balancing.py."""
+
+    weigh: Callable[..., Tensor] = weigh_chosen
+    compute_affinities: Callable[..., Tensor] = compute_affinities
+    compute_balance_loss: Callable[..., Tensor] = compute_balance_loss
+    compute_z_loss: Callable[..., Tensor] = compute_z_loss
 
 
 class TopKRouter(MegatronModule):
@@ -89,6 +101,7 @@ class TopKRouter(MegatronModule):
         self.finds_bias = config.has_expert_bias and not config.moe_router_enable_expert_bias
         if config.has_expert_bias:
             self.expert_bias = declare_parameter((self.num_experts,), init=zeros).requires_grad_(False)
+        self.arithmetic = RouterArithmetic()
         self.losses: dict[str, Tensor] = {}
         self._tokens_per_expert: Tensor | None = None
         """[E], tokens of this process that chose each expert since the bias was last updated."""
@@ -100,6 +113,11 @@ class TopKRouter(MegatronModule):
         """Where this step's choices are noted, or come from; see training/hooks/routes.py."""
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compilation.py. The choice itself is not compiled: where backward repeats it, it must be the same to the
+        last bit, and a graph with gradients may round in another way than one without."""
+        self.arithmetic = RouterArithmetic(*map(compiled, self.arithmetic))
 
     def _choose_initialiser(self, config: TransformerConfig) -> Initialiser:
         """That of layers with few outputs; where neighbours are slices of one dense MLP, they have one row, so that a
@@ -176,7 +194,7 @@ class TopKRouter(MegatronModule):
         if config.moe_router_force_load_balancing:
             drawn = _draw(functools.partial(torch.empty_like(logits).normal_))
             # Random choices, but the gradient of the logits as it would be without them.
-            return choose_experts(drawn + logits - logits.detach(), config, given=given)
+            return choose_experts(drawn + logits - logits.detach(), config, given=given, weigh=self.arithmetic.weigh)
         if "sinkhorn" in config.moe_router_load_balancing_type:
             assigned = logits.detach()
             if self.training:
@@ -184,7 +202,7 @@ class TopKRouter(MegatronModule):
                 assigned = sinkhorn(_take_rows(assigned.float(), self.groups.tp_cp))[self._own_rows(logits)]
             experts = choose_best(assigned, self.topk) if given is None else given
             return weigh_experts(logits, experts, config)
-        return choose_experts(logits, config, self.expert_bias, given)
+        return choose_experts(logits, config, self.expert_bias, given, self.arithmetic.weigh)
 
     def _draw_bias(self, logits: Tensor, std: float) -> Tensor:
         """A random number for each expert, [E]: the same on all ranks that have this layer, and in every microbatch
@@ -231,14 +249,14 @@ class TopKRouter(MegatronModule):
         coefficients = read_loss_coefficients(self.config)
         z_coefficient = coefficients.pop("z_loss", 0.0)
         if any(coefficients.values()):
-            affinities = compute_affinities(logits, self.config.moe_router_score_function)
+            affinities = self.arithmetic.compute_affinities(logits, self.config.moe_router_score_function)
             chosen = mark_choices(affinities, self.topk)
             for kind, coefficient in coefficients.items():
                 if coefficient:
                     share = self._compute_balance_loss(kind, affinities, chosen, sequences, tokens)
                     yield LOSS_NAMES[kind], coefficient, share
         if z_coefficient:
-            yield LOSS_NAMES["z_loss"], z_coefficient, compute_z_loss(logits, tokens)
+            yield LOSS_NAMES["z_loss"], z_coefficient, self.arithmetic.compute_z_loss(logits, tokens)
 
     def _compute_balance_loss(
         self, kind: str, affinities: Tensor, chosen: Tensor, sequences: int, tokens: int
@@ -251,10 +269,10 @@ class TopKRouter(MegatronModule):
         tokens_per_expert = chosen.sum(dim=0)  # [E] or [b, E]
         if kind != "global_aux_loss":
             all_reduce(tokens_per_expert, self.groups.tp_cp)
-            return compute_balance_loss(affinities, tokens_per_expert, tokens, self.topk)
+            return self.arithmetic.compute_balance_loss(affinities, tokens_per_expert, tokens, self.topk)
         # Where backward computes this again, other microbatches have been counted since.
         mean = get_cuda_rng_tracker().decide_once(functools.partial(self._find_mean_counts, tokens_per_expert))
-        return compute_balance_loss(affinities, mean, tokens, self.topk)
+        return self.arithmetic.compute_balance_loss(affinities, mean, tokens, self.topk)
 
     def _find_mean_counts(self, tokens_per_expert: Tensor) -> Tensor:
         """Mean tokens per expert of a microbatch of this step so far, [E], over all replicas; counts this process's,

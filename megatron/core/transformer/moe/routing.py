@@ -14,6 +14,7 @@ Scores are float32, or float64 where the logits are. T: tokens, E: experts, k: e
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,29 +52,44 @@ def compute_affinities(logits: Tensor, score_function: str) -> Tensor:
     return scores if score_function == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
+def weigh_chosen(scores: Tensor, experts: Tensor, way: str, factor: float | None) -> Tensor:
+    """Weights [T, k] of the chosen experts [T, k] out of scores [T, E]: their "softmax", their "share" of the sum over
+    the chosen, or the scores "as they are"; times the factor."""
+    weights = scores.gather(1, experts)
+    if way == "softmax":
+        weights = weights.softmax(dim=-1)
+    elif way == "share":
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights if factor is None else weights * factor
+
+
 def choose_experts(
-    logits: Tensor, config: MoEFields, expert_bias: Tensor | None = None, given: Tensor | None = None
+    logits: Tensor,
+    config: MoEFields,
+    expert_bias: Tensor | None = None,
+    given: Tensor | None = None,
+    weigh: Callable[[Tensor, Tensor, str, float | None], Tensor] = weigh_chosen,
 ) -> Routing:
     """Choose the k best experts of each token and their weights: logits [T, E] -> Routing. expert_bias: [E], added to
-    scores for the choice. given: [T, k], experts that are chosen already."""
+    scores for the choice. given: [T, k], experts that are chosen already. weigh: `weigh_chosen`, or what it was
+    compiled to."""
     function, k = config.moe_router_score_function, config.moe_router_topk
     groups = (config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_group_score)
     # Softmax keeps the order, so the choice can be made by the logits themselves.
     if function == "softmax" and not config.moe_router_pre_softmax:
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        scores = wide if expert_bias is None else wide + expert_bias
-        experts = choose_best(scores, k, *groups) if given is None else given
-        weights = wide.gather(1, experts).softmax(dim=-1)
+        scores = wide
+        biased = wide if expert_bias is None else wide + expert_bias
+        experts = choose_best(biased, k, *groups) if given is None else given
+        way = "softmax"
     else:
         scores = score_experts(logits, function)
         # The bias decides who is chosen, not how much they weigh: it has no gradient.
         biased = scores if expert_bias is None else scores + expert_bias
         experts = choose_best(biased, k, *groups) if given is None else given
-        weights = scores.gather(1, experts)
         # Softmax scores of all experts stay as they are: they add up to less than one for the chosen.
-        if function != "softmax" and k > 1:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return Routing(experts, _scaled(weights, config))
+        way = "share" if function != "softmax" and k > 1 else "as they are"
+    return Routing(experts, weigh(scores, experts, way, config.moe_router_topk_scaling_factor))
 
 
 def score_choice(logits: Tensor, config: MoEFields) -> Tensor:
@@ -133,7 +149,7 @@ def weigh_experts(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing
     """Weigh the given experts [T, k] by their own logits: sigmoid of a single one, else softmax over all E."""
     wide = logits.float()
     scores = wide.sigmoid() if config.moe_router_topk == 1 else wide.softmax(dim=-1)
-    return Routing(experts, _scaled(scores.gather(1, experts), config))
+    return Routing(experts, weigh_chosen(scores, experts, "as they are", config.moe_router_topk_scaling_factor))
 
 
 @torch.no_grad()
@@ -206,8 +222,3 @@ def fit_into_capacity(experts: Tensor, weights: Tensor, num_experts: int, capaci
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order] = places < capacity
     return kept.view_as(experts)
-
-
-def _scaled(weights: Tensor, config: MoEFields) -> Tensor:
-    factor = config.moe_router_topk_scaling_factor
-    return weights if factor is None else weights * factor
