@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import platform
 import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +129,37 @@ def is_cpu(where: torch.Tensor | torch.device) -> bool:
 def is_cuda(device: torch.device) -> bool:
     """Whether it is a CUDA device."""
     return device.type == "cuda"
+
+
+def has_several_queues() -> bool:
+    """Whether kernels of several streams can start in another order than they were launched in: not with the single
+    hardware queue that is set at start for tensor and context parallelism."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+
+
+def find_own_gpus(ranks: Sequence[int], own_rank: int) -> list[int] | None:
+    """The GPUs of these ranks, `own_rank` among them, as this process numbers them; None where one of them belongs to
+    another machine or is not shown to this process."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    if not cuda_is_usable() or local_rank is None:
+        return None
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
+    # Launchers number the processes of one machine after another.
+    first = own_rank - int(local_rank)
+    if first < 0 or first % processes:
+        return None
+    own = range(first, first + min(processes, torch.cuda.device_count()))
+    return [rank - first for rank in ranks] if all(rank in own for rank in ranks) else None
+
+
+def are_linked(gpus: Sequence[int]) -> bool:
+    """Whether each of these GPUs reaches every other one over NVLink."""
+    try:
+        # torch tells its own programs only, from NVIDIA's management library.
+        found: Any = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # a build without it, a machine without that library
+        return False
+    return len(gpus) > 1 and all(found.matrix[a][b] > 0 for a, b in itertools.permutations(gpus, 2))
 
 
 @functools.cache

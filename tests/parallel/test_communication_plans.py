@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import communication_plans
+from megatron.core.process_groups_config import PretendGroup, ProcessGroupCollection, SingleRankGroup
+from megatron.core.tensor_parallel import communication_plans, fused_collectives
+from megatron.core.tensor_parallel.fused_collectives import FusedCollectives, choose_fused_collectives
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, normal
@@ -88,6 +90,121 @@ def test_every_plan_runs_any_product() -> None:
         for flag, (plain, overlapped) in zip(flags, by_flags, strict=True):
             for name, value in plain.items():
                 torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+
+
+SCHEMAS = {
+    "fused_all_gather_matmul": "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) "
+    "-> (Tensor?, Tensor[])",
+    "fused_matmul_reduce_scatter": "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
+}
+
+
+def test_operations_of_symmetric_memory_are_those_that_we_call() -> None:
+    """The stand-ins below have the same schemas, because torch's dispatcher calls them by these."""
+    import torch.distributed._symmetric_memory
+
+    for name, schema in SCHEMAS.items():
+        assert str(getattr(torch.ops.symm_mem, name).default._schema) == f"symm_mem::{name}{schema}"
+
+
+def fused_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[str]]]:
+    """Layers as they are; with the collectives inside of products, by stand-ins for kernels that only GPUs have; and
+    the operations and collectives that the latter called."""
+    import torch.distributed._symmetric_memory
+
+    group, calls = dist.group.WORLD, []
+    size, plain = dist.get_world_size(), two_layers("")
+
+    def gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool = True) -> Any:
+        assert gather_dim == 0 and group_name == group.group_name and A.is_contiguous()
+        calls.append("gather and multiply")
+        full = A.new_empty(size * len(A), *A.shape[1:])
+        dist.all_gather_into_tensor(full, A)
+        return full if return_A else None, [(full.flatten(0, -2) @ B).view(*full.shape[:-1], -1) for B in Bs]
+
+    def scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+        assert scatter_dim == 0 and reduce_op == "sum" and group_name == group.group_name and A.is_contiguous()
+        calls.append("multiply and scatter")
+        result = A.new_empty(len(A) // size, A.shape[1], B.shape[1])
+        dist.reduce_scatter_tensor(result, A @ B)
+        return result
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", gather, "CPU")
+    library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
+    communication_plans.choose_fused_collectives = lambda group: FusedCollectives(group.group_name)
+
+    def count(name: str) -> None:
+        own = getattr(communication_plans, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return own(*args, **options)
+
+        setattr(communication_plans, name, counted)
+
+    count("all_gather_into_tensor")
+    count("reduce_scatter_tensor")
+    found = []
+    for more in flags:
+        calls.clear()
+        found.append((plain, two_layers(f"--tp-comm-overlap {more}"), list(calls)))
+    calls.clear()
+    two_layers("--tp-comm-overlap", rounded=True)
+    assert not {"gather and multiply", "multiply and scatter"} & set(calls), "it would not round the operands"
+    return found
+
+
+def test_collectives_inside_of_products_are_the_same_layers() -> None:
+    flags = ["", "--tp-comm-overlap-rs-dgrad", SWITCHES["ag"], SWITCHES["rs"], "--no-gradient-accumulation-fusion"]
+    bulk = ["all_gather_into_tensor", "reduce_scatter_tensor"]  # beside the column layer's gradients
+    forward = ["gather and multiply", "multiply and scatter"]
+    for by_flags in run_distributed(fused_pairs, 2, flags):
+        calls = dict(zip(flags, (calls for *_, calls in by_flags), strict=True))
+        assert calls[""] == [*forward, "gather and multiply", *bulk]
+        assert calls["--tp-comm-overlap-rs-dgrad"] == [*forward, "gather and multiply", bulk[0], forward[1]]
+        assert calls[SWITCHES["ag"]].count("gather and multiply") == 0
+        assert calls[SWITCHES["rs"]].count("multiply and scatter") == 0
+        for flag, (plain, fused, _) in zip(flags, by_flags, strict=True):
+            for name, value in plain.items():
+                torch.testing.assert_close(fused[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+
+
+def test_symmetric_memory_is_for_linked_gpus_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight GPUs, of which the first four and the last four are linked; sixteen ranks on two such machines."""
+
+    class Connectivity:
+        matrix = [[int(a != b and a // 4 == b // 4) for b in range(8)] for a in range(8)]
+
+    monkeypatch.delenv("MEGATRON_DEVICE", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(fused_collectives, "torch_group", lambda group: SimpleNamespace(group_name="of four"))
+    detector = "_detect_dma_connectivity"
+    monkeypatch.setattr(torch._C._distributed_c10d, detector, lambda device, kind: Connectivity, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+    def choose(*ranks: int, local_rank: int | None = None) -> FusedCollectives | None:
+        monkeypatch.setenv("LOCAL_RANK", str(ranks[0] % 8 if local_rank is None else local_rank))
+        return choose_fused_collectives(PretendGroup(ranks, ranks[0]))
+
+    assert choose(0, 1, 2, 3) == choose(12, 13, 14, 15) == FusedCollectives("of four")
+    assert choose(2, 3, 4, 5) is None, "not linked"
+    assert choose(6, 7, 8, 9) is None, "on two machines"
+    assert choose(0, 1, local_rank=5) is None, "ranks are not numbered by machines"
+    assert choose_fused_collectives(SingleRankGroup()) is None
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert choose(0, 1, 2, 3) is None, "one queue"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert choose(0, 1, 2, 3) is not None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose(0, 1, 2, 3) is None, "each process is shown one"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delattr(torch._C._distributed_c10d, detector)
+    assert choose(0, 1, 2, 3) is None, "nobody can tell"
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    assert choose(0, 1, 2, 3) is None
 
 
 class Logged:

@@ -36,6 +36,9 @@ With --tp-comm-overlap, gathers and scatters are cut into chunks, each of which 
 The two bulk rows need no chunks and always hold (Korthikanti et al., 2022, section 4.2.2); the others, and switching
 these off, belong to --tp-comm-overlap.
 
+Where the GPUs of a group are linked by NVLink and have several hardware queues, overlap_ag, overlap_rs and
+overlap_rs_dgrad leave chunks and products to PyTorch's symmetric memory (fused_collectives.py).
+
 A chunk is the same stretch of every rank's tokens: of x [tp, chunks, n, b, h], x[:, i]. Collectives are torch's own; on
 CUDA they run on the communicator's stream. Source: Wang et al., "Overlap Communication with Dependent Computation via
 Decomposition", 2023; the bulk variants are those of Transformer Engine.
@@ -54,6 +57,7 @@ from torch import Tensor
 from megatron.core.collectives import Handle, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.fused_collectives import FusedCollectives, choose_fused_collectives
 from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -93,6 +97,7 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
         bulk_dgrad=config.tp_comm_bulk_dgrad,
         bulk_wgrad=config.tp_comm_bulk_wgrad,
         overlap_rs_dgrad=config.tp_comm_overlap_rs_dgrad,
+        fused=choose_fused_collectives(group),
     )
 
 
@@ -105,7 +110,12 @@ def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationP
         return OutsideProduct(group, leave=reduce_from_tensor_model_parallel_region)
     if not config.tp_comm_overlap:
         return ScatterOutput(group)
-    return ScatterOutput(group, overlap_ag=config.tp_comm_overlap_ag, overlap_rs=config.tp_comm_overlap_rs)
+    return ScatterOutput(
+        group,
+        overlap_ag=config.tp_comm_overlap_ag,
+        overlap_rs=config.tp_comm_overlap_rs,
+        fused=choose_fused_collectives(group),
+    )
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,11 @@ class OutsideProduct(CommunicationPlan):
 
     group: Group
     leave: Mapping
+
+    @property
+    def name(self) -> str:
+        """As CommunicationPlan.name."""
+        return "collectives before and after products"
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[s, b, in] -> [s, b, out]."""
@@ -125,6 +140,11 @@ class SumInputGrad(CommunicationPlan):
     """Every rank has all tokens and makes a part of the outputs, so the input gradient is a sum over the ranks."""
 
     group: Group
+
+    @property
+    def name(self) -> str:
+        """As CommunicationPlan.name."""
+        return "input gradients summed beside weight gradients"
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply all tokens x [s, b, in] -> this rank's outputs [s, b, out / tp]."""
@@ -141,6 +161,12 @@ class GatherInput(CommunicationPlan):
     bulk_dgrad: bool = True
     bulk_wgrad: bool = True
     overlap_rs_dgrad: bool = False
+    fused: FusedCollectives | None = None
+
+    @property
+    def name(self) -> str:
+        """As CommunicationPlan.name."""
+        return _describe_overlap(self.overlap_ag or self.overlap_rs_dgrad, self.fused)
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Gather all tokens from x [s/tp, b, in] and multiply them -> this rank's outputs [s, b, out / tp]."""
@@ -155,12 +181,30 @@ class ScatterOutput(CommunicationPlan):
     group: Group
     overlap_ag: bool = False
     overlap_rs: bool = False
+    fused: FusedCollectives | None = None
+
+    @property
+    def name(self) -> str:
+        """As CommunicationPlan.name."""
+        return _describe_overlap(self.overlap_ag or self.overlap_rs, self.fused)
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply this rank's inputs x [s, b, in / tp], sum over the ranks -> this rank's tokens [s/tp, b, out]."""
         assert bias is None, "every rank would add the bias to its part of the sum"
         result: Tensor = _MultiplyAndScatter.apply(x, weight, product, self)
         return result
+
+
+def _describe_overlap(is_chunked: bool, fused: FusedCollectives | None) -> str:
+    if not is_chunked:
+        return "tokens gathered before products and scattered after"
+    how = "in chunks beside products" if fused is None else "inside of products, by symmetric memory"
+    return f"tokens gathered and scattered {how}"
+
+
+def _choose_fused(plan: GatherInput | ScatterOutput, product: Product) -> FusedCollectives | None:
+    # Other products round operands or results in their own way.
+    return plan.fused if product.is_plain else None
 
 
 # In each backward below a collective is launched before the product that runs beside it. On a GPU with one hardware
@@ -202,6 +246,10 @@ class _GatherAndMultiply(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, plan: GatherInput
     ) -> Tensor:
         ctx.weight, ctx.product, ctx.plan, ctx.tokens, ctx.divides = weight, product, plan, x.shape[0], []
+        if plan.overlap_ag and (fused := _choose_fused(plan, product)) is not None:
+            save_kept(ctx, x)
+            output = fused.gather_and_multiply(x, weight.t())
+            return output if bias is None else output.add_(bias)
         chunks = _count_chunks(x.shape[0]) if plan.overlap_ag else 1
         # Our own tokens only: the gathered ones are tp times as large, and backward can hide a second gather.
         if chunks == 1:
@@ -232,10 +280,14 @@ class _GatherAndMultiply(torch.autograd.Function):
         gathering: list[Handle | None] = []
         if ctx.needs_input_grad[1] and not is_later:
             x_full, gathering = _gather_kept(x, ctx.divides, plan.group, async_op=plan.bulk_dgrad)
-        chunks = _count_chunks(ctx.tokens) if plan.overlap_rs_dgrad else 1
-        grad_x, scattering = _multiply_and_scatter(
-            grad, lambda rows: product.input_grad_parts(rows, weight), weight.shape[1], plan.group, chunks
-        )
+        scattering: list[Handle | None] = []
+        if plan.overlap_rs_dgrad and (fused := _choose_fused(plan, product)) is not None:
+            grad_x = fused.multiply_and_scatter(grad, weight)
+        else:
+            chunks = _count_chunks(ctx.tokens) if plan.overlap_rs_dgrad else 1
+            grad_x, scattering = _multiply_and_scatter(
+                grad, lambda rows: product.input_grad_parts(rows, weight), weight.shape[1], plan.group, chunks
+            )
         # Switched off, the scatter ends before the weight gradient begins; else it has that product's time.
         if not (plan.bulk_wgrad or plan.overlap_rs_dgrad):
             _wait(scattering)
@@ -252,6 +304,9 @@ class _MultiplyAndScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, plan: ScatterOutput) -> Tensor:
         ctx.weight, ctx.product, ctx.plan, ctx.shape = weight, product, plan, x.shape
+        if plan.overlap_rs and (fused := _choose_fused(plan, product)) is not None:
+            save_kept(ctx, x)
+            return fused.multiply_and_scatter(x.contiguous(), weight.t())
         chunks = _count_chunks(x.shape[0] // plan.group.size()) if plan.overlap_rs else 1
         kept: Kept = x
 
@@ -273,7 +328,10 @@ class _MultiplyAndScatter(torch.autograd.Function):
         (x, _), weight, product, plan = load_kept(ctx), ctx.weight, ctx.product, ctx.plan
         chunks = _count_chunks(grad.shape[0]) if plan.overlap_ag else 1
         # dY of all tokens serves both products, so it is gathered once and needs no second collective.
-        if chunks == 1:
+        if plan.overlap_ag and (fused := _choose_fused(plan, product)) is not None:
+            chunks = 1
+            grad_full, grad_x = fused.gather_and_multiply_both(grad.contiguous(), weight)
+        elif chunks == 1:
             grad_full, _ = _gather(grad, plan.group)
             grad_x = product.input_grad(grad_full.flatten(0, -2), weight).view(ctx.shape)
         else:
@@ -344,6 +402,8 @@ def _count_chunks(tokens: int) -> int:
 
 
 def _select_chunk(index: int, chunks: int, group: Group) -> Rows:
+    if chunks == 1:
+        return lambda full: full.view(1, -1, full.shape[-1])
     return lambda full: full.view(group.size(), chunks, -1, full.shape[-1])[:, index]
 
 

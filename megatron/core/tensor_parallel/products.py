@@ -59,6 +59,8 @@ class Product(ABC):
     """Whether a zero-bubble schedule may compute the weight gradient later than the input gradient."""
     out_dtype: torch.dtype | None = None
     """Number format of the result; that of the operands when None."""
+    is_plain: bool = False
+    """Whether Y and dX are torch's products of the operands as they are, so that a collective may have them inside."""
     has_smaller_form: bool = False
     """Whether forward_keeping returns a form of the input in fewer bytes, instead of the input."""
 
@@ -115,6 +117,7 @@ class Matmul(Product):
     ) -> None:
         assert not (by_autograd and (accumulates or out_dtype)), "torch's own gradients are plain ones"
         self.accumulates, self.by_autograd, self.out_dtype = accumulates, by_autograd, out_dtype
+        self.is_plain = out_dtype is None
         self.name = "torch matmul, weight gradient " + ("added into main_grad" if accumulates else "by autograd")
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
@@ -136,13 +139,15 @@ class Matmul(Product):
 
     def forward_parts(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """As Product.forward_parts, in one kernel."""
-        if self.out_dtype is not None:
+        if self.out_dtype is not None or (len(x) == 1 and out is None):
             return super().forward_parts(x, weight, out)
         result: Tensor = torch.bmm(x, weight.t().expand(len(x), -1, -1), out=out)
         return result
 
     def input_grad_parts(self, grad: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """As Product.input_grad_parts, in one kernel."""
+        if len(grad) == 1 and out is None:
+            return super().input_grad_parts(grad, weight)
         result: Tensor = torch.bmm(grad, weight.expand(len(grad), -1, -1), out=out)
         return result
 
@@ -229,6 +234,11 @@ class CommunicationPlan:
 
     Plans of larger groups: communication_plans.py.
     """
+
+    @property
+    def name(self) -> str:
+        """What is communicated, and how, for the log; nothing when empty."""
+        return ""
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [s, b, in] by the weight: -> [s, b, out], differentiable."""

@@ -243,12 +243,11 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
         # One hardware queue: a collective starts before the matrix product that was launched after it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _configure_flight_recorder(config.distributed)
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    # A setting of the user's stays as it is. Memory that NCCL registers must not grow where it is.
-    if not config.ddp.nccl_ub and not any(name in os.environ for name in names):
+    # The setting's former name; a user's stays as it is. Memory that NCCL registers must not grow where it is.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and not config.ddp.nccl_ub:
         # Blocks grow where they are: tensors of changing sizes leave holes between blocks, which a run that fills the
         # GPU has no room for.
-        os.environ[names[0]] = "expandable_segments:True"
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if config.model.deterministic_mode:
         # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -180,12 +180,17 @@ def describe_gpt_operations(
 ) -> Mapping[str, str]:
     """Which implementation each operation got; nothing for a model or a layer of the user's own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.products import CommunicationPlan
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.operations import describe_operations
 
     if config.gpt.spec not in (None, ["local"]) or any(type(chunk) is not GPTModel for chunk in chunks):
         return {}
     described = describe_operations(config.model, device)
+    plans = (getattr(part, "plan", None) for chunk in chunks for part in chunk.modules())
+    names = dict.fromkeys(plan.name for plan in plans if isinstance(plan, CommunicationPlan) and plan.name)
+    if names:
+        described["tensor parallelism"] = "; ".join(names)
     if groups.cp.size() > 1:
         parts = (part for chunk in chunks for part in chunk.modules() if isinstance(part, DotProductAttention))
         described["attention"] = "; ".join(dict.fromkeys(part.backend.name for part in parts))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with their collective inside, by PyTorch's symmetric memory: memory of all GPUs of a machine that each of
+them reads and writes over NVLink, without NCCL's kernels, which take processors from the product.
+
+    gather and multiply     Y = gather(X) W     the product of one rank's tokens runs while the next rank's are copied
+    multiply and scatter    scatter(X W)        each rank's part is made in memory that this rank reads, and sums up
+
+The same as the chunks of communication_plans.py, with one chunk for each rank. PyTorch runs them on two streams, and
+they overlap only where the GPU has several hardware queues. Source: "Introducing Async Tensor Parallelism in PyTorch"
+(PyTorch forum, 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from megatron.core.device import are_linked, find_own_gpus, has_several_queues
+from megatron.core.process_groups_config import Group, SingleRankGroup, group_ranks, torch_group
+
+_FIRST_RELEASE = "2.11"
+"""Earlier ones want each group to be enabled first, by a function that this one deprecates."""
+
+
+@dataclass(frozen=True)
+class FusedCollectives:
+    """Of one group, whose GPUs are all linked."""
+
+    group_name: str
+
+    def gather_and_multiply(self, own: Tensor, matrix: Tensor) -> Tensor:
+        """The product of all ranks' tokens: own [s/tp, b, in], matrix [in, out] -> [s, b, out]."""
+        _, (output,) = _operations().fused_all_gather_matmul(own, [matrix], 0, self.group_name, return_A=False)
+        return _own(output)
+
+    def gather_and_multiply_both(self, own: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """All ranks' tokens, and their product: own [s/tp, b, in], matrix [in, out] -> [s, b, in], [s, b, out]."""
+        full, (output,) = _operations().fused_all_gather_matmul(own, [matrix], 0, self.group_name, return_A=True)
+        return full, _own(output)
+
+    def multiply_and_scatter(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Our tokens of the ranks' sum of products: x [s, b, in], matrix [in, out] -> [s/tp, b, out]."""
+        return _own(_operations().fused_matmul_reduce_scatter(x, matrix, "sum", 0, self.group_name))
+
+
+def choose_fused_collectives(group: Group) -> FusedCollectives | None:
+    """Those of a group whose members have one GPU each on this machine, linked by NVLink, with several hardware queues;
+    None elsewhere. The answer is the same on all members: nothing is asked of them."""
+    if (
+        isinstance(group, SingleRankGroup)
+        or not has_several_queues()
+        or TorchVersion(torch.__version__) < _FIRST_RELEASE
+    ):
+        return None
+    ranks = group_ranks(group)
+    gpus = find_own_gpus(ranks, ranks[group.rank()])
+    return FusedCollectives(torch_group(group).group_name) if gpus is not None and are_linked(gpus) else None
+
+
+def _own(result: Tensor) -> Tensor:
+    # Not the view that it is: whoever reads an output may overwrite it, which autograd forbids for views.
+    tensor: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
+    return tensor
+
+
+def _operations() -> Any:
+    # It registers them. Here, because most runs have no use for it.
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem
