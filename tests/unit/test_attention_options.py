@@ -124,8 +124,10 @@ def test_auto_takes_blocks_where_torchs_operator_cannot() -> None:
     assert isinstance(attention(OPTIONS["learnable"], "auto").backend, QueryBlocksAttention)
     assert isinstance(attention(OPTIONS["window"], "auto").backend, CPUAttention)
     assert isinstance(attention(OPTIONS["window"], "unfused").backend, SDPAttention)
-    with pytest.raises(ConfigError, match=r"flash: the flash kernel has no sliding window \(--window-size\)"):
+    with pytest.raises(ConfigError, match="flash has neither windows .* nor sinks .* on the CPU; use --att"):
         attention(OPTIONS["window"], "flash")
+    with pytest.raises(ConfigError, match=r"fused: the cuDNN kernel has no sliding window \(--window-size\)"):
+        attention(OPTIONS["window"], "fused")
     named = describe_operations(read_config("--window-size 3,0 --window-attn-skip-freq 2").model)["attention"]
     assert named.count(";") == 1, "the log names both kinds of layer"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megatron.core.context_parallel.sharding import list_positions_of_rank
+from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.core_attention import flash, flex, query_blocks
@@ -21,9 +22,10 @@ from megatron.core.transformer.core_attention.block_kernels import Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.flash import FlashCall
-from megatron.core.transformer.core_attention.interface import AttentionInputs, Visible
+from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.ring import Block, list_blocks_in_bands
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
+from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit import flash_stand_in
 from tests.unit.plain_attention import CASES, Case, draw, plain_attention
@@ -257,6 +259,34 @@ def test_the_order_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [order for order, _ in seen] == [without, [flash_kernel]]
     assert gpu.name.endswith("the first that can of cuDNN, flash, efficient, math")
     assert reproducible.name.endswith("the first that can of flash, efficient, math")
+
+
+def test_which_backend_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is refused there, in a sentence."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def build(**options: Any) -> str:
+        config = dataclasses.replace(
+            core_attention(24).config, params_dtype=torch.bfloat16, attention_dropout=0.0, **options
+        )
+        return build_attention_backend(config, AttentionOptions.from_config(config, 1), device).name
+
+    assert build(attention_backend="flash") == (
+        "torch scaled_dot_product_attention, flash kernel; packed documents in one call of the flash kernel"
+    )
+    both = {"window_size": (7, 0), "softmax_type": "learnable"}
+    assert build(attention_backend="flash", **both) == "torch's flash kernel, a window of 8 tokens, sinks"
+    assert build(**both) == build(attention_backend="flash", **both)
+    assert build(attention_backend="fused") == "torch scaled_dot_product_attention, fused kernel"
+    assert build(kv_channels=264, window_size=(7, 0)).endswith(
+        "(not by the flash kernel: it takes heads of up to 256 channels, not 264)"
+    )
+    with pytest.raises(ConfigError, match="flash cannot compute these layers: it takes heads of up to 256 channels"):
+        build(attention_backend="flash", kv_channels=264)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="it needs a GPU of compute capability 8.0; use --attention-backend auto"):
+        build(attention_backend="flash")
 
 
 def test_the_order_of_kernels_stays_in_one_graph() -> None:

@@ -20,7 +20,6 @@ from megatron.core.datasets.sequence_counts import indexed_datasets_in, write_se
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
 from megatron.core.transformer.core_attention.interface import Visible
-from megatron.training.recipes import gpt_data
 from megatron.training.recipes.gpt_data import build_gpt_datasets
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
@@ -185,7 +184,7 @@ def test_reset_attention_mask(a: str) -> None:
 def test_on_a_gpu_bounds_hide_what_the_mask_hides(a: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a sample has no end of a document; not where something else counts from bounds."""
     masks = datasets(f"--data-path {a} --reset-attention-mask", (40, 0, 0))[0]
-    monkeypatch.setattr(gpt_data, "current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("megatron.core.device.current_device", lambda: torch.device("cuda", 0))
     bounds = datasets(f"--data-path {a} --reset-attention-mask", (40, 0, 0))[0]
     starts = set()
     for index in range(40):

@@ -28,6 +28,8 @@ _OFFLOADING = "--fine-grained-activation-offloading --offload-modules"
 WISHES: list[tuple[str, str, dict[str, Any]]] = [
     ("--attention-backend fused", "--attention-backend", {"attention_backend": "auto"}),
     ("--attention-backend flash --attention-dropout 0.1", "--attention-backend", {"attention_backend": "auto"}),
+    ("--attention-backend flash --window-size 7,0", "--attention-backend", {"attention_backend": "auto"}),
+    ("--attention-backend flash --softmax-type learnable", "--attention-backend", {"attention_backend": "auto"}),
     ("--distributed-backend nccl", "--distributed-backend", {"distributed_backend": None}),
     ("--flash-attention-version 3", "--flash-attention-version", {"flash_attention_version": None}),
     ("--profile", "--profile", {"use_pytorch_profiler": True}),

@@ -64,7 +64,7 @@ def build_stage(config: RunConfig, rows: int, rank: int, chunk: int = 0) -> GPTM
         ("--num-experts 2 --moe-shared-expert-intermediate-size 7 --disable-bias-linear "
          "--tensor-model-parallel-size 2", "--moe-shared-expert-intermediate-size 7 cannot be split over --tensor"),
         ("--padded-vocab-size 71 --tensor-model-parallel-size 2", "use --padded-vocab-size 72"),
-        ("--attention-backend flash --window-size 7,0", "the flash kernel has no sliding window"),
+        ("--attention-backend fused --window-size 7,0", "the cuDNN kernel has no sliding window"),
         ("--attention-backend unfused --softmax-type learnable", "torch's math kernel has no attention sinks"),
         ("--attention-backend fused --context-parallel-size 2", "cannot merge the blocks of --cp-comm-type p2p"),
         ("--cp-comm-type a2a+p2p --context-parallel-size 2 --hierarchical-context-parallel-sizes 2",

@@ -182,9 +182,9 @@ class TransformerConfig(
         if kernel is None:
             return
         lacking = {
-            # A window is a mask, which these do not take.
-            "sliding window (--window-size)": backend != "unfused" and has_windows(self),
-            f"attention sinks ({self.say('softmax_type')})": self.softmax_type != "vanilla",
+            # The flash kernel for GPUs has both; where it runs is not known here.
+            "sliding window (--window-size)": backend == "fused" and has_windows(self),
+            f"attention sinks ({self.say('softmax_type')})": backend != "flash" and self.softmax_type != "vanilla",
             f"bound on scores ({self.say('attn_logit_softcapping')})": self.attn_logit_softcapping is not None,
         }
         for what, is_asked_for in lacking.items():

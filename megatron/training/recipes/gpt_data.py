@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.device import current_device, is_cpu
 from megatron.core.errors import ConfigError, DataError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.data import DataConfig
@@ -48,6 +47,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.core.datasets.sequence_counts import read_sequence_counts
     from megatron.core.datasets.sft_dataset import SFTDataset
+    from megatron.core.device import current_device
 
     data = config.data
     blend, per_split = read_blends(data)
@@ -99,6 +99,8 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
 def takes_bounds_for_masks(config: RunConfig, device: torch.device) -> bool:
     """Whether --reset-attention-mask becomes the bounds of documents: on a GPU, whose kernels skip what bounds hide and
     compute what a mask hides, and where a run with bounds is the same in everything else."""
+    from megatron.core.device import is_cpu
+
     model, is_one_sequence = config.model, (config.training.micro_batch_size or 1) == 1
     return (
         not is_cpu(device)

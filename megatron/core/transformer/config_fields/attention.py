@@ -72,11 +72,20 @@ class AttentionFields(ArchitectureFields):
                 "--attention-backend auto takes its place, because the CPU's flash kernel has no dropout",
                 {"attention_backend": "auto"},
             ),
+            NeedsGPU(
+                lambda run: (
+                    run.attention_backend == "flash"
+                    and run.attention_dropout == 0
+                    and (run.window_size is not None or run.softmax_type != "vanilla")
+                ),
+                "--attention-backend auto takes its place, because the CPU's flash kernel has no windows and no sinks",
+                {"attention_backend": "auto"},
+            ),
         ),
     )
-    """What computes attention. auto: torch's scaled-dot-product attention, its choice of kernel; flash: only its flash
-    kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain reference, scores and softmax
-    written out."""
+    """What computes attention. auto: the kernel of torch that is made for the kind of attention, on a GPU the fastest;
+    flash: only its flash kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain
+    reference, scores and softmax written out."""
     flash_attention_version: int | None = flag(
         None,
         choices=(2, 3, 4),

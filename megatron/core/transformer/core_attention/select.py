@@ -32,7 +32,7 @@ from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.ring import RingAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
-from megatron.core.transformer.layer_patterns import find_pattern_place
+from megatron.core.transformer.layer_patterns import find_pattern_place, has_windows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -44,6 +44,16 @@ def attention_problems(config: TransformerConfig, device: torch.device) -> list[
         problems.append(
             "--attention-backend flash has no dropout on the CPU, and --attention-dropout is "
             f"{config.attention_dropout}; use --attention-dropout 0, or --attention-backend auto"
+        )
+    if backend == "flash" and on_cpu and (has_windows(config) or config.softmax_type != "vanilla"):
+        problems.append(
+            "--attention-backend flash has neither windows (--window-size) nor sinks (--softmax-type) on the CPU; use "
+            "--attention-backend auto, or local"
+        )
+    flash_problem = None if backend != "flash" or on_cpu else find_flash_problem(config, device)
+    if flash_problem is not None:
+        problems.append(
+            f"--attention-backend flash cannot compute these layers: {flash_problem}; use --attention-backend auto"
         )
     if backend == "fused" and on_cpu:
         problems.append("--attention-backend fused needs a GPU with cuDNN, and this runs on the CPU; use auto or flash")
