@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
@@ -71,24 +71,24 @@ def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple
     return per_token, layers * model.num_attention_heads * (model.query_width + model.value_width)
 
 
-def measure_peak_flops(
-    device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1, sizes: Sequence[int] | None = None
-) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float | None = None) -> float:
     """FLOP/s of the fastest of several square matrix products: the yardstick where no data sheet is known.
 
-    Products grow from 128 x 128 to 1024 x 1024, on a GPU from 2048 x 2048 to 8192 x 8192 (or through `sizes`), as far
-    as time and memory allow: a processor without 16-bit arithmetic would spend seconds on one large product. Each size
-    is measured several times, however long it takes, because other programs may have the processor at any one moment.
-    Raises ZeroDivisionError where the clock sees no time pass.
+    Products grow from 128 x 128 to 1024 x 1024, on a GPU from 2048 x 2048 to 8192 x 8192, as far as memory and the
+    seconds allow (0.1, on a GPU 5, of which most go into starting its libraries): a processor without 16-bit arithmetic
+    would spend seconds on one large product. Each size is measured several times, however long it takes, because other
+    programs may have the processor at any one moment. Raises ZeroDivisionError where the clock sees no time pass.
     """
     import torch
 
     started_at = time.perf_counter()
+    on_host = device_module.is_cpu(device)
+    seconds = (0.1 if on_host else 5.0) if seconds is None else seconds
     fastest = 0.0
     # Random numbers, as in training: on equal ones a GPU takes less power, and is faster than it will ever be. Of a
     # generator of its own: the run's must be left as they are.
     generator = torch.Generator(device)
-    for size in sizes or (_SIZES_ON_CPU if device_module.is_cpu(device) else _SIZES_ON_GPU):
+    for size in _SIZES_ON_CPU if on_host else _SIZES_ON_GPU:
         try:
             a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
             out = torch.mm(a, b)

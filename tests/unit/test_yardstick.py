@@ -74,6 +74,7 @@ def test_an_unknown_gpu_is_measured_by_large_products_and_the_log_says_so(monkey
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(throughput, "_SIZES_ON_GPU", (16, 32, 64))
+    monkeypatch.setattr(throughput, "time", Clock(range(0)))
     monkeypatch.setattr(throughput.device_module, "is_cpu", lambda device: False)
     monkeypatch.setattr(throughput.device_module, "device_name", lambda: "NVIDIA Unheard-of")
     state = torch.get_rng_state()
