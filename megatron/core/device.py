@@ -468,7 +468,7 @@ class CopyQueue:
         if self._stream is None:
             target.copy_(source)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream())
         for moment in after:
             if moment is not None:
                 self._stream.wait_event(moment)

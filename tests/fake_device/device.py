@@ -85,7 +85,7 @@ class Event:
         pass
 
     def record(self, stream: Any = None) -> None:
-        pass
+        ORDER.append(("recorded", self))
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -110,7 +110,8 @@ class Stream:
         pass
 
     def wait_event(self, event: Event) -> None:
-        pass
+        if self is _STREAM:
+            ORDER.append(("waited", event))
 
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
@@ -123,6 +124,9 @@ class Stream:
 
 
 _STREAM = Stream()
+
+ORDER: list[tuple[str, Any]] = []
+"""Kernels, copies between host and device, and what the computation's stream waits for, in order."""
 
 WAITS: list[str] = []
 """Waits that no operation of a tensor makes, by name; recorder.py empties it."""

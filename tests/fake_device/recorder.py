@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.collectives.clear()
         self.events.clear()
         device.WAITS.clear()
+        device.ORDER.clear()
         self.peak_bytes = self.live_bytes
 
     def find_longest_row(self) -> list[str]:
@@ -98,7 +99,7 @@ class Recorder(TorchDispatchMode):
             self.waits[f"{name} in {find_place()}"] += 1
         if name == "equal":
             return True
-        self._note_copy(name, before, args, kwargs)
+        direction = self._note_copy(name, before, args, kwargs)
         if name == "_to_copy" and _leaves_the_host(before, kwargs):
             # Torch has no kernel for it without CUDA, and the values do not matter.
             result = torch.empty(before[0].shape, dtype=kwargs.get("dtype") or before[0].dtype, device=kwargs["device"])
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         if (on_device or any(is_on_device(t) for t in after)) and not func.is_view and name not in NO_KERNELS:
             self.kernels[name] += 1
             self.events.append("kernel")
+            device.ORDER.append((direction or "kernel", None))
         for tensor in after:
             self._remember(tensor)
         return result
@@ -132,8 +134,26 @@ class Recorder(TorchDispatchMode):
             zero = [zero] * size
         return zero
 
-    def _note_copy(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Copies between host and device that the host waits for."""
+    def count_copies(self) -> dict[str, int]:
+        """Copies between host and device, and of those to the device that the computation waited for how many had a
+        kernel beside them."""
+        counted = Counter({"to the host": 0, "to the device": 0, "waited for": 0, "hidden": 0})
+        begun: dict[int, int] = {}
+        kernels, last = 0, ""
+        for what, event in device.ORDER:
+            kernels += what == "kernel"
+            if what in counted:
+                counted[what] += 1
+            if what == "recorded" and last == "to the device":
+                begun[id(event)] = kernels
+            if what == "waited" and id(event) in begun:
+                counted["waited for"] += 1
+                counted["hidden"] += kernels > begun[id(event)]
+            last = what
+        return dict(counted)
+
+    def _note_copy(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> str | None:
+        """Copies between host and device: their direction. Those that the host waits for are counted."""
         if name == "copy_":
             places = [is_on_device(args[0]), is_on_device(args[1])]
             is_blocking = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
@@ -141,10 +161,13 @@ class Recorder(TorchDispatchMode):
             places = [torch.device(kwargs["device"]).type == "cuda", is_on_device(args[0])]
             is_blocking = not kwargs.get("non_blocking", False)
         else:
-            return
-        if places[0] != places[1] and is_blocking:
-            direction = "to the device" if places[0] else "to the host"
+            return None
+        if places[0] == places[1]:
+            return None
+        direction = "to the device" if places[0] else "to the host"
+        if is_blocking:
             self.waits[f"copy {direction} in {find_place()}"] += 1
+        return direction
 
     def _take_part(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -48,6 +48,8 @@ class Seen:
     """Name, ranks, elements and dtype of each, in order."""
     back_to_back: list[str]
     """The longest row of collectives that were started without a kernel between them."""
+    copies: dict[str, int]
+    """Between host and device, see Recorder.count_copies."""
 
 
 def run_layout(text: str, flags: list[str]) -> list[Seen]:
@@ -110,6 +112,7 @@ class Watch(Hook):
                 self.seen = Seen(
                     parameters, *self.setup_bytes, recorder.peak_bytes, dict(recorder.kernels),
                     dict(recorder.count_waits()), list(recorder.collectives), recorder.find_longest_row(),
+                    recorder.count_copies(),
                 )  # fmt: skip
 
         return watched

@@ -54,6 +54,17 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
         "ep2 gathered": ("dp2,ep2", EXPERTS), "experts, fsdp2": ("dp2,--use-torch-fsdp2", EXPERTS),
     }  # fmt: skip
 
+PARTS = "attn_norm qkv_linear core_attn attn_proj mlp_norm mlp_fc1 mlp_act"
+OFFLOADED = {
+    "activations on the host": (
+        "1",
+        f"""{DENSE} --fine-grained-activation-offloading --offload-modules {PARTS} --recompute-granularity selective
+        --recompute-modules layernorm""",
+    ),
+    "state on the host": ("1", f"{DENSE} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"),
+}  # fmt: skip
+"""They wait, or hold, as no other does."""
+
 EXCHANGE = "tolist in megatron/core/transformer/moe/token_dispatcher.py:dispatch"
 GATHERED = "item in megatron/core/transformer/moe/token_dispatcher.py:_permute_to_experts"
 
@@ -64,7 +75,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     library = build(tmp_path_factory.mktemp("fake_device"))
     if library is None:
         pytest.skip("no C++ compiler")
-    requests = {name: (layout, " ".join(flags.split())) for name, (layout, flags) in REQUESTS.items()}
+    requests = {name: (layout, " ".join(flags.split())) for name, (layout, flags) in (REQUESTS | OFFLOADED).items()}
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_device", library], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         input=json.dumps(requests), capture_output=True, text=True,
@@ -146,3 +157,32 @@ def test_kernels_of_a_layer(seen: Any, four: str, six: str, budget: int) -> None
     """Forward and backward of one microbatch: each kernel costs the host about ten microseconds."""
     fewer, more = (sum(of_layout(seen, name)[0]["kernels"].values()) for name in (four, six))
     assert (more - fewer) / 2 / MICROBATCHES <= budget
+
+
+@pytest.mark.flags("--fine-grained-activation-offloading", "--offload-modules")
+def test_copies_of_activations_are_hidden_behind_kernels(seen: Any) -> None:
+    """Nobody waits on the host, each value travels once each way, and what backward waits for has begun kernels before;
+    but for the last module of a pass, which is needed as soon as backward begins."""
+    (rank,), (plain,) = of_layout(seen, "activations on the host"), of_layout(seen, "1")
+    copies = rank["copies"]
+    assert rank["waits"] == {}
+    assert copies["to the host"] == copies["to the device"] > 0
+    assert copies["waited for"] - copies["hidden"] <= 2 * MICROBATCHES
+    # Of 2048 tokens in each of four layers, 2 bytes an element: norms, attention and both sides of the MLP.
+    tokens, layers = 2048, 4
+    moved = 2 * layers * tokens * (2 * 1024 + 1536 + 1024 + 3 * 2816)
+    saved = plain["step_peak_bytes"] - rank["step_peak_bytes"]
+    # The outputs of norms are not there, either; while backward is in a layer, that and what is fetched ahead are.
+    assert 0.8 * moved < saved < 1.3 * moved
+
+
+@pytest.mark.flags("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d")
+def test_state_on_the_host_leaves_weights_and_gradients_on_the_device(seen: Any) -> None:
+    """6 of 18 bytes; the host waits for gradients, chunk after chunk, and for nothing else."""
+    (rank,) = of_layout(seen, "state on the host")
+    assert rank["live_bytes"] == pytest.approx(6 * rank["parameters"], rel=0.03)
+    assert rank["setup_peak_bytes"] <= 8.1 * rank["parameters"]
+    chunks = rank["copies"]["to the device"]
+    scalars = "copy to the host in megatron/core/optimizer/megatron_optimizer.py:_update"
+    assert rank["waits"] == {scalars: 1, "Event.synchronize": chunks}
+    assert rank["copies"]["to the host"] == chunks + 1

@@ -136,14 +136,14 @@ class _Rule:
 
     def __init__(self, value: Tensor, way: Way) -> None:
         self.value, self.version, self.way = value, value._version, way
-        self.storage = value.untyped_storage().data_ptr()
+        self.storage = value.untyped_storage()._cdata
 
     def concerns(self, kept: Tensor) -> bool:
         """Whether `kept` is the value, or a view of all its elements in their order, and still unchanged."""
         # Operations may keep a view or a detached twin, so the memory is compared, not the object. A value that was
         # changed in place since is another one, which its function would not compute.
         value = self.value
-        if kept.untyped_storage().data_ptr() != self.storage or kept._version != self.version:
+        if kept.untyped_storage()._cdata != self.storage or kept._version != self.version:
             return False
         if kept.storage_offset() != value.storage_offset() or kept.numel() != value.numel():
             return False
@@ -154,7 +154,7 @@ class _Rule:
         """Whether `kept` has the elements of the value, unchanged, with its dimensions in another order: attention
         kernels want heads before positions."""
         value = self.value
-        if kept.untyped_storage().data_ptr() != self.storage or kept._version != self.version:
+        if kept.untyped_storage()._cdata != self.storage or kept._version != self.version:
             return False
         if kept.storage_offset() != value.storage_offset() or kept.numel() != value.numel():
             return False

@@ -235,11 +235,13 @@ class _Pass:
         # Backward comes from the end; what it is done with need not be looked at again.
         while self._sent and self._sent[-1]() is None:
             self._sent.pop()
+        groups = {sent.group}
         for reference in reversed(self._sent):
             other = reference()
             if other is None or other.group > sent.group or other.readers <= 0:
                 continue
-            if other.group < sent.group - _PREFETCHED_GROUPS:
+            groups.add(other.group)
+            if len(groups) > _PREFETCHED_GROUPS + 1:
                 break
             self.offloader.fetch(other)
 
