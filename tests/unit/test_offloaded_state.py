@@ -140,7 +140,7 @@ def test_a_full_disk_and_a_full_host_are_said_in_a_sentence(tmp_path: Path) -> N
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with (
         mock.patch.object(os, "posix_fallocate", full),
-        pytest.raises(StorageError, match="has no room for 4.1 KB of optimizer state .No space left on device."),
+        pytest.raises(StorageError, match="cannot take 4.1 KB of optimizer state .No space left on device."),
     ):
         home.allocate(1024, torch.float32)
     (tmp_path / "file").write_text("")

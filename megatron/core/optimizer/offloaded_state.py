@@ -109,8 +109,8 @@ class FileHome(StateHome):
                 mapped = mmap.mmap(file.fileno(), num_bytes)
         except OSError as error:
             raise StorageError(
-                f"--optimizer-offload-directory {self.directory} has no room for {format_bytes(num_bytes)} of "
-                f"optimizer state ({error.strerror}); free space, name another disk, or give a smaller "
+                f"--optimizer-offload-directory {self.directory} cannot take {format_bytes(num_bytes)} of optimizer "
+                f"state ({error.strerror}); free space, name a directory on another disk, or give a smaller "
                 "--optimizer-offload-fraction"
             ) from error
         tensor = torch.frombuffer(mapped, dtype=dtype)
