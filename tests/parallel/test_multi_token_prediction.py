@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.training.step import train_step
 from megatron.training.verify.comparison import compare, find_largest_differences
@@ -28,7 +29,7 @@ ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 ROWS = [
     ("tied", "tp2,sp"), ("tied", "pp2,--pipeline-schedule=zb-v"), ("tied", f"pp3,{APART}Ett|ttmm|L"),
     ("untied", "cp2"), ("untied", "pp2,vpp2"), ("untied", "dp2,fsdp2"), ("experts", f"dp2,ep2,{ALLTOALL}"),
-    ("experts", "pp2,dist-opt"),
+    ("experts", "pp2,dist-opt"), ("experts", "pp2,--freeze-base-for-mtp"),
 ]  # fmt: skip
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROWS += [(style, layout) for style in FURTHER for layout in (
@@ -47,7 +48,12 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROWS += [(style, f"dp2,fsdp2{more}") for style in ("tied", "untied")
              for more in ("", ",--mtp-use-repeated-layer", ",--mtp-detach-heads")]  # fmt: skip
     ROWS += [("experts", layout) for layout in ("cp2,ep2", f"tp2,sp,ep2,etp1,{ALLTOALL}", "tp2,sp,pp2,dp2,ep2")]
-CHANGES_THE_RUN = ("--micro-batch-size", "--calculate-per-token-loss", "--mtp-")
+    ROWS += [(style, f"{layout},--freeze-base-for-mtp") for style, layout in (
+        ("tied", "pp2,dp2,dist-opt"), ("untied", "dp2,fsdp2"), ("experts", "tp2,sp"),
+        ("tied", f"pp3,{APART}Ett|ttmm|L"),
+        ("experts", "pp2,dp2,ep2,dist-opt,overlap-all,--micro-batch-size=1"),
+    )]  # fmt: skip
+CHANGES_THE_RUN = ("--micro-batch-size", "--calculate-per-token-loss", "--mtp-", "--freeze-")
 
 
 def share(style: str, text: str) -> RankTrace:
@@ -107,3 +113,20 @@ def test_checkpoints_move_between_layouts_and_resume(tmp_path: Path) -> None:
         assert run_on(layout, f"{flags} --train-iters 2 --load {source} --save {tmp_path}/{layout}") == []
         assert_bit_equal(saved(tmp_path / "first", 2), saved(tmp_path / layout, 2))
         source = tmp_path / layout
+
+
+@pytest.mark.flags("--freeze-base-for-mtp")
+def test_layers_for_further_tokens_are_added_to_a_trained_model(tmp_path: Path) -> None:
+    """The stage without such a layer has nothing to train; nothing of the base changes, in memory or in files."""
+    flags = f"{FURTHER['untied']} --lr-decay-iters 10 --lr-warmup-iters 1 --save-interval 100"
+    run_on("1", f"{flags.replace('--mtp-num-layers 1', '')} --train-iters 2 --save {tmp_path}/base")
+    flags += f" --freeze-base-for-mtp --save {tmp_path}/both --load {tmp_path}/both"
+    start = f"--pretrained-checkpoint {tmp_path}/base --dist-ckpt-strictness log_all"
+    run_on("pp2,dist-opt", f"{flags} --train-iters 2 {start}")
+    run_on("dp2,dist-opt", f"{flags} --train-iters 3")
+    base, first, both = saved(tmp_path / "base", 2), saved(tmp_path / "both", 2), saved(tmp_path / "both", 3)
+    weights = [key for key in base if not key.startswith("optimizer.")]
+    assert all(torch.equal(base[key], both[key]) for key in weights)
+    own = [key for key in both if key.startswith("mtp.")]
+    assert own and not any(torch.equal(first[key], both[key]) for key in own)
+    assert {key.partition("exp_avg.")[2] for key in both if ".exp_avg." in key} == set(own)

@@ -140,6 +140,21 @@ def test_detached_heads_train_their_own_layers_only(tying: str) -> None:
     assert own and all(torch.equal(detached[name], together[name]) for name in own)
 
 
+@pytest.mark.flags("--freeze-base-for-mtp")
+def test_a_frozen_base_stays_as_it_is() -> None:
+    """And the layers that train have the gradients that they have with detached heads."""
+    ids, positions, labels = token_batch()
+    frozen, detached = (build_model(f"{LLAMA} {flag}") for flag in ("--freeze-base-for-mtp", "--mtp-detach-heads"))
+    losses = [model(ids, positions, labels=labels).mean() for model in (frozen, detached)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    expected = {name: param.grad for name, param in detached.named_parameters()}
+    for name, param in frozen.named_parameters():
+        assert param.requires_grad == (param.grad is not None) == name.startswith("mtp."), name
+        assert param.grad is None or torch.equal(param.grad, expected[name]), name
+
+
 def test_tokens_move_one_place_inside_their_documents() -> None:
     bounds = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)

@@ -72,7 +72,7 @@ def finalize_model_grads(
 def _divide_by_tokens(
     model_chunks: Sequence[ModelChunk], num_tokens: Tensor | int, groups: ProcessGroupCollection
 ) -> None:
-    device = model_chunks[0].flat_buffers[0].grad_data.device
+    device = model_chunks[0].device
     # float64 counts exactly, where float32 rounds from 2^24 tokens on. A copy, because the collectives overwrite it.
     if isinstance(num_tokens, Tensor):
         total = num_tokens.to(device, torch.float64, copy=True)

@@ -76,6 +76,11 @@ class ModelChunk(nn.Module, ABC):
     """Whether gradients are reduced during every backward, not only the step's last one: `enable_grad_sync` is then
     called before the last one in any case."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters lie; nothing of it need be trained."""
+        return next(self.module.parameters()).device
+
     # ---- gradients
 
     @functools.cached_property

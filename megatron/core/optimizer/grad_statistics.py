@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
+from megatron.core.device import current_device
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, find_ranges, intersect_ranges
 from megatron.core.optimizer.clip_grads import ModelSum, is_counted, sum_squares
@@ -27,7 +28,8 @@ _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 
 def count_zeros(buffers: Sequence[FlatBuffer], model_sum: ModelSum) -> Tensor:
     """Elements of the model's gradient that are zero; a float64 scalar, equal on all processes."""
-    device = buffers[0].grad_data.device
+    # A pipeline stage may have nothing that is trained.
+    device = buffers[0].grad_data.device if buffers else current_device()
     zeros = {of_experts: torch.zeros((), dtype=torch.float64, device=device) for of_experts in model_sum.shards}
     for buffer in buffers:
         for _, ranges in _find_counted(buffer, model_sum.groups):

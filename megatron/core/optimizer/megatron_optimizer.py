@@ -84,7 +84,8 @@ class MegatronOptimizer:
         self.timers = Timers(log_level=0)
         self.check_for_nan_in_grad = any(chunk.ddp_config.check_for_nan_in_grad for chunk in model_chunks)
         buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
-        if not buffers:
+        # A stage may be frozen; it takes part in the others' norms and counts.
+        if not any(all_gather_object(bool(buffers), groups.pp)):
             raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
         self._groups = make_param_groups(
             buffers,
@@ -112,7 +113,7 @@ class MegatronOptimizer:
         # it.
         has_experts = any(all_gather_object(any(buffer.is_expert for buffer in buffers), groups.pp))
         self.model_sum = ModelSum.build(self.model_chunks[0].reductions, groups, has_experts)
-        self._device = buffers[0].device
+        self._device = self.model_chunks[0].device
         # On the device, because whether it advances depends on found_inf, which the host has not read.
         self._step = torch.zeros((), device=self._device)
         self._has_failed = torch.zeros((), device=self._device)

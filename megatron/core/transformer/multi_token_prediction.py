@@ -216,7 +216,7 @@ class MultiTokenPredictionBlock(MegatronModule):
     ) -> list[Tensor]:
         """input_ids, position_ids: [b, s] int64, of the tokens that the decoder has read. hidden_states: its output
         behind the final norm, [s, b, h]. embedding: the model's, (input_ids, position_ids) -> [s, b, h]."""
-        detaches, found = self.config.mtp_detach_heads, []
+        detaches, found = self.config.detaches_prediction, []
         if detaches:
             hidden_states = hidden_states.detach()
         for depth in range(self.config.mtp_num_layers or 0):

@@ -134,7 +134,7 @@ def compare_weights(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection
     None where all agree. Otherwise who differs in what, the same words on every rank. The host waits once.
     """
     held = list(_list_held(chunks))
-    device = chunks[0].flat_buffers[0].device
+    device = chunks[0].device
     sums = torch.stack([compute_checksum(part.values) for part in held]) if held else torch.zeros(0, device=device)
     differs = torch.zeros(len(held), dtype=torch.int64, device=device)
     for name, group in _find_groups(chunks, groups).items():

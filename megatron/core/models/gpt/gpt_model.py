@@ -121,6 +121,10 @@ class GPTModel(LanguageModule):
                 )
         # Last, when the whole tree of modules exists: initial numbers depend on the parameters' global names.
         self._initialise()
+        self.is_frozen = config.freeze_base_for_mtp and config.mtp_num_layers is not None
+        if self.is_frozen:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and name.startswith("mtp."))
 
     def _find_place_in_pipeline(self, vp_stage: int | None) -> int:
         """Find what this chunk shares with others; returns how many processes of the pipeline hold the embedding."""
@@ -306,7 +310,7 @@ class GPTModel(LanguageModule):
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         for depth, states in enumerate(further):
             labels, mask = shift(labels), shift(mask)
-            logits = self._compute_logits(states, detaches_weight=self.config.mtp_detach_heads)
+            logits = self._compute_logits(states, detaches_weight=self.config.detaches_prediction)
             losses = self.compute_language_model_loss(labels, logits)
             hidden_states = self.mtp_loss.attach(hidden_states, depth, losses, mask, shift.sequence)
         return hidden_states
@@ -334,7 +338,11 @@ class GPTModel(LanguageModule):
         if decoder_input is not None:
             return decoder_input, []
         if self.pre_process:
-            return self.embedding(input_ids, position_ids), []
+            hidden_states = self.embedding(input_ids, position_ids)
+            if self.is_frozen and not self.post_process and torch.is_grad_enabled():
+                # The stage behind this one sends a gradient back, which has to lead somewhere.
+                hidden_states.requires_grad_()
+            return hidden_states, []
         assert self._input_tensor is not None, "this stage has no embedding; call set_input_tensor() first"
         if self.states_in == 1:
             return self._input_tensor, []

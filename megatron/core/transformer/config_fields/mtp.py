@@ -27,6 +27,9 @@ class MTPFields(ArchitectureFields):
     mtp_detach_heads: bool = flag(False, kind="numerics", needs=_PREDICTION)
     """The losses of further tokens train their own layers only: embedding, decoder and output layer, which they use,
     get no gradient from them."""
+    freeze_base_for_mtp: bool = flag(False, kind="numerics", needs=_PREDICTION)
+    """Train the layers that predict further tokens alone: embedding, decoder and output layer stay as they were loaded,
+    and have neither gradients nor optimizer state."""
     mtp_standalone: bool = flag(False, kind="layout", needs=_PREDICTION)
     """These layers lie on another pipeline stage than the loss. Follows from --pipeline-model-parallel-layout, with an
     m for each of them, such as Ettt|m|L; given without such a layout it is refused."""
@@ -35,6 +38,11 @@ class MTPFields(ArchitectureFields):
         super().normalize()
         # As for experts: scripts write 0 for a model without.
         self.mtp_num_layers = self.mtp_num_layers or None
+
+    @property
+    def detaches_prediction(self) -> bool:
+        """Whether the losses of further tokens train the layers that predict them alone."""
+        return self.mtp_detach_heads or (self.freeze_base_for_mtp and self.mtp_num_layers is not None)
 
     def count_layers_with_weights(self) -> int:
         """Layers of multi-token prediction that have weights of their own."""

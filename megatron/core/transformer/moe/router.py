@@ -306,7 +306,9 @@ class TopKRouter(MegatronModule):
         """Move each bias by the update rate: up for experts that fewer tokens chose in this step than on average, down
         for the others (Wang et al., 2024, algorithm 1). Every process that holds this layer calls it; see
         `megatron.core.finish_step`."""
-        if self.expert_bias is None:
+        # Where the router is frozen (--freeze-base-for-mtp), its choices stay, too.
+        if self.expert_bias is None or not self.weight.requires_grad:
+            self._tokens_per_expert = self._even_biases = None
             return
         if self.finds_bias:
             self._take_mean_bias(self.expert_bias, groups)
