@@ -194,9 +194,16 @@ def find_kernel_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def has_flash_attention(device: torch.device) -> bool:
-    """Whether torch's flash kernel for GPUs runs on the device: compute capability 8.0 and above."""
-    return is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 0)
+def find_widest_flash_heads(device: torch.device) -> int:
+    """Channels of the widest heads that torch's flash kernel for GPUs trains on the device; 0 where it does not run,
+    below compute capability 8.0."""
+    if not is_cuda(device):
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return 0
+    # Those of graphics cards have less shared memory than its backward needs for wider ones.
+    return 256 if (major, minor) == (8, 0) or major in (9, 10) else 192
 
 
 def choose_backend(device: torch.device) -> str:

@@ -18,10 +18,10 @@ from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.core_attention import flash, flex, query_blocks
-from megatron.core.transformer.core_attention.block_kernels import Sequences
+from megatron.core.transformer.core_attention.block_kernels import MergedBlocks, PlainKernel, Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-from megatron.core.transformer.core_attention.flash import FlashCall
+from megatron.core.transformer.core_attention.flash import FlashCall, FlashKernel
 from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.ring import Block, list_blocks_in_bands
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
@@ -280,10 +280,13 @@ def test_which_backend_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(**both) == build(attention_backend="flash", **both)
     assert build(attention_backend="fused") == "torch scaled_dot_product_attention, fused kernel"
     assert build(kv_channels=264, window_size=(7, 0)).endswith(
-        "(not by the flash kernel: it takes heads of up to 256 channels, not 264)"
+        "(not by the flash kernel: it takes heads of up to 256 channels there, not 264)"
     )
     with pytest.raises(ConfigError, match="flash cannot compute these layers: it takes heads of up to 256 channels"):
         build(attention_backend="flash", kv_channels=264)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with pytest.raises(ConfigError, match="up to 192 channels there, not 256; use --attention-backend auto"):
+        build(attention_backend="flash", kv_channels=256)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ConfigError, match="it needs a GPU of compute capability 8.0; use --attention-backend auto"):
         build(attention_backend="flash")
@@ -318,6 +321,31 @@ def test_the_operators_signature() -> None:
             assert tuple(result.log_sum.shape) == flash_stand_in.find_log_sum_shape(q, call)
             grads = flash.run_backward(result.out, q, k, v, result, call)
             assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.gpu
+def test_blocks_of_a_ring_on_a_gpu() -> None:
+    """The kernel's L and its gradients from those of a softmax over more keys, merged as in a ring of two."""
+    q, k, v, grad = (draw((2, heads, tokens, 24), seed) for seed, (heads, tokens) in enumerate(
+        ((HEADS, 40), (GROUPS, 80), (GROUPS, 80), (HEADS, 40))
+    ))  # fmt: skip
+    results = []
+    for kernel, device, dtype in (
+        (PlainKernel(0.3), CPU, torch.float32), (FlashKernel(0.3), torch.device("cuda"), torch.bfloat16)
+    ):  # fmt: skip
+        q_, k_, v_, grad_ = (x.bfloat16().to(device, dtype) for x in (q, k, v, grad))
+        halves = [(slice(0, 40), False), (slice(40, 80), True)]
+        merged = MergedBlocks(q_, 24)
+        for keys, causal in halves:
+            merged.add(slice(None), *kernel.forward(q_, k_[:, :, keys], v_[:, :, keys], causal=causal))
+        whole = (merged.out.to(dtype), merged.log_sum)
+        grads = [
+            kernel.backward(grad_, (q_, k_[:, :, keys], v_[:, :, keys]), whole, causal=causal)
+            for keys, causal in halves
+        ]
+        results.append([merged.out, merged.log_sum, grads[0][0] + grads[1][0], *grads[0][1:], *grads[1][1:]])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float().cpu(), theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
 
 
 @pytest.mark.gpu

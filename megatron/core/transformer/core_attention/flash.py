@@ -101,6 +101,10 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator's gradients of q, k and v. result: O and L over all keys of the softmax, L contiguous."""
     before, after = call.band()
+    seed, offset = result.random_state
+    if seed is None:
+        # Not read without dropout, and yet the operator takes their addresses.
+        seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad,
         q,
@@ -111,7 +115,8 @@ def run_backward(
         *call.lengths(q, k),
         call.dropout,
         call.causal and call.window is None,
-        *result.random_state,
+        seed,
+        offset,
         scale=call.scale,
         window_size_left=before,
         window_size_right=after,
@@ -119,12 +124,13 @@ def run_backward(
     return grads
 
 
-def find_problem(dtype: torch.dtype, *widths: int) -> str | None:
-    """Why the kernel cannot take operands of this number format and these widths; None where it can."""
+def find_problem(dtype: torch.dtype, *widths: int, widest: int = WIDEST) -> str | None:
+    """Why the kernel cannot take operands of this number format and these widths; None where it can. widest: channels
+    of a head that it takes on the device."""
     if dtype not in NUMBER_FORMATS:
         return f"it takes 16-bit numbers, not {str(dtype).removeprefix('torch.')}"
-    if max(widths) > WIDEST:
-        return f"it takes heads of up to {WIDEST} channels, not {max(widths)}"
+    if max(widths) > widest:
+        return f"it takes heads of up to {widest} channels there, not {max(widths)}"
     return None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.device import find_kernel_obstacle, has_flash_attention, is_cpu, is_cuda
+from megatron.core.device import find_kernel_obstacle, find_widest_flash_heads, is_cpu, is_cuda
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
@@ -83,9 +83,10 @@ def build_attention_backend(
 
 def find_flash_problem(config: TransformerConfig, device: torch.device) -> str | None:
     """Why torch's flash kernel for GPUs cannot compute these layers on this device; None where it can."""
-    if not has_flash_attention(device):
+    widest = find_widest_flash_heads(device)
+    if widest == 0:
         return "it needs a GPU of compute capability 8.0"
-    return find_problem(parameter_dtype(config), config.query_width, config.value_width)
+    return find_problem(parameter_dtype(config), config.query_width, config.value_width, widest=widest)
 
 
 def choose_comm_type(config: TransformerConfig, layer_number: int) -> str:
