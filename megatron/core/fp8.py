@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import is_cpu
+from megatron.core.kernels import launching
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK, SCALED_BLOCK = 32, 128
@@ -53,12 +54,15 @@ class Operand:
     """Rows and columns that share a scale; all when None."""
     factor: Tensor | None = None
     """float32 scalar: a second factor of all values, where `inverse` has few bits."""
+    turned: Tensor | None = None
+    """The values with their last two dimensions exchanged in memory, where a kernel has written them, too."""
 
     @property
     def transposed(self) -> Operand:
         """The same with its last two dimensions exchanged, to sum over the other one."""
         if self.block is None:
-            return dataclasses.replace(self, values=self.values.transpose(-2, -1))
+            turned = self.values.transpose(-2, -1) if self.turned is None else self.turned
+            return dataclasses.replace(self, values=turned, turned=None if self.turned is None else self.values)
         block = (self.block[1], self.block[0])
         return Operand(self.values.transpose(-2, -1), self.inverse.transpose(-2, -1), block, self.factor)
 
@@ -207,9 +211,17 @@ def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
 
 def _pad_columns(values: Tensor, missing: int) -> Tensor:
     if not missing:
-        return values.contiguous()
+        return _make_contiguous(values)
     # Padding has no kernel for 8-bit floats; as bytes, zeros are zeros.
     return F.pad(values.contiguous().view(torch.uint8), (0, missing)).view(values.dtype)
+
+
+def _make_contiguous(values: Tensor) -> Tensor:
+    if values.dim() == 2 and values.t().is_contiguous() and launching.kernels_work(values.device):
+        from megatron.core.kernels import fp8_cast
+
+        return fp8_cast.turn(values.t())
+    return values.contiguous()
 
 
 def widen(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -25,7 +26,8 @@ from megatron.core.activations import (
     gated_activation_reference,
 )
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.kernels import launching
+from megatron.core.fp8 import compute_scale, find_amax, quantise_tensor
+from megatron.core.kernels import fp8_cast, launching
 from megatron.core.mesh import RankGrid
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -412,3 +414,41 @@ def weight_gradients_of_experts(device: str) -> None:
             assert len(launched) == 1
             assert_close([found], [expected], 1e-5)
             assert torch.equal(found[1], unchanged)
+
+
+# ---- 8 bits
+
+
+@compared
+def eight_bits_of_a_matrix(device: str) -> None:
+    """Bit for bit: values, transposed values, and the factor; infinities, zeros and what is hardly a number.
+
+    Triton's interpreter loses the carry where it rounds to 8 bits, and NaN in e4m3; so there, matrices have values that
+    need no rounding. test_kernels.py finds the instruction that rounds on a GPU.
+    """
+    is_interpreted = device == "cpu"
+    for (rows, columns), kind in itertools.product(
+        ((1, 1), (5, 300), (130, 65), (64, 128)), (torch.float8_e4m3fn, torch.float8_e5m2)
+    ):
+        x = randn(rows, columns, dtype=torch.float32, device=device)
+        if is_interpreted:  # of 8 and more, so that a margin leaves them exact, and with the greatest value among them
+            x = (x * 100).to(kind).float()
+            x = torch.where(x.abs() < 8, 8.0, x)
+            x[0, 0] = torch.finfo(kind).max
+        infinite, undefined = x.clone(), x.clone()
+        infinite[0, 0], infinite[-1, -1] = torch.inf, -torch.inf
+        undefined[-1, 0] = torch.nan
+        cases = [x, x.bfloat16(), x * 2.0**-20, torch.zeros_like(x), infinite]
+        if not is_interpreted:
+            cases += [x.half(), x * 1e-42, undefined]
+        torch.testing.assert_close(fp8_cast.find_amax(undefined), find_amax(undefined), rtol=0, atol=0, equal_nan=True)
+        for matrix, margin in itertools.product(cases, (0, 3)):
+            amax = fp8_cast.find_amax(matrix)
+            assert torch.equal(amax, find_amax(matrix)) or matrix is undefined
+            found, turned, inverse = fp8_cast.quantise_matrix(matrix, kind, amax, margin=margin, turns=True)
+            expected = quantise_tensor(matrix, kind, compute_scale(amax, kind, margin=margin))
+            assert turned is not None and torch.equal(inverse, expected.inverse)
+            again = fp8_cast.turn(found)
+            for values, other in ((found, expected.values), (turned, expected.values.t()), (again, turned)):
+                assert values.is_contiguous() and values.dtype == kind
+                torch.testing.assert_close(values.float(), other.float(), rtol=0, atol=0, equal_nan=True)

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from megatron.core.activations import bias_gated_activation, find_activation  # noqa: E402
-from megatron.core.kernels import launching  # noqa: E402
+from megatron.core.kernels import fp8_cast, launching  # noqa: E402
 from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
@@ -96,8 +96,14 @@ def expert_weight_gradient() -> None:
     GroupedMatmul().weight_grad(grad, x, main_grad, main_grad, ends)
 
 
+def eight_bits() -> None:
+    x = torch.randn(256, 512).bfloat16()
+    values, _, _ = fp8_cast.quantise_matrix(x, torch.float8_e4m3fn, fp8_cast.find_amax(x), turns=True)
+    fp8_cast.turn(values)
+
+
 OPERATIONS: list[Callable[[], None]] = [
-    weighted_gate, loss, adam, rotation, interleaved_rotation, combination, expert_weight_gradient,
+    weighted_gate, loss, adam, rotation, interleaved_rotation, combination, expert_weight_gradient, eight_bits,
 ]  # fmt: skip
 
 
@@ -124,6 +130,18 @@ def test_products_use_the_tensor_cores() -> None:
     with capture() as launches:
         expert_weight_gradient()
     assert "wgmma" in compile_for_h200(launches[0]).ptx
+
+
+def test_eight_bits_are_rounded_by_one_instruction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the nearest, to even between two; the scale is divided as the emulation divides it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.zeros(64, 64).bfloat16()
+    for kind, name in ((torch.float8_e4m3fn, "e4m3x2"), (torch.float8_e5m2, "e5m2x2")):
+        with capture() as launches:
+            fp8_cast.quantise_matrix(x, kind, torch.ones(()), turns=True)
+        (launch,) = launches
+        ptx = compile_for_h200(launch).ptx
+        assert f"cvt.rn.satfinite.{name}.f32" in ptx and "div.rn.f32" in ptx and "div.full.f32" not in ptx
 
 
 def test_no_kernel_is_chosen_on_a_cpu() -> None:

@@ -333,3 +333,29 @@ def test_an_overflow_leaves_the_scales_alone() -> None:
         product.forward(x, weight)
         end_step([product], SingleRankGroup())
     assert product.amax_history[INPUT].tolist() == [0.0, 1.0, 0.0] and product.amax[INPUT] == 1.0
+
+
+def test_gradients_are_rounded_once_for_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded: list[int] = []
+    original = FP8Matmul._round_along_columns
+
+    def counted(self: FP8Matmul, operand: int, matrix: Tensor) -> Operand:
+        rounded.append(operand)
+        return original(self, operand, matrix)
+
+    monkeypatch.setattr(FP8Matmul, "_round_along_columns", counted)
+    for name, times in (("tensorwise", 1), ("delayed", 1), ("mxfp8", 2)):
+        product, weight, x, grad = FP8Matmul(recipe(name)), torch.randn(32, 64), torch.randn(8, 64), torch.randn(8, 32)
+        expected = FP8Matmul(recipe(name)).weight_grad(grad, x, weight, None)
+        rounded.clear()
+        product.input_grad(grad, weight)
+        found = product.weight_grad(grad, x, weight, None)
+        assert rounded.count(GRAD) == times and torch.equal(found, expected)  # type: ignore[arg-type]
+        # Other gradients in the meantime, in the same memory: what was rounded is no longer theirs.
+        product.input_grad(grad, weight)
+        grad.mul_(4)
+        found = product.weight_grad(grad, x, weight, None)
+        torch.testing.assert_close(found, expected * 4, rtol=1e-5, atol=1e-4)  # type: ignore[operator]
+        product.input_grad(grad, weight)
+        end_step([product], SingleRankGroup())
+        assert product._grad is None

@@ -43,6 +43,7 @@ from megatron.core.fp8 import (
     quantise_blocks,
     quantise_tensor,
 )
+from megatron.core.kernels import launching
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.products import Kept, Matmul, Product
 
@@ -186,6 +187,9 @@ class FP8Matmul(Product, nn.Module):
         # The greatest values of the step under way.
         self._noted: list[Tensor | None] = [None] * len(OPERANDS)
         self._statistics: list[Tensor | None] = [None] * len(OPERANDS)
+        # The last output gradients, which two products read one after the other, how often they had been written to,
+        # and what they were rounded to.
+        self._grad: tuple[Tensor, int, Operand] | None = None
         # The weight in 8 bits, and which weight that was: its memory and how often that had been written to.
         self._weight: tuple[tuple[int, int], Operand] | None = None
 
@@ -222,7 +226,7 @@ class FP8Matmul(Product, nn.Module):
         """Output gradients [tokens, out] -> input gradients [tokens, in]."""
         if self.falls_back:
             return self._exact.input_grad(grad, weight)
-        return self._multiply(self._round(GRAD, grad), self._round_weight(weight, over_rows=True), grad.dtype)
+        return self._multiply(self._round_grad(grad), self._round_weight(weight, over_rows=True), grad.dtype)
 
     def weight_grad(
         self, grad: Tensor, x: Kept, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
@@ -236,7 +240,7 @@ class FP8Matmul(Product, nn.Module):
             right = self._round(INPUT, x.reshape(-1, x.shape[-1]), over_rows=True)
         else:
             right = self.recipe.unpack(x).transposed
-        operands = self._round(GRAD, grad, over_rows=True), right
+        operands = self._round_grad_again(grad), right
         if main_grad is None:
             return self._multiply(*operands, weight.dtype)
         main_grad.add_(self._multiply(*operands, torch.float32))
@@ -272,13 +276,41 @@ class FP8Matmul(Product, nn.Module):
         elif recipe.name == "mxfp8":
             rounded = quantise_blocks(matrix, dtype, (1, MX_BLOCK), mx=True)
         else:
-            amax = find_amax(matrix)
-            if recipe.name == "delayed":
-                amax = self._replace_amax(operand, amax)
-            rounded = quantise_tensor(matrix, dtype, compute_scale(amax, dtype, margin=recipe.margin))
+            rounded = self._round_by_one_scale(operand, matrix)
         if recipe.measures and self.training:
             self._measure(operand, matrix, rounded)
         return rounded
+
+    def _round_by_one_scale(self, operand: int, matrix: Tensor) -> Operand:
+        dtype, margin, is_delayed = self.recipe.format_of(operand), self.recipe.margin, self.recipe.name == "delayed"
+        if self.recipe.is_native and matrix.dim() == 2 and launching.uses_kernels(matrix):
+            from megatron.core.kernels import fp8_cast
+
+            amax = fp8_cast.find_amax(matrix)
+            amax = self._replace_amax(operand, amax) if is_delayed else amax
+            # Output gradients are summed over in both directions, one after the other. Of a weight two copies would be
+            # kept for a whole step.
+            values, turned, inverse = fp8_cast.quantise_matrix(
+                matrix, dtype, amax, margin=margin, turns=operand == GRAD
+            )
+            return Operand(values, inverse, turned=turned)
+        amax = find_amax(matrix)
+        amax = self._replace_amax(operand, amax) if is_delayed else amax
+        return quantise_tensor(matrix, dtype, compute_scale(amax, dtype, margin=margin))
+
+    def _round_grad(self, grad: Tensor) -> Operand:
+        """Output gradients for the input gradient, noted for the weight gradient, which follows."""
+        rounded = self._round(GRAD, grad)
+        if self.recipe.has_one_scale(GRAD) and self.recipe.rounds_weight_grad:
+            self._grad = grad, grad._version, rounded
+        return rounded
+
+    def _round_grad_again(self, grad: Tensor) -> Operand:
+        """The same gradients for the weight gradient: [tokens, out], rounded for a sum over the tokens."""
+        noted, self._grad = self._grad, None
+        if noted is not None and _is_same_memory(noted[0], grad) and noted[1] == grad._version:
+            return noted[2].transposed
+        return self._round(GRAD, grad, over_rows=True)
 
     def _replace_amax(self, operand: int, own: Tensor) -> Tensor:
         """Delayed scaling: note an operand's own amax for steps to come, and return that of earlier ones."""
@@ -355,8 +387,11 @@ class FP8Matmul(Product, nn.Module):
 
     @torch.no_grad()
     def end_step(self, amax: Tensor | None) -> None:
-        """Forget the rounded weight, which is about to change. amax: with delayed scaling, those of the step, [3]."""
-        self._weight = None
+        """Forget the rounded weight, which is about to change, and what was rounded last.
+
+        amax: with delayed scaling, those of the step, [3].
+        """
+        self._weight = self._grad = None
         if amax is None:
             return
         # A step that overflowed says nothing about the next one.
@@ -366,6 +401,12 @@ class FP8Matmul(Product, nn.Module):
         chosen = self.amax_history.amax(1) if self.recipe.takes_largest else amax
         is_due = ((self.steps - 1) % self.recipe.interval == 0) & (chosen > 0)
         self.amax.copy_(torch.where(is_due, chosen, self.amax))
+
+
+def _is_same_memory(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors, of which the first is still held, are the same elements in the same order."""
+    same_place = left.data_ptr() == right.data_ptr() and left.numel() == right.numel()
+    return same_place and left.is_contiguous() and right.is_contiguous()
 
 
 def add_statistics(left: Tensor, right: Tensor) -> Tensor:

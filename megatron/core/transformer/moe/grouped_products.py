@@ -168,7 +168,7 @@ class FP8Experts(FP8Matmul):
         assert ends is not None
         if self.falls_back:
             return self._exact.input_grad(grad, weight, ends)
-        return self._multiply_rows(self._round(GRAD, grad), weight, ends, grad.dtype, over_rows=True)
+        return self._multiply_rows(self._round_grad(grad), weight, ends, grad.dtype, over_rows=True)
 
     def weight_grad(
         self, grad: Tensor, x: Kept, weight: Tensor, main_grad: Tensor | None, ends: Tensor | None = None
@@ -193,7 +193,7 @@ class FP8Experts(FP8Matmul):
         """Output gradients of each expert [rows of e, out], rounded to be summed over them."""
         # Scales of a whole matrix are those of all experts' rows; blocks along the rows are an expert's own.
         if self.recipe.has_one_scale(GRAD):
-            yield from _split_rows(self._round(GRAD, grad), rows_per_expert)
+            yield from _split_rows(self._round_grad_again(grad).transposed, rows_per_expert)
             return
         for part in grad.split(rows_per_expert):
             yield self._round(GRAD, part, over_rows=True).transposed
