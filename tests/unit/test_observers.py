@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -230,6 +231,13 @@ class Service(Hook):
         self.trials.append(self.clock.now)
         self.clock.now += 30.0
         raise TimeoutError("no answer")
+
+
+def test_a_collective_that_fails_is_no_fault_of_the_hook_in_which_it_shows() -> None:
+    """Whatever the reason, such as NCCL's own memory: the other ranks would wait in it."""
+    full = torch.distributed.DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'")
+    with pytest.raises(torch.distributed.DistBackendError, match="out of memory"):
+        finish(with_hooks(prepare("--train-iters", "3"), Faulty(Phase.WRITE, full)))
 
 
 def test_a_service_that_is_waited_for_takes_a_tenth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages
+from megatron.core.pipeline_parallel.p2p_communication import list_connections
 from megatron.core.pipeline_parallel.programs import Program, Transfer, plan_programs, play
 from megatron.core.pipeline_parallel.schedules import (
     Action,
@@ -215,6 +216,31 @@ def test_partners_that_list_transfers_differently_are_found() -> None:
         play([[there, again], [here_again, here]], blocking=False)
     with pytest.raises(Deadlock, match="rank 0 at"):
         play([[there], []], blocking=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (VirtualStages(3), [(0, 1), (1, 0), (1, 2), (2, 1)]),
+        # From the last rank to the first, and back.
+        (VirtualStages(3, 2), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]),
+        (VirtualStages(3, 2, folded=True), [(0, 1), (1, 0), (1, 2), (2, 1)]),
+        (VirtualStages(1, 2), []),
+    ],
+)
+def test_connections_are_made_for_all_transfers_and_no_others(
+    shape: VirtualStages, expected: list[tuple[int, int]]
+) -> None:
+    assert list_connections(shape) == expected
+    name: ScheduleName = "zb-v" if shape.folded else "1f1b" if shape.chunks == 1 else "interleaved"
+    used = set()
+    for rank, program in enumerate(plan_programs(build_tables(name, shape, 2 * shape.stages), shape, overlap=True)):
+        for step in program:
+            if isinstance(step, Transfer):
+                sender, receiver = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
+                assert step.goes_up(rank) == (sender < receiver), "both ends choose the same communicator"
+                used.add((sender, receiver))
+    assert sorted(used) == expected
 
 
 def test_a_single_queue_stops_behind_a_transfer_that_cannot_start() -> None:

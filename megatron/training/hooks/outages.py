@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch.distributed import DistError
+
 from megatron.core.errors import MegatronError, say
 from megatron.training.data.loading import explain_lost_loader
 from megatron.training.launch.initialize import explain_lost_peer
@@ -76,7 +78,10 @@ class Outages:
         try:
             moment()
         except Exception as error:
-            is_of_the_run = isinstance(error, RuntimeError) and (explain_lost_loader(error) or explain_lost_peer(error))
+            # Also where a collective failed for another reason than a lost rank: the others wait in it.
+            is_of_the_run = isinstance(error, RuntimeError) and (
+                isinstance(error, DistError) or explain_lost_loader(error) or explain_lost_peer(error)
+            )
             if is_of_the_run and name not in _LAST_MOMENTS:
                 raise
             self._fail(hook, name, error, rows, time.monotonic() - began_at)
