@@ -405,7 +405,8 @@ class Saving(Hook):
 
     phase = Phase.SAVE
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
         self.seconds = 0.0
         self.path: Path | None = None
 
@@ -420,6 +421,9 @@ class Saving(Hook):
     def on_train_end(self, run: Run) -> None:
         """Save once."""
         if run.config.checkpoint.load is None:
+            # Only now: with --save the run would save at its end by itself.
+            Path(self.directory).mkdir()
+            run.config.checkpoint.save = self.directory
             device_module.synchronize()
             began_at = time.perf_counter()
             self.path = save_checkpoint(run)
@@ -431,14 +435,14 @@ def save_and_load(part: Part) -> None:
     preset = part.preset("1b")
     preset = dataclasses.replace(preset, micro_batch=1, global_batch=1)
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
-        saving = Saving()
-        train_here(part.flags(preset, 1, f"--save {directory}/a --save-interval 100000"), [saving])
+        saving = Saving(f"{directory}/a")
+        train_here(part.flags(preset, 1), [saving])
         assert saving.path is not None
         size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
         rate = size / saving.seconds / 1e9
         said = f"{size / 1e9:.2f} GB: saved in {saving.seconds:.1f} s ({rate:.2f} GB/s)"
         part.note(said, bytes=size, save_seconds=saving.seconds)
-        loading = Saving()
+        loading = Saving(f"{directory}/a")
         train_here(part.flags(preset, 1, f"--load {directory}/a"), [loading])
         rate = size / loading.seconds / 1e9
         part.note(f"{said}, loaded in {loading.seconds:.1f} s ({rate:.2f} GB/s)", load_seconds=loading.seconds)

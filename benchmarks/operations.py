@@ -224,7 +224,8 @@ def list_optimizer(sizes: Sizes) -> Iterator[Case]:
         gpt = GPTModel(
             config, get_gpt_layer_local_spec(), sizes.vocab, sizes.sequence, position_embedding_type="rope",
             pg_collection=groups,
-        ).to(sizes.device)  # fmt: skip
+        )  # fmt: skip
+    assert all(parameter.device.type == sizes.device.type for parameter in gpt.parameters())
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = DistributedDataParallel(config, settings, gpt, pg_collection=groups)
     bf16 = sizes.dtype == torch.bfloat16

@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("memory", "megatron.cli.report_theoretical_memory", "memory of a run by formula"),
         Command("shrink", "megatron.cli.shrink", "try a cluster's command line small, on this machine"),
         Command("parity", "megatron.cli.check_parity", "is it the same run under other layouts?"),
+        Command("autotune", "megatron.cli.autotune", "the fastest micro-batch, recomputation and kernels, by trying"),
         Command("draw-schedule", "megatron.cli.draw_schedule", "a pipeline's schedule as a picture"),
         Command("env", "megatron.cli.env", "the environment variables of a network, with reasons"),
     ),

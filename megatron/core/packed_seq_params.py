@@ -131,7 +131,7 @@ def pack_batch(
     # One after another in memory, so that the documents of a sample begin where the sample before has ended.
     samples, length = batch["tokens"].shape
     offsets = torch.arange(samples, device=batch["cu_seqlens"].device).unsqueeze(1) * length
-    bounds = torch.cat([(batch["cu_seqlens"] + offsets).flatten(), offsets.new_tensor([samples * length])]).int()
+    bounds = torch.cat([(batch["cu_seqlens"] + offsets).flatten(), offsets.new_full((1,), samples * length)]).int()
     on_device = bounds.to(batch["tokens"].device, non_blocking=True)
     description: dict[str, Any] = {"cu_seqlens_q": on_device, "cu_seqlens_kv": on_device}
     if is_cpu(bounds):

@@ -31,6 +31,7 @@ RUN_ELSEWHERE = {
     "LAPTOP=1 bash examples/deepseek/train_deepseek_v3.sh": "tests/functional/test_launchers.py",
     "LAPTOP=1 bash examples/llama/train_llama_70b.sh": "tests/functional/test_launchers.py",
     "python -m tests.faults.crash_matrix": "tests/faults/test_crash_matrix.py",
+    "python tools/autotune.py": "tests/unit/test_autotune.py",
     "python tools/checkpoint/average.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",
     "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/test_checkpoint_tools.py",
