@@ -15,7 +15,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.products import multiply
-from megatron.core.transformer.moe.grouped_products import ExpertByExpert, GroupedMatmul, choose_expert_product
+from megatron.core.transformer.moe.experts import ExpertLinear
+from megatron.core.transformer.moe.grouped_products import (
+    ExpertByExpert,
+    FP8Experts,
+    GroupedMatmul,
+    choose_expert_product,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import permute, sort_slots, unpermute
 from megatron.core.transformer.moe.routing import choose_best, fit_into_capacity, keep_within_capacity, sinkhorn
@@ -37,6 +43,7 @@ from tests.unit.experts_by_definition import (
     tokens,
 )
 from tests.unit.gpt_models import build_model, first_layer, read_config, token_batch
+from tests.unit.tiny_training import finish, prepare
 
 
 @pytest.mark.flags(
@@ -217,6 +224,17 @@ def test_how_experts_compute() -> None:
     flex = read_config(f"{MOE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep")
     assert flex.model.moe_token_dispatcher_type == "alltoall"
     assert any("--moe-token-dispatcher-type flex becomes alltoall" in note for note in flex.notes)
+
+
+@pytest.mark.flags("--moe-grouped-gemm", "--init-model-with-meta-device")
+def test_products_of_experts_without_memory_are_chosen_when_they_have_some() -> None:
+    """Which kernel takes them depends on the device, which weights on the meta device do not tell."""
+    flags = "--num-experts 4 --moe-grouped-gemm --bf16 --disable-bias-linear --train-iters 1"
+    for more, kind in (("", GroupedMatmul), ("--fp8-format hybrid --fp8-emulation", FP8Experts)):
+        run = prepare(*f"{flags} --init-model-with-meta-device {more}".split())
+        finish(run)
+        experts = [part for chunk in run.model for part in chunk.module.modules() if isinstance(part, ExpertLinear)]
+        assert len(experts) == 4 and all(type(part.product) is kind for part in experts)
 
 
 @pytest.mark.flags("--moe-grouped-gemm")

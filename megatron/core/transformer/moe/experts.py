@@ -11,6 +11,7 @@ expert-tensor-parallel group as column and row layers cut theirs. The caller sum
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -76,12 +77,20 @@ class ExpertLinear(nn.Module):
             of_rows = [split for split in splits if split.dim < 2]
             self.bias = declare_parameter(shape[:2], kind="vector", init=zeros, dtype=dtype, splits=of_rows)
         widths = (self.weight.shape[2], self.weight.shape[1])
-        self.product = choose_expert_product(config, widths, dtype, self.weight.device)
+        self._choose = functools.partial(choose_expert_product, config, widths, dtype)
+        self.product = self._choose(self.weight.device)
+        # Which kernels take such weights is known on the device that they will be on.
+        self._chosen_without_device = self.product if self.weight.is_meta else None
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, in] sorted by expert -> [n, out]; ends: [local experts] int32, where each one's rows end."""
         # FSDP, which divides rows, joins those of all experts: [experts x out, in].
         weight = self.weight if self.weight.dim() == 3 else self.weight.unflatten(0, (-1, self.rows_per_expert))
+        if self._chosen_without_device is not None and not weight.is_meta:
+            # Unless layers in 8 bits have put theirs in its place.
+            if self.product is self._chosen_without_device:
+                self.product = self._choose(weight.device)
+            self._chosen_without_device = None
         return multiply(self.product, x, weight, ends=ends)
 
     def repeat_bias(self, ends: Tensor, rows: int) -> Tensor:
