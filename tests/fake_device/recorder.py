@@ -7,11 +7,12 @@ Imports torch: device.install() comes first.
 from __future__ import annotations
 
 import functools
-import traceback
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.kernels import launching
 from tests.fake_device import device
 
-ROOT = Path(__file__).resolve().parents[2]
+_OURS = f"{Path(__file__).resolve().parents[2]}/megatron/"
 
 # They make or name memory without a kernel, beside the views, which torch itself marks.
 NO_KERNELS = frozenset(
@@ -52,7 +54,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.answer = answer
         self.live_bytes = self.peak_bytes = 0
-        self._live: dict[int, int] = {}
+        self.peak_holders: Counter[str] = Counter()
+        """Place in the program -> bytes made there that lived at the peak."""
+        self._live: dict[int, tuple[int, str]] = {}
         self.kernels: Counter[str] = Counter()
         """Name of the operation -> how often."""
         self.waits: Counter[str] = Counter()
@@ -70,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self.events.clear()
         device.WAITS.clear()
         device.ORDER.clear()
-        self.peak_bytes = self.live_bytes
+        self._note_peak()
 
     def find_longest_row(self) -> list[str]:
         """The longest row of collectives that were started without a kernel between them."""
@@ -192,19 +196,39 @@ class Recorder(TorchDispatchMode):
 
     def _remember(self, tensor: Tensor) -> None:
         """Count the tensor's memory until nothing uses it."""
-        if not is_on_device(tensor):
+        # A DTensor has the size of the whole and no memory of its own; its shard is counted.
+        if not is_on_device(tensor) or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        self._live[key] = storage.nbytes()
-        self.live_bytes += self._live[key]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        # Small ones are many, and do not matter.
+        place = find_place() if storage.nbytes() >= 1 << 20 else "less than a MiB each"
+        self._live[key] = storage.nbytes(), place
+        self.live_bytes += storage.nbytes()
+        if self.live_bytes > self.peak_bytes:
+            self._note_peak()
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._live.pop(key, 0)
+        self.live_bytes -= self._live.pop(key, (0, ""))[0]
+
+    def note_size(self, storage: torch.UntypedStorage) -> None:
+        """A piece of memory has another size now: FSDP frees and takes what it gathers so, without an operation."""
+        if storage._cdata not in self._live:
+            return
+        before, place = self._live[storage._cdata]
+        self._live[storage._cdata] = storage.nbytes(), place
+        self.live_bytes += storage.nbytes() - before
+        if self.live_bytes > self.peak_bytes:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+        self.peak_holders = Counter()
+        for size, place in self._live.values():
+            self.peak_holders[place] += size
 
 
 def _is_group(leaf: Any) -> bool:
@@ -223,10 +247,13 @@ def is_on_device(tensor: Tensor) -> bool:
 
 def find_place() -> str:
     """The nearest function of ours: `file:function`."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if path.is_relative_to(ROOT / "megatron"):
-            return f"{path.relative_to(ROOT)}:{frame.name}"
+    # The stack is walked by hand: the traceback module would read the source of every frame.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS):
+            return f"{file[len(_OURS) - len('megatron/') :]}:{frame.f_code.co_name}"
+        frame = frame.f_back
     return "elsewhere"
 
 
@@ -304,6 +331,21 @@ def _make_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return copy_numbers
 
 
+def _note_resizing(resize: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if _active:
+            _active[-1].note_size(storage)
+        return result
+
+    return resize_and_note
+
+
+def _find_address(find: Callable[[torch.UntypedStorage], int]) -> Callable[[torch.UntypedStorage], int]:
+    """Memory without values lies nowhere; a number for each piece tells them apart as addresses do."""
+    return lambda storage: storage._cdata if storage.device.type == "meta" else find(storage)
+
+
 def _all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
     """Every other rank has what this one has."""
     _active[-1].note_collective("all_gather_object", dist.get_process_group_ranks(group))
@@ -340,5 +382,7 @@ def replace_operations() -> None:
     F.rms_norm = _rms_norm
     F.scaled_dot_product_attention = _attend
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
+    torch.UntypedStorage.data_ptr = _find_address(torch.UntypedStorage.data_ptr)  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _note_resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
     torch.tensor = _make_tensor(torch.tensor)
     torch.as_tensor = _make_tensor(torch.as_tensor)

@@ -42,6 +42,8 @@ class Seen:
     live_bytes: int
     """After set-up."""
     step_peak_bytes: int
+    peak_holders: dict[str, int]
+    """Place in the program -> bytes made there that lived at the peak of the step."""
     kernels: dict[str, int]
     waits: dict[str, int]
     collectives: list[Any]
@@ -110,7 +112,7 @@ class Watch(Hook):
                 parameters = sum(weight.numel() for chunk in run.model for weight in chunk.module.parameters())
                 recorder = self.recorder
                 self.seen = Seen(
-                    parameters, *self.setup_bytes, recorder.peak_bytes, dict(recorder.kernels),
+                    parameters, *self.setup_bytes, recorder.peak_bytes, dict(recorder.peak_holders), dict(recorder.kernels),
                     dict(recorder.count_waits()), list(recorder.collectives), recorder.find_longest_row(),
                     recorder.count_copies(),
                 )  # fmt: skip

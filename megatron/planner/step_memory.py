@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a training step of this program holds on each stage of the pipeline, counted tensor by tensor.
+
+memory.py gives the figures of the reference system, which users compare; this is what our own layers keep, so that a
+plan can say what fits. It is proven within 3 % against steps on a device that counts memory (tests/fake_device).
+
+    state         weight, gradient, main weight and moments in their number formats, divided over the replicas by the
+                  distributed optimizer or FSDP2, which also gathers weights (`_count_state_bytes`)
+    kept          what one layer keeps of one microbatch for backward (`list_kept`): a table by tensor, of which
+                  recomputation leaves rows out
+    in flight     the schedule's own table of forwards and backwards is walked through
+    temporaries   the gradients within the layer that is in backward, or the logits beside the loss, whichever is more
+
+Tensors are those of GPU kernels: no attention scores, unless attention is written out. Not counted: CUDA's context,
+communicators, the allocator's gaps, buckets of gradients under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.core.pipeline_parallel.schedules import build_tables
+from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.layer_patterns import has_experts
+from megatron.core.transformer.pipeline_layout import StageContent, build_pipeline_layout, build_virtual_stages
+from megatron.planner.memory import Workload, count_layers
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_STATE_TENSORS = {"sgd": 1, "lion": 1, "muon": 1}
+"""Tensors of the parameters' size that an update rule keeps; two for every other one."""
+
+
+class Kept(NamedTuple):
+    """A tensor, or several of one kind, that a layer keeps of one microbatch for backward."""
+
+    name: str
+    bytes: float
+    part: str | None = None
+    """The entry of --recompute-modules that leaves it out."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on one stage of the pipeline."""
+
+    parameters: float
+    """Elements that a process of the stage holds, or with FSDP2 all replicas together."""
+    state: float
+    """Bytes of weights, gradients and optimizer state."""
+    activations: float
+    """Bytes of activations and temporaries at the moment with the most."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of both."""
+        return self.state + self.activations
+
+
+def predict_step_memory(
+    model: TransformerConfig,
+    replicas: DistributedDataParallelConfig,
+    optimizer: OptimizerConfig,
+    workload: Workload,
+) -> list[StepMemory]:
+    """Rank in the pipeline -> what a process of that stage holds in a step."""
+    shape = build_virtual_stages(model)
+    contents = build_pipeline_layout(model, shape)
+    name = model.pipeline_schedule or ("1f1b" if shape.chunks == 1 else "interleaved")
+    tables = build_tables(
+        name, shape, workload.num_microbatches, model.microbatch_group_size_per_vp_stage if shape.chunks > 1 else None,
+        side_by_side=model.overlap_moe_expert_parallel_comm, delays_weights=model.delay_wgrad_compute,
+    )  # fmt: skip
+    found = []
+    for rank, table in enumerate(tables):
+        chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
+        dense, experts = _count_parameters(model, workload, chunks)
+        state = _count_state_bytes(model, replicas, optimizer, workload, dense, experts)
+        stages = [_describe_chunk(model, workload, content) for content in chunks]
+        found.append(StepMemory(dense + experts, state, _walk(table, stages)))
+    return found
+
+
+# ---- state
+
+
+def _count_parameters(
+    model: TransformerConfig, workload: Workload, chunks: Sequence[StageContent]
+) -> tuple[float, float]:
+    """Elements on a process: outside of experts, and of experts. Biases and positions are left out."""
+    ranks = model.tensor_model_parallel_size
+    table = workload.padded_vocab_size * model.hidden_size / ranks
+    dense = experts = 0.0
+    has_table = False
+    for content in chunks:
+        numbers = range(content.layers.start + 1, content.layers.stop + 1)
+        counts = [count_layers(model, numbers, has_final_norm=content.ends_decoder)]
+        if content.has_prediction:
+            first = model.num_layers + 1
+            counts.append(count_layers(model, range(first, first + model.count_layers_with_weights())))
+        for count in counts:
+            dense += count.layer_matrices / ranks + count.replicated
+            experts += count.expert_matrices
+        for is_there, is_own in (
+            (content.has_embedding or content.has_prediction, False),
+            (content.has_loss, workload.has_output_layer),
+        ):
+            # Tied tables are one where they meet on a process.
+            if is_there and (is_own or not has_table):
+                dense += table
+                has_table = has_table or not is_own
+    return dense, experts / (model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks))
+
+
+def _count_state_bytes(
+    model: TransformerConfig,
+    replicas: DistributedDataParallelConfig,
+    optimizer: OptimizerConfig,
+    workload: Workload,
+    dense: float,
+    experts: float,
+) -> float:
+    """Bytes of weights, gradients and optimizer state of a process with so many parameters."""
+    weight = 2 if model.bf16 or model.fp16 else 4
+    gradient = 2 if replicas.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16" else 4
+    moments = [_BYTES[optimizer.exp_avg_dtype], _BYTES[optimizer.exp_avg_sq_dtype]]
+    kept = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)])
+    # In float32 the weights themselves are what the optimizer updates.
+    kept += _BYTES[optimizer.main_params_dtype] if weight == 2 else 0
+    num_replicas = workload.data_parallel_size * model.context_parallel_size
+    ranks = model.tensor_model_parallel_size
+    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
+    total = 0.0
+    for elements, copies in ((dense, num_replicas), (experts, num_replicas * ranks / expert_ranks)):
+        if replicas.use_torch_fsdp2:
+            # The optimizer's float32 shards are the only ones: 16-bit weights exist gathered, and in no other form.
+            total += elements * (4 + gradient + sum(moments)) / copies
+        elif replicas.use_distributed_optimizer:
+            total += elements * (weight + gradient + kept / copies)
+        else:
+            total += elements * (weight + gradient + kept)
+    return total
+
+
+# ---- activations
+
+
+def list_kept(model: TransformerConfig, workload: Workload, layer_number: int) -> Iterator[Kept]:
+    """List what a layer, counted from 1, keeps of one microbatch on this process when nothing is recomputed."""
+    width = 2 if model.bf16 or model.fp16 else 4
+    ranks = model.tensor_model_parallel_size
+    tokens = _count_tokens(model, workload)
+    own = tokens / (ranks if model.sequence_parallel else 1)  # tokens of hidden states outside of products
+    hidden = own * model.hidden_size * width
+    yield Kept("the layer's input", hidden * (2 if model.fp32_residual_connection and width == 2 else 1))
+    yield Kept("the attention norm's output", hidden, "layernorm")
+    yield from _list_kept_by_attention(model, tokens, own, width)
+    yield Kept("the MLP's input", hidden * (2 if model.fp32_residual_connection and width == 2 else 1))
+    yield Kept("the MLP norm's output", hidden, "layernorm")
+    if model.hidden_dropout:
+        yield Kept("which elements are dropped", 2 * own * model.hidden_size)
+    if has_experts(model, layer_number):
+        yield from _list_kept_by_experts(model, tokens, own, width)
+    else:
+        assert model.ffn_hidden_size is not None
+        inner = tokens * model.ffn_hidden_size * width / ranks
+        yield Kept("the first product", inner * (2 if model.gated_linear_unit else 1), "mlp")
+        yield Kept("the activation", inner, "mlp")
+
+
+def _list_kept_by_attention(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
+    ranks, heads = model.tensor_model_parallel_size, model.num_attention_heads
+    assert model.num_query_groups is not None
+    groups = max(model.num_query_groups, ranks)  # with fewer groups than ranks, each has one whole
+    per_head = tokens * width / ranks
+    if model.multi_latent_attention:
+        latents = model.kv_lora_rank * (2 if model.qk_layernorm else 1) + model.qk_pos_emb_head_dim
+        latents += (model.q_lora_rank or 0) * (2 if model.qk_layernorm else 1)
+        yield Kept("latent vectors", own * latents * width)
+        yield Kept("queries and keys", per_head * heads * 2 * model.query_width, "mla_up_proj")
+        yield Kept("values", per_head * heads * model.value_width, "mla_up_proj")
+    else:
+        # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
+        yield Kept("packed queries, keys, values", per_head * (heads + 2 * groups) * model.query_width)
+        if heads > model.num_query_groups:
+            yield Kept("queries by heads", per_head * heads * model.query_width)
+    yield Kept("attention's output", per_head * heads * model.value_width)
+    yield Kept("its log-sum-exp", tokens * heads * 4 / ranks)
+
+
+def _list_kept_by_experts(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
+    ranks, copies = model.tensor_model_parallel_size, model.expert_tensor_parallel_size or 1
+    experts, inner = model.num_moe_experts, model.moe_ffn_hidden_size
+    assert experts is not None and inner is not None
+    if not model.sequence_parallel:
+        own = tokens / ranks  # tensor-parallel ranks divide the tokens for their experts
+    # Even routing; ranks that share an expert have the rows of all of them.
+    rows = own * model.moe_router_topk * copies
+    channels = model.expert_channels
+    yield Kept("the router's scores", own * experts * 4 * 4, "moe")
+    yield Kept("tokens sorted by expert", rows * channels * width, "moe")
+    yield Kept("the experts' first product", rows * inner / copies * width * (2 if model.gated_linear_unit else 1), "moe")
+    for name in ("the experts' activation", "the same, weighted"):
+        yield Kept(name, rows * inner / copies * width, "moe_act")
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None:
+        product = tokens * shared * width / ranks
+        yield Kept("the shared expert", product * (3 if model.gated_linear_unit else 2), "shared_experts")
+
+
+def _count_tokens(model: TransformerConfig, workload: Workload) -> float:
+    """Tokens of a microbatch on one process, of which sequence parallelism has a part outside of products."""
+    return workload.seq_length / model.context_parallel_size * workload.micro_batch_size
+
+
+class _Chunk(NamedTuple):
+    """What the microbatches of a virtual stage need."""
+
+    kept: float
+    """From forward to backward."""
+    waiting: float
+    """From backward to the deferred gradients of weights."""
+    forward: float
+    """Beside it at the end of forward."""
+    backward: float
+    """Beside it in backward, at most."""
+
+
+def _describe_chunk(model: TransformerConfig, workload: Workload, content: StageContent) -> _Chunk:
+    width = 2 if model.bf16 or model.fp16 else 4
+    tokens, ranks = _count_tokens(model, workload), model.tensor_model_parallel_size
+    hidden = tokens / (ranks if model.sequence_parallel else 1) * model.hidden_size * width
+    kept = 0.0
+    largest = 0.0  # what is there of one layer while it is computed again
+    temporary = 0.0
+    units = ActivationPolicy(model).divide_layers(len(content.layers))
+    numbers = [index + 1 for index in content.layers]
+    for unit in units:
+        layers = [list(list_kept(model, workload, numbers[index])) for index in unit.layers]
+        everything = sum(row.bytes for rows in layers for row in rows)
+        if unit.is_recomputed:
+            kept += hidden / (ranks if model.distribute_saved_activations else 1)
+            largest = max(largest, everything)
+        else:
+            kept += sum(row.bytes for rows in layers for row in _leave_out(model, rows))
+    for number in numbers:
+        temporary = max(temporary, _count_gradients_of_a_layer(model, workload, number))
+    forward, waiting = 0.0, 0.0
+    if content.has_loss or content.ends_decoder:
+        kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
+    if content.has_loss:
+        logits = tokens * workload.padded_vocab_size / ranks
+        # In float32 beside the 16-bit ones, unless the loss is computed from these.
+        beside = 0 if model.cross_entropy_loss_fusion or width == 4 else 4
+        forward = logits * (width + beside)
+    backward = max(largest + temporary, forward)
+    return _Chunk(kept, waiting, forward, backward)
+
+
+def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
+    """The rows that selective recomputation keeps."""
+    parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
+    if "moe" in parts:
+        parts |= {"moe_act", "shared_experts"}
+    return (row for row in rows if row.part not in parts)
+
+
+def _count_gradients_of_a_layer(model: TransformerConfig, workload: Workload, layer_number: int) -> float:
+    """Bytes of the gradients that live at once while the widest part of a layer, its MLP, is in backward."""
+    rows = {row.name: row.bytes for row in list_kept(model, workload, layer_number)}
+    inner = rows.get("the first product", 0.0) or rows.get("the experts' first product", 0.0)
+    own = rows["the MLP norm's output"]
+    # Of the output, of the first product and of the activation, whose own values have gone by then.
+    return 2 * own + inner
+
+
+def _walk(table: Sequence[tuple[str, int, int, bool]], chunks: Sequence[_Chunk]) -> float:
+    """The most that lives at one moment of a rank's schedule."""
+    now = most = 0.0
+    for kind, _, number, _ in table:
+        chunk = chunks[number]
+        if kind == "F":
+            now += chunk.kept
+            most = max(most, now + chunk.forward)
+        elif kind == "B":
+            most = max(most, now + chunk.backward)
+            now += chunk.waiting - chunk.kept
+        else:
+            now -= chunk.waiting
+    return most
