@@ -3,9 +3,10 @@
 
     WORLD_SIZE=64 python tools/report_theoretical_memory.py <the flags of pretrain_gpt.py>
 
-Prints the parameters of the model and of a process, and the bytes of weights with optimizer state and of activations on
-the most loaded process. WORLD_SIZE is the number of processes of the job. megatron/planner/memory.py says
-what counts.
+Prints what a step of this program holds on the fullest stage of the pipeline (megatron/planner/step_memory.py says what
+counts), and then the figures of the reference system (megatron/planner/memory.py): the parameters of the model and of a
+process, and the bytes of weights with optimizer state and of activations on the most loaded process. WORLD_SIZE is the
+number of processes of the job.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from megatron.core.errors import command_line
-from megatron.planner.memory import MemoryEstimate, describe_memory, estimate_memory
+from megatron.planner.memory import MemoryEstimate, Workload, describe_memory, estimate_memory
+from megatron.planner.step_memory import describe_step_memory, predict_step_memory
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import add_world_size
@@ -23,10 +25,14 @@ from megatron.training.recipes.gpt import describe_gpt_workload
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
 
 
+def describe_workload(config: RunConfig) -> Workload:
+    """What a process of the run works on. Raises ConfigError or DataError for an unusable tokenizer."""
+    return describe_gpt_workload(config, compute_padded_vocab_size(config, build_tokenizer(config)))
+
+
 def estimate(config: RunConfig) -> MemoryEstimate:
-    """What the formulas say of a run. Raises ConfigError or DataError for an unusable tokenizer."""
-    workload = describe_gpt_workload(config, compute_padded_vocab_size(config, build_tokenizer(config)))
-    return estimate_memory(config.model, config.ddp, workload)
+    """What the formulas of the reference system say of a run; raises as `describe_workload`."""
+    return estimate_memory(config.model, config.ddp, describe_workload(config))
 
 
 def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:
@@ -40,5 +46,8 @@ def main() -> int:
         print(__doc__.strip())
         return 0
     config = read([item for item in sys.argv[1:] if item != "--traceback"], os.environ)
+    print(
+        describe_step_memory(predict_step_memory(config.model, config.ddp, config.optimizer, describe_workload(config)))
+    )
     print(describe_memory(estimate(config), config.model))
     return 0

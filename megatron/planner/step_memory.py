@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_MEGABYTE = 1024 * 1024
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _STATE_TENSORS = {"sgd": 1, "lion": 1, "muon": 1}
 """Tensors of the parameters' size that an update rule keeps; two for every other one."""
@@ -85,6 +86,17 @@ def predict_step_memory(
         stages = [_describe_chunk(model, workload, content) for content in chunks]
         found.append(StepMemory(dense + experts, state, _walk(table, stages)))
     return found
+
+
+def describe_step_memory(stages: Sequence[StepMemory]) -> str:
+    """The fullest stage in one line; MB are 1024 x 1024 bytes."""
+    fullest = max(range(len(stages)), key=lambda rank: stages[rank].total)
+    found = stages[fullest]
+    where = f" on stage {fullest} of {len(stages)}" if len(stages) > 1 else ""
+    return (
+        f"A step of this program holds at most{where}: weight and optimizer={found.state / _MEGABYTE:.2f} MB, "
+        f"activation={found.activations / _MEGABYTE:.2f} MB, total={found.total / _MEGABYTE:.2f} MB"
+    )
 
 
 # ---- state
@@ -205,7 +217,9 @@ def _list_kept_by_experts(model: TransformerConfig, tokens: float, own: float, w
     channels = model.expert_channels
     yield Kept("the router's scores", own * experts * 4 * 4, "moe")
     yield Kept("tokens sorted by expert", rows * channels * width, "moe")
-    yield Kept("the experts' first product", rows * inner / copies * width * (2 if model.gated_linear_unit else 1), "moe")
+    yield Kept(
+        "the experts' first product", rows * inner / copies * width * (2 if model.gated_linear_unit else 1), "moe"
+    )
     for name in ("the experts' activation", "the same, weighted"):
         yield Kept(name, rows * inner / copies * width, "moe_act")
     shared = model.moe_shared_expert_intermediate_size

@@ -17,12 +17,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import grouped_products
+from megatron.planner.step_memory import predict_step_memory
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.loop import train
-from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.recipes.gpt import build_gpt_recipe, describe_gpt_workload
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
 from megatron.training.run import Hook, Phase, Run, Step
 from megatron.training.setup import setup
 from megatron.training.verify.parity_layouts import parse_layout
@@ -42,6 +44,8 @@ class Seen:
     live_bytes: int
     """After set-up."""
     step_peak_bytes: int
+    planned_peak_bytes: float
+    """By the formula of megatron/planner/step_memory.py."""
     peak_holders: dict[str, int]
     """Place in the program -> bytes made there that lived at the peak of the step."""
     kernels: dict[str, int]
@@ -112,12 +116,21 @@ class Watch(Hook):
                 parameters = sum(weight.numel() for chunk in run.model for weight in chunk.module.parameters())
                 recorder = self.recorder
                 self.seen = Seen(
-                    parameters, *self.setup_bytes, recorder.peak_bytes, dict(recorder.peak_holders), dict(recorder.kernels),
+                    parameters, *self.setup_bytes, recorder.peak_bytes, plan_peak(run), dict(recorder.peak_holders),
+                    dict(recorder.kernels),
                     dict(recorder.count_waits()), list(recorder.collectives), recorder.find_longest_row(),
                     recorder.count_copies(),
                 )  # fmt: skip
 
         return watched
+
+
+def plan_peak(run: Run) -> float:
+    """What the formula says of this rank."""
+    config = run.config
+    workload = describe_gpt_workload(config, compute_padded_vocab_size(config, build_tokenizer(config)))
+    stages = predict_step_memory(config.model, config.ddp, config.optimizer, workload)
+    return stages[run.groups.pp.rank()].total
 
 
 class Batches:

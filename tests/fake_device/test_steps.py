@@ -108,6 +108,12 @@ def test_weights_and_optimizer_take_18_bytes_each_and_setting_up_no_more(seen: A
 
 
 @pytest.mark.parametrize("name", REQUESTS)
+def test_a_step_holds_what_the_formula_says(seen: Any, name: str) -> None:
+    for rank in of_layout(seen, name):
+        assert rank["step_peak_bytes"] == pytest.approx(rank["planned_peak_bytes"], rel=0.03), rank["peak_holders"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
 def test_ranks_meet_in_the_same_order(seen: Any, name: str) -> None:
     """NCCL waits for ever where members of a group begin its collectives in different orders."""
     by_group: dict[tuple[int, ...], list[list[Any]]] = defaultdict(list)
