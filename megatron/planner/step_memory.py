@@ -45,6 +45,8 @@ class Kept(NamedTuple):
     bytes: float
     part: str | None = None
     """The entry of --recompute-modules that leaves it out."""
+    is_factor: bool = False
+    """A product's input, or as large as its output: there until the weight has its gradient, where that is deferred."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def predict_step_memory(
         chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
         dense, experts = _count_parameters(model, workload, chunks)
         state = _count_state_bytes(model, replicas, optimizer, workload, dense, experts)
-        stages = [_describe_chunk(model, workload, content) for content in chunks]
+        stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
         found.append(StepMemory(dense + experts, state, _walk(table, stages)))
     return found
 
@@ -171,10 +173,10 @@ def list_kept(model: TransformerConfig, workload: Workload, layer_number: int) -
     own = tokens / (ranks if model.sequence_parallel else 1)  # tokens of hidden states outside of products
     hidden = own * model.hidden_size * width
     yield Kept("the layer's input", hidden * (2 if model.fp32_residual_connection and width == 2 else 1))
-    yield Kept("the attention norm's output", hidden, "layernorm")
+    yield Kept("the attention norm's output", hidden, "layernorm", is_factor=True)
     yield from _list_kept_by_attention(model, tokens, own, width)
     yield Kept("the MLP's input", hidden * (2 if model.fp32_residual_connection and width == 2 else 1))
-    yield Kept("the MLP norm's output", hidden, "layernorm")
+    yield Kept("the MLP norm's output", hidden, "layernorm", is_factor=True)
     if model.hidden_dropout:
         yield Kept("which elements are dropped", 2 * own * model.hidden_size)
     if has_experts(model, layer_number):
@@ -182,8 +184,8 @@ def list_kept(model: TransformerConfig, workload: Workload, layer_number: int) -
     else:
         assert model.ffn_hidden_size is not None
         inner = tokens * model.ffn_hidden_size * width / ranks
-        yield Kept("the first product", inner * (2 if model.gated_linear_unit else 1), "mlp")
-        yield Kept("the activation", inner, "mlp")
+        yield Kept("the first product", inner * (2 if model.gated_linear_unit else 1), "mlp", is_factor=True)
+        yield Kept("the activation", inner, "mlp", is_factor=True)
 
 
 def _list_kept_by_attention(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
@@ -199,10 +201,10 @@ def _list_kept_by_attention(model: TransformerConfig, tokens: float, own: float,
         yield Kept("values", per_head * heads * model.value_width, "mla_up_proj")
     else:
         # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
-        yield Kept("packed queries, keys, values", per_head * (heads + 2 * groups) * model.query_width)
+        yield Kept("packed queries, keys, values", per_head * (heads + 2 * groups) * model.query_width, is_factor=True)
         if heads > model.num_query_groups:
             yield Kept("queries by heads", per_head * heads * model.query_width)
-    yield Kept("attention's output", per_head * heads * model.value_width)
+    yield Kept("attention's output", per_head * heads * model.value_width, is_factor=True)
     yield Kept("its log-sum-exp", tokens * heads * 4 / ranks)
 
 
@@ -216,7 +218,7 @@ def _list_kept_by_experts(model: TransformerConfig, tokens: float, own: float, w
     rows = own * model.moe_router_topk * copies
     channels = model.expert_channels
     yield Kept("the router's scores", own * experts * 4 * 4, "moe")
-    yield Kept("tokens sorted by expert", rows * channels * width, "moe")
+    yield Kept("tokens sorted by expert", rows * channels * width, "moe", is_factor=True)
     yield Kept(
         "the experts' first product", rows * inner / copies * width * (2 if model.gated_linear_unit else 1), "moe"
     )
@@ -246,35 +248,38 @@ class _Chunk(NamedTuple):
     """Beside it in backward, at most."""
 
 
-def _describe_chunk(model: TransformerConfig, workload: Workload, content: StageContent) -> _Chunk:
+def _describe_chunk(
+    model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
+) -> _Chunk:
     width = 2 if model.bf16 or model.fp16 else 4
     tokens, ranks = _count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens / (ranks if model.sequence_parallel else 1) * model.hidden_size * width
-    kept = 0.0
-    largest = 0.0  # what is there of one layer while it is computed again
-    temporary = 0.0
-    units = ActivationPolicy(model).divide_layers(len(content.layers))
     numbers = [index + 1 for index in content.layers]
-    for unit in units:
-        layers = [list(list_kept(model, workload, numbers[index])) for index in unit.layers]
-        everything = sum(row.bytes for rows in layers for row in rows)
+    layers = {number: list(list_kept(model, workload, number)) for number in numbers}
+    kept = computed_again = waiting = 0.0
+    for unit in ActivationPolicy(model).divide_layers(len(content.layers)):
+        of_unit = [layers[numbers[index]] for index in unit.layers]
         if unit.is_recomputed:
             kept += hidden / (ranks if model.distribute_saved_activations else 1)
-            largest = max(largest, everything)
+            computed_again = max(computed_again, sum(row.bytes for rows in of_unit for row in rows))
         else:
-            kept += sum(row.bytes for rows in layers for row in _leave_out(model, rows))
-    for number in numbers:
-        temporary = max(temporary, _count_gradients_of_a_layer(model, workload, number))
-    forward, waiting = 0.0, 0.0
-    if content.has_loss or content.ends_decoder:
+            kept += sum(row.bytes for rows in of_unit for row in _leave_out(model, rows))
+    # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
+    if model.defers_weight_gradients or model.delays_weight_gradients:
+        waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers.values())
+    gradients = max((_count_gradients(rows) for rows in layers.values()), default=0.0)
+    forward = 0.0
+    if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
     if content.has_loss:
-        logits = tokens * workload.padded_vocab_size / ranks
-        # In float32 beside the 16-bit ones, unless the loss is computed from these.
-        beside = 0 if model.cross_entropy_loss_fusion or width == 4 else 4
-        forward = logits * (width + beside)
-    backward = max(largest + temporary, forward)
-    return _Chunk(kept, waiting, forward, backward)
+        # Their gradient is written over them.
+        forward = tokens * workload.padded_vocab_size / ranks * width
+        waiting += forward + hidden if waiting else 0.0
+        if replicas.use_torch_fsdp2 and workload.has_output_layer:
+            forward += workload.padded_vocab_size * model.hidden_size / ranks * width
+    # Hidden states and gradients on their way from and to other stages.
+    under_way = 2 * hidden if model.pipeline_model_parallel_size > 1 else 0.0
+    return _Chunk(kept, waiting, forward + under_way, max(computed_again + gradients, forward) + under_way)
 
 
 def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
@@ -285,13 +290,12 @@ def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]
     return (row for row in rows if row.part not in parts)
 
 
-def _count_gradients_of_a_layer(model: TransformerConfig, workload: Workload, layer_number: int) -> float:
-    """Bytes of the gradients that live at once while the widest part of a layer, its MLP, is in backward."""
-    rows = {row.name: row.bytes for row in list_kept(model, workload, layer_number)}
-    inner = rows.get("the first product", 0.0) or rows.get("the experts' first product", 0.0)
-    own = rows["the MLP norm's output"]
-    # Of the output, of the first product and of the activation, whose own values have gone by then.
-    return 2 * own + inner
+def _count_gradients(rows: Sequence[Kept]) -> float:
+    """Bytes of the gradients that live at once while the widest part of a layer, its MLP, is in backward: of its output
+    and of its input, and of the activation; that of the first product takes the product's place."""
+    by_name = {row.name: row.bytes for row in rows}
+    inner = by_name.get("the activation", 0.0) or by_name.get("the experts' activation, weighted", 0.0)
+    return 2 * by_name["the MLP norm's output"] + by_name.get("tokens sorted by expert", 0.0) + inner
 
 
 def _walk(table: Sequence[tuple[str, int, int, bool]], chunks: Sequence[_Chunk]) -> float:
