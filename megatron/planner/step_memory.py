@@ -45,6 +45,8 @@ class Kept(NamedTuple):
     bytes: float
     part: str | None = None
     """The entry of --recompute-modules that leaves it out."""
+    place: str | None = None
+    """The entry of --offload-modules that lets it wait on the host."""
     is_factor: bool = False
     """A product's input, or as large as its output: there until the weight has its gradient, where that is deferred."""
 
@@ -147,6 +149,7 @@ def _count_state_bytes(
     kept = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)])
     # In float32 the weights themselves are what the optimizer updates.
     kept += _BYTES[optimizer.main_params_dtype] if weight == 2 else 0
+    kept *= 1 - workload.offloaded_state
     num_replicas = workload.data_parallel_size * model.context_parallel_size
     ranks = model.tensor_model_parallel_size
     expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
@@ -166,26 +169,31 @@ def _count_state_bytes(
 
 
 def list_kept(model: TransformerConfig, workload: Workload, layer_number: int) -> Iterator[Kept]:
-    """List what a layer, counted from 1, keeps of one microbatch on this process when nothing is recomputed."""
+    """List what a layer, counted from 1, keeps of one microbatch on this process when nothing is recomputed or
+    offloaded."""
     width = 2 if model.bf16 or model.fp16 else 4
-    ranks = model.tensor_model_parallel_size
-    tokens = _count_tokens(model, workload)
+    ranks, tokens = model.tensor_model_parallel_size, _count_tokens(model, workload)
     own = tokens / (ranks if model.sequence_parallel else 1)  # tokens of hidden states outside of products
     hidden = own * model.hidden_size * width
-    yield Kept("the layer's input", hidden * (2 if model.fp32_residual_connection and width == 2 else 1))
-    yield Kept("the attention norm's output", hidden, "layernorm", is_factor=True)
+    stream = own * model.hidden_size * 4 if model.fp32_residual_connection else hidden
+    # Inputs of products in FP8 wait in 8 bits, with their scales.
+    rounds = model.rounded_input_bytes is not None and model.is_fp8_layer(layer_number)
+    rounded = (model.rounded_input_bytes or width) / width if rounds else 1.0
+    yield Kept("the layer's input", stream, place="attn_norm")
+    yield Kept("the attention norm's output", hidden * rounded, "layernorm", "qkv_linear", is_factor=True)
     yield from _list_kept_by_attention(model, tokens, own, width)
-    yield Kept("the MLP's input", hidden * (2 if model.fp32_residual_connection and width == 2 else 1))
-    yield Kept("the MLP norm's output", hidden, "layernorm", is_factor=True)
+    yield Kept("the MLP's input", stream, place="mlp_norm")
+    yield Kept("the MLP norm's output", hidden * rounded, "layernorm", "mlp_fc1", is_factor=True)
     if model.hidden_dropout:
         yield Kept("which elements are dropped", 2 * own * model.hidden_size)
     if has_experts(model, layer_number):
         yield from _list_kept_by_experts(model, tokens, own, width)
-    else:
-        assert model.ffn_hidden_size is not None
-        inner = tokens * model.ffn_hidden_size * width / ranks
-        yield Kept("the first product", inner * (2 if model.gated_linear_unit else 1), "mlp", is_factor=True)
-        yield Kept("the activation", inner, "mlp", is_factor=True)
+        return
+    assert model.ffn_hidden_size is not None
+    inner = tokens * model.ffn_hidden_size * width / ranks
+    sides = 2 if model.gated_linear_unit else 1
+    yield Kept("the first product", inner * sides, "mlp", "mlp_act", is_factor=True)
+    yield Kept("the activation", inner * rounded, "mlp_act", "mlp_act", is_factor=True)
 
 
 def _list_kept_by_attention(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
@@ -193,41 +201,40 @@ def _list_kept_by_attention(model: TransformerConfig, tokens: float, own: float,
     assert model.num_query_groups is not None
     groups = max(model.num_query_groups, ranks)  # with fewer groups than ranks, each has one whole
     per_head = tokens * width / ranks
+    queries, values = per_head * heads * model.query_width, per_head * heads * model.value_width
     if model.multi_latent_attention:
-        latents = model.kv_lora_rank * (2 if model.qk_layernorm else 1) + model.qk_pos_emb_head_dim
-        latents += (model.q_lora_rank or 0) * (2 if model.qk_layernorm else 1)
-        yield Kept("latent vectors", own * latents * width)
-        yield Kept("queries and keys", per_head * heads * 2 * model.query_width, "mla_up_proj")
-        yield Kept("values", per_head * heads * model.value_width, "mla_up_proj")
+        # Of a latent vector that is normalised both sides are kept.
+        latents = (model.kv_lora_rank + (model.q_lora_rank or 0)) * (2 if model.qk_layernorm else 1)
+        yield Kept("latent vectors", own * (latents + model.qk_pos_emb_head_dim) * width, place="qkv_linear")
+        yield Kept("queries and keys", 2 * queries, "mla_up_proj", "core_attn")
+        yield Kept("values", values, "mla_up_proj", "core_attn")
     else:
+        packed = per_head * (heads + 2 * groups) * model.query_width
+        yield Kept("packed queries, keys, values", packed, place="core_attn", is_factor=True)
         # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
-        yield Kept("packed queries, keys, values", per_head * (heads + 2 * groups) * model.query_width, is_factor=True)
         if heads > model.num_query_groups:
-            yield Kept("queries by heads", per_head * heads * model.query_width)
-    yield Kept("attention's output", per_head * heads * model.value_width, is_factor=True)
+            yield Kept("queries by heads", queries, place="core_attn")
+    yield Kept("attention's output", values, place="attn_proj", is_factor=True)
     yield Kept("its log-sum-exp", tokens * heads * 4 / ranks)
 
 
 def _list_kept_by_experts(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
-    ranks, copies = model.tensor_model_parallel_size, model.expert_tensor_parallel_size or 1
+    ranks, sharers = model.tensor_model_parallel_size, model.expert_tensor_parallel_size or 1
     experts, inner = model.num_moe_experts, model.moe_ffn_hidden_size
     assert experts is not None and inner is not None
     if not model.sequence_parallel:
         own = tokens / ranks  # tensor-parallel ranks divide the tokens for their experts
     # Even routing; ranks that share an expert have the rows of all of them.
-    rows = own * model.moe_router_topk * copies
-    channels = model.expert_channels
+    rows = own * model.moe_router_topk * sharers
+    product = rows * inner / sharers * width
+    sides = 2 if model.gated_linear_unit else 1
     yield Kept("the router's scores", own * experts * 4 * 4, "moe")
-    yield Kept("tokens sorted by expert", rows * channels * width, "moe", is_factor=True)
-    yield Kept(
-        "the experts' first product", rows * inner / copies * width * (2 if model.gated_linear_unit else 1), "moe"
-    )
-    for name in ("the experts' activation", "the same, weighted"):
-        yield Kept(name, rows * inner / copies * width, "moe_act")
+    yield Kept("tokens sorted by expert", rows * model.expert_channels * width, "moe", "expert_fc1", is_factor=True)
+    yield Kept("the experts' first product", product * sides, "moe", "moe_act", is_factor=True)
+    yield Kept("the experts' activation, weighted", product, "moe_act", "moe_act", is_factor=True)
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None:
-        product = tokens * shared * width / ranks
-        yield Kept("the shared expert", product * (3 if model.gated_linear_unit else 2), "shared_experts")
+        yield Kept("the shared expert", tokens * shared * width / ranks * (sides + 1), "shared_experts")
 
 
 def _count_tokens(model: TransformerConfig, workload: Workload) -> float:
@@ -257,13 +264,15 @@ def _describe_chunk(
     numbers = [index + 1 for index in content.layers]
     layers = {number: list(list_kept(model, workload, number)) for number in numbers}
     kept = computed_again = waiting = 0.0
+    on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
     for unit in ActivationPolicy(model).divide_layers(len(content.layers)):
         of_unit = [layers[numbers[index]] for index in unit.layers]
         if unit.is_recomputed:
             kept += hidden / (ranks if model.distribute_saved_activations else 1)
             computed_again = max(computed_again, sum(row.bytes for rows in of_unit for row in rows))
         else:
-            kept += sum(row.bytes for rows in of_unit for row in _leave_out(model, rows))
+            here = (rows for index, rows in zip(unit.layers, of_unit, strict=True) if index not in on_host)
+            kept += sum(row.bytes for rows in here for row in _leave_out(model, rows))
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     if model.defers_weight_gradients or model.delays_weight_gradients:
         waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers.values())
@@ -275,19 +284,26 @@ def _describe_chunk(
         # Their gradient is written over them.
         forward = tokens * workload.padded_vocab_size / ranks * width
         waiting += forward + hidden if waiting else 0.0
+        head = workload.padded_vocab_size * model.hidden_size / ranks * width
         if replicas.use_torch_fsdp2 and workload.has_output_layer:
-            forward += workload.padded_vocab_size * model.hidden_size / ranks * width
+            forward += 2 * head  # gathered, and in backward its gradient before that is divided
     # Hidden states and gradients on their way from and to other stages.
     under_way = 2 * hidden if model.pipeline_model_parallel_size > 1 else 0.0
     return _Chunk(kept, waiting, forward + under_way, max(computed_again + gradients, forward) + under_way)
 
 
 def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
-    """The rows that selective recomputation keeps."""
+    """The rows that selective recomputation keeps, less what waits on the host."""
     parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
     if "moe" in parts:
         parts |= {"moe_act", "shared_experts"}
-    return (row for row in rows if row.part not in parts)
+    if "mlp" in parts:
+        parts.add("mlp_act")
+    moved = set(model.offload_modules) if model.fine_grained_activation_offloading else set()
+    for row in rows:
+        if row.part not in parts:
+            share = model.activation_offload_fraction if row.place in moved else 0.0
+            yield row._replace(bytes=row.bytes * (1 - share))
 
 
 def _count_gradients(rows: Sequence[Kept]) -> float:
