@@ -146,7 +146,7 @@ def _count_state_bytes(
     weight = 2 if model.bf16 or model.fp16 else 4
     gradient = 2 if replicas.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16" else 4
     moments = [_BYTES[optimizer.exp_avg_dtype], _BYTES[optimizer.exp_avg_sq_dtype]]
-    kept = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)])
+    kept: float = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)])
     # In float32 the weights themselves are what the optimizer updates.
     kept += _BYTES[optimizer.main_params_dtype] if weight == 2 else 0
     kept *= 1 - workload.offloaded_state

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -283,3 +285,17 @@ def test_refusals(flags: str, sentence: str) -> None:
 def test_without_a_granularity_nothing_is_recomputed(flags: str) -> None:
     (note,) = (note for note in run_config(flags).notes if "recompute" in note)
     assert note.startswith(f"{flags} has no effect without --recompute-granularity")
+
+
+def test_what_is_computed_again_is_freed_at_the_end_of_its_block() -> None:
+    """torch holds the function that packs until backward: if that held the value, recomputation would save nothing."""
+    weight, outer, inner = torch.ones(2, requires_grad=True), torch.rand(2), torch.rand(2)
+    freed = [weakref.ref(outer), weakref.ref(inner)]
+    with keep_as(outer, Recomputed(lambda: torch.tensor([1.0, 2.0]))):
+        with keep_as(inner, Recomputed(lambda: torch.tensor([3.0, 4.0]))):
+            result = (weight * outer).sum() + (weight * inner).sum()
+        del inner
+        assert freed[1]() is None
+    del outer
+    assert freed[0]() is None
+    assert torch.autograd.grad(result, weight)[0].tolist() == [4.0, 6.0]

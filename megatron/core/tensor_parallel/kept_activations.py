@@ -132,11 +132,22 @@ class Divided(Way):
 
 
 class _Rule:
-    """A tensor as it is now, and the way that is meant for it."""
+    """A tensor as it is now, and the way that is meant for it. Its block releases the tensor at its end."""
 
     def __init__(self, value: Tensor, way: Way) -> None:
-        self.value, self.version, self.way = value, value._version, way
+        self.way, self.version = way, value._version
+        self._value: Tensor | None = value
         self.storage = value.untyped_storage()._cdata
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor, while the block lasts."""
+        assert self._value is not None, "nothing is kept for backward behind the end of a block"
+        return self._value
+
+    def release(self) -> None:
+        """Hold the tensor no longer: torch holds the function that packs, and with it its rules, until backward."""
+        self._value = None
 
     def concerns(self, kept: Tensor) -> bool:
         """Whether `kept` is the value, or a view of all its elements in their order, and still unchanged."""
@@ -186,8 +197,12 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
 
     A copy of it, or a view of some of its elements, is kept, too. Blocks may be nested.
     """
-    with _in_force((*_RULES.get(), _Rule(value, way))):
-        yield
+    rule = _Rule(value, way)
+    try:
+        with _in_force((*_RULES.get(), rule)):
+            yield
+    finally:
+        rule.release()
 
 
 @contextlib.contextmanager
