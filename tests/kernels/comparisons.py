@@ -48,6 +48,7 @@ from megatron.core.transformer.moe.permutation import (
     unpermute_reference,
 )
 from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
+from tests.unit.gpt_models import build_model, token_batch
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import tiny_network
 
@@ -72,8 +73,16 @@ def kernels_chosen() -> Iterator[list[Any]]:
         launched.append(kernel)
         launch(kernel, *arguments, **constants)
 
-    with mock.patch.object(launching, "launch", note), mock.patch.object(launching, "uses_kernels", lambda *_: True):
+    def fit(*tensors: Tensor | None) -> bool:
+        return all(x is None or (x.dtype in launching.FORMATS and x.is_contiguous()) for x in tensors)
+
+    with mock.patch.object(launching, "launch", note), mock.patch.object(launching, "uses_kernels", fit):
         yield launched
+
+
+def without_kernels() -> contextlib.AbstractContextManager[Any]:
+    """Operations take their other form, on a GPU as well."""
+    return mock.patch.object(launching, "uses_kernels", lambda *_: False)
 
 
 def run(function: Callable[..., Any], inputs: list[Tensor | None], weights: Tensor | None = None) -> list[Tensor]:
@@ -303,7 +312,8 @@ def adam(device: str) -> None:
     reduced = "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     for flags, tolerance in ((plain, 2e-6), (f"{plain} --bf16", 8e-3), (f"{plain} --bf16 {reduced}", 8e-3),
                              (f"{plain} --bf16 {reduced} --main-grads-dtype bf16", 8e-3)):  # fmt: skip
-        expected = _train_network(flags, device, 3)
+        with without_kernels():
+            expected = _train_network(flags, device, 3)
         with kernels_chosen() as launched:
             found = _train_network(flags, device, 3)
         assert len(launched) >= 6, launched
@@ -452,3 +462,40 @@ def eight_bits_of_a_matrix(device: str) -> None:
             for values, other in ((found, expected.values), (turned, expected.values.t()), (again, turned)):
                 assert values.is_contiguous() and values.dtype == kind
                 torch.testing.assert_close(values.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- together
+
+_LLAMA = """
+    --num-layers 1 --hidden-size 72 --num-attention-heads 6 --group-query-attention --num-query-groups 3 --swiglu
+    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights
+"""
+_EXPERTS = f"{_LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 40"
+_MODELS = {
+    "dense": _LLAMA, "with biases": "--num-layers 1 --position-embedding-type rope --rotary-percent 0.5",
+    "experts": _EXPERTS, "experts, dropping": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",
+    "recomputed": f"{_EXPERTS} --recompute-granularity selective --recompute-modules moe_act layernorm",
+    "recomputed whole": f"{_LLAMA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}  # fmt: skip
+
+
+@compared
+def whole_models(device: str) -> None:
+    """Losses and the gradient of every parameter, with kernels and without."""
+    for flags in _MODELS.values():
+        model = build_model(flags).to(device)
+        tokens, positions, labels = (x.to(device) for x in token_batch())
+
+        def loss_and_grads(model: Any = model, batch: tuple[Tensor, ...] = (tokens, positions, labels)) -> list[Tensor]:
+            model.zero_grad()
+            losses = model(batch[0], batch[1], labels=batch[2])
+            losses.mean().backward()
+            return [losses.detach(), *(param.grad.clone() for param in model.parameters())]
+
+        with without_kernels():
+            expected = loss_and_grads()
+        with kernels_chosen() as launched:
+            found = loss_and_grads()
+        assert len(launched) >= 6
+        assert_close(found, expected, 1e-4)
