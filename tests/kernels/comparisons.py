@@ -47,7 +47,7 @@ from megatron.core.transformer.moe.permutation import (
     unpermute,
     unpermute_reference,
 )
-from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
+from megatron.core.transformer.rotary import Rotation, apply_rotary, rotate_heads, split_and_rotate, split_qkv
 from tests.unit.gpt_models import build_model, token_batch
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import tiny_network
@@ -366,6 +366,21 @@ def rotary_positions(device: str) -> None:
     _compare_rotation(1, 8, 4, True, torch.float16, device, positions=1)
 
 
+@compared
+def rotary_positions_of_heads(device: str) -> None:
+    """Queries and keys that a norm has made."""
+    angles = torch.outer(torch.arange(5.0), torch.linspace(0.1, 1.0, 6)).to(device)
+    for interleaved, width in ((False, 12), (True, 12), (False, 24), (True, 20)):
+        x = randn(5, 2, 3, width, dtype=torch.float32, device=device)
+        exact = Rotation(angles.double().cos(), angles.double().sin(), interleaved)
+        expected = run(lambda x, r=exact: apply_rotary(x, r), [x.double()])
+        rounded = Rotation(angles.cos(), angles.sin(), interleaved)
+        with kernels_chosen() as launched:
+            found = run(lambda x, r=rounded: rotate_heads(x, r), [x])
+        assert len(launched) == 2
+        assert_close(found, expected, 2e-6)
+
+
 # ---- experts
 
 
@@ -474,7 +489,8 @@ _LLAMA = """
 _EXPERTS = f"{_LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 40"
 _MODELS = {
     "dense": _LLAMA, "with biases": "--num-layers 1 --position-embedding-type rope --rotary-percent 0.5",
-    "experts": _EXPERTS, "experts, dropping": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",
+    "norms of queries and keys": f"{_LLAMA} --qk-layernorm", "experts": _EXPERTS,
+    "experts, dropping": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",
     "recomputed": f"{_EXPERTS} --recompute-granularity selective --recompute-modules moe_act layernorm",
     "recomputed whole": f"{_LLAMA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }  # fmt: skip

@@ -20,11 +20,14 @@ from megatron.core.kernels import fp8_cast, launching  # noqa: E402
 from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
+from megatron.core.transformer import operations  # noqa: E402
 from megatron.core.transformer.moe.grouped_products import GroupedMatmul  # noqa: E402
 from megatron.core.transformer.moe.permutation import unpermute  # noqa: E402
+from megatron.core.transformer.operations import describe_operations  # noqa: E402
 from megatron.core.transformer.rotary import Rotation, split_and_rotate  # noqa: E402
 from tests.kernels.comparisons import COMPARISONS  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
+from tests.unit.gpt_models import read_config  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,3 +150,21 @@ def test_eight_bits_are_rounded_by_one_instruction(tmp_path: Path, monkeypatch: 
 def test_no_kernel_is_chosen_on_a_cpu() -> None:
     assert not launching.uses_kernels(torch.zeros(4))
     assert launching.find_obstacle(torch.device("cpu")) == "no GPU"
+
+
+def test_the_log_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config("--swiglu --num-experts 4 --moe-grouped-gemm --position-embedding-type rope").model
+    without = describe_operations(config, torch.device("cpu"))
+    monkeypatch.setattr(operations, "kernels_work", lambda device: True)
+    found = describe_operations(config, torch.device("cpu"))
+    changed = {name for name, text in found.items() if without[name] != text}
+    assert changed == {"activation", "rotary positions", "cross entropy"}
+    assert all("one kernel each way" in found[name] for name in changed)
+    plain = describe_operations(read_config("--no-bias-swiglu-fusion --swiglu").model, torch.device("cpu"))
+    assert plain["activation"] == "gated silu, elementary operations"
+
+
+def test_the_log_says_why_a_gpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "find_obstacle", lambda device: "the Python package triton is not installed")
+    said = operations.describe_kernels(torch.device("cuda", 0))
+    assert said == {"kernels": "PyTorch's own alone: the Python package triton is not installed"}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions on the packed projection of queries, keys and values, one kernel each way; the formulas stand in
-megatron/core/transformer/rotary.py.
+"""Rotary positions on the packed projection of queries, keys and values, or on heads that a norm has made, one kernel
+each way; the formulas stand in megatron/core/transformer/rotary.py.
 
 A line is one head of one token. Forward reads queries and keys once and writes each where attention takes it; backward
 reads the three gradients where attention left them and writes the packed one. A program takes several lines, so that
@@ -131,6 +131,27 @@ def rotary_backward(
         tl.store(target + columns, copied, mask=inside & rest)
 
 
+@triton.jit
+def rotary_heads(
+    x, y, cos, sin, lines, lines_each,
+    WIDTH: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    # So many lines at each position.
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    inside = line < lines
+    x1, x2 = _load_pairs(x + line * WIDTH, inside, ROTATED, INTERLEAVED, LINES, BLOCK)
+    c, s = _load_angles(cos, sin, line // lines_each, inside, ROTATED, BLOCK)
+    if BACK:
+        s = -s
+    target = y + line * WIDTH
+    _store_pairs(target, x1 * c - x2 * s, x2 * c + x1 * s, inside, ROTATED, INTERLEAVED, LINES, BLOCK)
+    if ROTATED < WIDTH:
+        columns = ROTATED + tl.arange(0, REST)[None, :]
+        mask = inside & (columns < WIDTH)
+        tl.store(target + columns, tl.load(x + line * WIDTH + columns, mask=mask, other=0.0), mask=mask)
+
+
 def _constants(heads: int, width: int, rotated: int, interleaved: bool) -> dict[str, Any]:
     block = choose_block(rotated // 2, 1 << 30)
     rest = choose_block(width - rotated, 1 << 30)
@@ -177,3 +198,16 @@ def merge_and_rotate_back(
         lines, batch, groups, *strides, **constants,
     )  # fmt: skip
     return packed
+
+
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool = False) -> Tensor:
+    """Rotate x [s, ..., d], contiguous, into new memory; back: by the opposite angle."""
+    y = torch.empty_like(x)
+    constants = _constants(1, x.shape[-1], 2 * cos.shape[-1], interleaved) | {"BACK": back}
+    del constants["HEADS"]
+    lines = x.numel() // x.shape[-1]
+    launching.launch(
+        rotary_heads, (triton.cdiv(lines, constants["LINES"]),), x, y, cos.contiguous(), sin.contiguous(), lines,
+        lines // x.shape[0], **constants,
+    )  # fmt: skip
+    return y

@@ -49,6 +49,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
 from megatron.core.transformer.rotary import (
     Rotation,
+    rotate_by_kernel,
     rotate_queries_and_keys,
     split_and_rotate,
     split_and_rotate_reference,
@@ -243,7 +244,7 @@ class SelfAttention(Attention):
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
         # In the memory of the projection's output, which nothing else reads; a norm or a gate would.
         self.split = split_and_rotate if self.is_rope_fused else split_and_rotate_reference
-        self.rotate = rotate_queries_and_keys
+        self.rotate = rotate_by_kernel if config.apply_rope_fusion else rotate_queries_and_keys
         self.q_layernorm = self._build_head_norm(submodules.q_layernorm, config.num_attention_heads)
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
 

@@ -43,6 +43,9 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     # Latent attention's come with joining its heads, which has no kernel.
     by_rope = "fused" if config.multi_latent_attention else by_kernel
     fused_rope = fused_or_plain(uses_fused_rope(config), f"{by_rope} with the query-key-value split, in place")
+    # What a norm has made is rotated by itself.
+    if kernels_work(device) and config.apply_rope_fusion and not (uses_fused_rope(config) or config.compile):
+        fused_rope = "one kernel each way for queries, and one for keys"
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
         "linear": _describe_linear(config, device),

@@ -64,6 +64,31 @@ def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
 
 
+class _RotateHeads(torch.autograd.Function):
+    """`apply_rotary` by one kernel each way, which keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotation: Rotation) -> Tensor:
+        from megatron.core.kernels.rotary import rotate_heads
+
+        ctx.rotation = rotation
+        return rotate_heads(x, *rotation[:3])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from megatron.core.kernels.rotary import rotate_heads
+
+        return rotate_heads(grad.contiguous(), *ctx.rotation[:3], back=True), None
+
+
+def rotate_heads(x: Tensor, rotation: Rotation) -> Tensor:
+    """`apply_rotary`, by a kernel where one runs."""
+    if not launching.uses_kernels(x):
+        return apply_rotary(x, rotation)
+    result: Tensor = _RotateHeads.apply(x, rotation)
+    return result
+
+
 def _rotate_(x: Tensor, rotation: Rotation) -> None:
     """Rotate x [s, ..., d] in place."""
     x1, x2 = _pairs(x[..., : rotation.channels], rotation.interleaved)
@@ -117,6 +142,11 @@ def split_and_rotate_reference(
 def rotate_queries_and_keys(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """`apply_rotary` on query [s, b, n, d] and key [s, b, g, d]."""
     return apply_rotary(query, rotation), apply_rotary(key, rotation)
+
+
+def rotate_by_kernel(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """`rotate_queries_and_keys`, by a kernel for each where one runs."""
+    return rotate_heads(query, rotation), rotate_heads(key, rotation)
 
 
 class _SplitAndRotate(torch.autograd.Function):
