@@ -25,8 +25,8 @@ from megatron.core.transformer.moe.grouped_products import GroupedMatmul  # noqa
 from megatron.core.transformer.moe.permutation import unpermute  # noqa: E402
 from megatron.core.transformer.operations import describe_operations  # noqa: E402
 from megatron.core.transformer.rotary import Rotation, split_and_rotate  # noqa: E402
-from tests.kernels.comparisons import COMPARISONS  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
+from tests.kernels.training_comparisons import ALL_COMPARISONS  # noqa: E402
 from tests.unit.gpt_models import read_config  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,16 +44,16 @@ def answers() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("name", ALL_COMPARISONS)
 def test_a_kernel_equals_its_reference(answers: dict[str, str], name: str) -> None:
     assert answers[name] == ""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("name", ALL_COMPARISONS)
 def test_a_kernel_equals_its_reference_on_a_gpu(name: str) -> None:
     assert launching.find_obstacle(torch.device("cuda", 0)) is None
-    COMPARISONS[name]("cuda")
+    ALL_COMPARISONS[name]("cuda")
 
 
 def weighted_gate() -> None:
