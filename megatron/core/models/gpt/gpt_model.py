@@ -121,10 +121,6 @@ class GPTModel(LanguageModule):
                 )
         # Last, when the whole tree of modules exists: initial numbers depend on the parameters' global names.
         self._initialise()
-        self.is_frozen = config.freeze_base_for_mtp and config.mtp_num_layers is not None
-        if self.is_frozen:
-            for name, parameter in self.named_parameters():
-                parameter.requires_grad_(parameter.requires_grad and name.startswith("mtp."))
 
     def _find_place_in_pipeline(self, vp_stage: int | None) -> int:
         """Find what this chunk shares with others; returns how many processes of the pipeline hold the embedding."""
@@ -147,9 +143,14 @@ class GPTModel(LanguageModule):
         return len(use.ranks)
 
     def _initialise(self) -> None:
-        """Name and fill the parameters as the config says."""
+        """Name and fill the parameters as the config says, and freeze those that --freeze-base-for-mtp does not train:
+        all but the layers of multi-token prediction."""
         on_cpu, draw = self.config.use_cpu_initialization, self.config.perform_initialization
         initialise_parameters(self, seed=self.config.seed, draw_on_cpu=on_cpu, draw=draw)
+        self.is_frozen = self.config.freeze_base_for_mtp and self.config.mtp_num_layers is not None
+        for name, parameter in self.named_parameters():
+            if self.is_frozen and not name.startswith("mtp."):
+                parameter.requires_grad_(False)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the previous stage, for the next forward call."""
