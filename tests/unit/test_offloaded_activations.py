@@ -237,6 +237,21 @@ def test_memory_that_is_taken_again_is_another_value() -> None:
     assert grads == [float(number) for number in range(20)]
 
 
+def test_memory_of_the_host_is_used_again_for_other_sizes() -> None:
+    """What experts keep differs from pass to pass; memory of up to twice the size is taken for it."""
+    offloader = Offloader(OffloadChoice(frozenset({"part"})))
+    for numel in (100, 60, 99, 51, 100):
+        with offloader.open_pass():
+            get = hold("part", torch.full((numel,), float(numel)))
+        assert torch.equal(get(), torch.full((numel,), float(numel)))
+        assert offloader.offloaded_bytes == 4 * numel and offloader.buffer_bytes == 400
+        del get
+    with offloader.open_pass():
+        held = hold("part", torch.zeros(10))
+    assert offloader.buffer_bytes == 440, "more than twice as large is left for others"
+    del held
+
+
 def test_views_go_as_one_and_come_back_with_their_strides() -> None:
     offloader = Offloader(OffloadChoice(frozenset({"part"})))
     packed = torch.arange(24.0).view(2, 3, 4)

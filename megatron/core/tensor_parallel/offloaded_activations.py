@@ -65,7 +65,9 @@ class Offloader:
         self.choice = choice
         self.offloaded_bytes = 0
         """On the host now."""
-        self._buffers: dict[tuple[int, torch.dtype], list[tuple[Tensor, Any]]] = defaultdict(list)
+        self.buffer_bytes = 0
+        """Memory of the host that is allocated, in use or not."""
+        self._free: dict[torch.dtype, list[tuple[Tensor, Any]]] = defaultdict(list)
         self._queues: tuple[CopyQueue, CopyQueue] | None = None
         self._in_flight: deque[_Offloaded] = deque()
         self._pass_bytes: int | None = None
@@ -103,10 +105,10 @@ class Offloader:
     def send(self, values: Tensor, group: int, of: _Pass) -> _Offloaded:
         """Begin to copy flat values [n] of the device to the host."""
         to_host, _ = self._open_queues(values.device)
-        buffer, free = self._take_buffer(values.numel(), values.dtype)
-        sent = _Offloaded(self, of, group, buffer, values.device)
-        sent.arrived = to_host.copy(buffer, values, free)
-        self.offloaded_bytes += buffer.nbytes
+        memory, free = self._take_memory(values.numel(), values.dtype)
+        sent = _Offloaded(self, of, group, memory, values.numel(), values.device)
+        self.offloaded_bytes += sent.buffer.nbytes
+        sent.arrived = to_host.copy(sent.buffer, values, free)
         if sent.arrived is not None:
             # Until the copy is done the memory must not be given to anybody else.
             sent.on_device = values
@@ -125,14 +127,10 @@ class Offloader:
     def free(self, sent: _Offloaded) -> None:
         """Take the host's memory of what nobody needs any more."""
         self.offloaded_bytes -= sent.buffer.nbytes
-        self._buffers[sent.buffer.numel(), sent.buffer.dtype].append((sent.buffer, sent.returned or sent.arrived))
+        self._free[sent.memory.dtype].append((sent.memory, sent.returned or sent.arrived))
         if self.offloaded_bytes == 0 and not self.choice.keeps_buffers:
-            self._buffers.clear()
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the host that is allocated, in use or not."""
-        return self.offloaded_bytes + sum(buffer.nbytes for free in self._buffers.values() for buffer, _ in free)
+            self._free.clear()
+            self.buffer_bytes = 0
 
     def release_arrived(self) -> None:
         """Free the device's memory of what has been copied to the host."""
@@ -150,13 +148,17 @@ class Offloader:
             self._queues = CopyQueue(device), CopyQueue(device)
         return self._queues
 
-    def _take_buffer(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """Memory of the host, [numel], and the moment from which it is free."""
-        free = self._buffers[numel, dtype]
-        if free:
-            return free.pop()
+    def _take_memory(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """Memory of the host, of at least so many elements, and the moment from which it is free."""
+        free = self._free[dtype]
+        # What experts keep has another size in each pass, so that what is free need not fit exactly.
+        fitting = [index for index, (memory, _) in enumerate(free) if numel <= memory.numel() <= 2 * numel]
+        if fitting:
+            return free.pop(min(fitting, key=lambda index: free[index][0].numel()))
         try:
-            return allocate_host_memory(numel, dtype, pinned=True), None
+            memory = allocate_host_memory(numel, dtype, pinned=True)
+            self.buffer_bytes += memory.nbytes
+            return memory, None
         except RuntimeError as error:
             raise MemoryShortageError(
                 f"the host has no further {format_bytes(numel * dtype.itemsize)} for offloaded activations, beside "
@@ -165,10 +167,14 @@ class Offloader:
 
 
 class _Offloaded:
-    """A piece of memory whose values are on the host. on_device: them, where they are on the device as well."""
+    """Values that are on the host, in the first `numel` elements of `memory`. on_device: them, where they are on the
+    device as well."""
 
-    def __init__(self, offloader: Offloader, of: _Pass, group: int, buffer: Tensor, device: torch.device) -> None:
-        self.offloader, self.of, self.group, self.buffer, self.device = offloader, of, group, buffer, device
+    def __init__(
+        self, offloader: Offloader, of: _Pass, group: int, memory: Tensor, numel: int, device: torch.device
+    ) -> None:
+        self.offloader, self.of, self.group, self.device = offloader, of, group, device
+        self.memory, self.buffer = memory, memory[:numel]
         self.on_device: Tensor | None = None
         self.arrived: Any = None
         self.returned: Any = None
@@ -249,7 +255,7 @@ class _Pass:
         # Weights live anyway; of large memory with a small view most may be somebody else's.
         if isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter):
             return False
-        if numel < self.offloader.choice.smallest_numel or numel > _LARGEST_SHARE * value.numel():
+        if numel < max(1, self.offloader.choice.smallest_numel) or numel > _LARGEST_SHARE * value.numel():
             return False
         number = numel * value.element_size()
         before, self.bytes = self.bytes, self.bytes + number
