@@ -80,6 +80,12 @@ def test_details_of_a_wish_are_noted_beside_it(name: str) -> None:
     assert sentence.startswith(name) and "needs a GPU; without one, it has no effect" in sentence
 
 
+@pytest.mark.flags("--te-rng-tracker")
+def test_random_streams_for_graphs_wait_for_graphs() -> None:
+    (note,) = (note for note in run_config("--te-rng-tracker").notes if "rng" in note)
+    assert note == "--te-rng-tracker has no effect without CUDA graphs, which are not available yet"
+
+
 def test_every_wish_is_tried_here() -> None:
     declared = {
         setting.name
