@@ -54,6 +54,7 @@ class Sizes:
     """How large the operands are: on a GPU those of real models, on a CPU and to try it smaller ones."""
 
     def __init__(self, *, is_tiny: bool) -> None:
+        self.is_tiny = is_tiny
         self.device = device_module.current_device()
         self.dtype = choose_dtype()
         large = not device_module.is_cpu(self.device) and not is_tiny
@@ -185,11 +186,12 @@ class _Layer:
 
 def _list_products(sizes: Sizes) -> Iterator[tuple[str, Product]]:
     yield "layer", choose_product(build_config(sizes))
-    if device_module.has_fp8_products(sizes.device):
+    # Emulated elsewhere, which says nothing about speed.
+    if device_module.has_fp8_products(sizes.device) or sizes.is_tiny:
         groups = ProcessGroupCollection.single()
         layer = nn.Module()
         layer.product = choose_product(build_config(sizes))  # type: ignore[assignment]
-        multiply_in_fp8(layer, build_config(sizes, fp8="hybrid", fp8_recipe="tensorwise"), groups)
+        multiply_in_fp8(layer, build_config(sizes, fp8="hybrid", fp8_recipe="tensorwise"), groups, "layer")
         yield "layer in FP8", layer.product  # type: ignore[misc]
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli.report_theoretical_memory import estimate, read
+from megatron.cli.report_theoretical_memory import describe_workload, read
 from megatron.core.errors import (
     ConfigError,
     MemoryShortageError,
@@ -38,10 +38,9 @@ from megatron.core.errors import (
     explain_refused_memory,
     format_bytes,
 )
-from megatron.planner.levers import list_levers
+from megatron.planner.step_memory import predict_step_memory
 from megatron.training.config.container import RunConfig
-from megatron.training.recipes.gpt import build_gpt_recipe, describe_gpt_workload
-from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Hook, Phase, Run, Step
 
 if TYPE_CHECKING:
@@ -261,15 +260,10 @@ class Tuner:
         """Of one process, by the formula; infinite where the settings refuse the candidate."""
         try:
             config = read([*self.flags, *candidate.flags], self.environment)
-            plain = read([*self.flags, "--micro-batch-size", str(candidate.micro_batch)], self.environment)
         except ConfigError:
             return math.inf
-        needed = estimate(plain).total
-        if config.model.recompute_granularity != "full":
-            return needed
-        workload = describe_gpt_workload(plain, compute_padded_vocab_size(plain, build_tokenizer(plain)))
-        levers = list_levers(plain.model, plain.ddp, workload)
-        return needed - next(x.saved_bytes for x in levers if x.changes.get("recompute_granularity") == "full")
+        stages = predict_step_memory(config.model, config.ddp, config.optimizer, describe_workload(config))
+        return max(stage.total for stage in stages)
 
 
 def list_micro_batches(config: RunConfig, most: int | None) -> list[int]:

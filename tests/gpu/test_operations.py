@@ -15,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import activations
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.clip_grads import compute_clip_divisor, sum_squares
-from megatron.core.optimizer.group_state import FlatShard
-from megatron.core.optimizer.update_rules import SGD, AdamW, Lion
+from megatron.core.optimizer.megatron_optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.products import Matmul, Product, TableLookup, multiply
@@ -152,7 +155,7 @@ def test_fp8(device: str, dtype: torch.dtype, recipe: str) -> None:
     layer = nn.Module()
     layer.product = Matmul()  # type: ignore[assignment]
     with torch.device(device):
-        multiply_in_fp8(layer, config, ProcessGroupCollection.single())
+        multiply_in_fp8(layer, config, ProcessGroupCollection.single(), "layer")
     layer.to(device)
     product = layer.product
     assert isinstance(product, Product)
@@ -259,50 +262,46 @@ def test_permutation(device: str, dtype: torch.dtype) -> None:
 # ---- updates, whose numbers are float32
 
 
-class Group:
-    """What a rule updates: one flat tensor with its gradient and state."""
-
-    def __init__(self, param: Tensor, grad: Tensor, kinds: tuple[str, ...], options: dict[str, object]) -> None:
-        self.options = {"lr": 0.02, "weight_decay": 0.1, **options}
-        self.is_float32 = True
-        self.shard = FlatShard(param, grad, {kind: torch.zeros_like(param) for kind in kinds})
-        self.states = [self]
-
-    def shards(self, longest: int = 0) -> list[FlatShard]:
-        return [self.shard]
-
-
 @pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
-def test_update_rules(device: str, dtype: torch.dtype, name: str) -> None:
-    if dtype != torch.float32:
-        pytest.skip("state in other formats is widened first")
-    rule = {"adam": AdamW(betas=(0.9, 0.95), eps=1e-8), "sgd": SGD(momentum=0.9), "lion": Lion(betas=(0.9, 0.98))}[name]
-    param, grads = draw(dtype, device, 1000), [draw(dtype, device, 1000) for _ in range(3)]
-    group = Group(param.clone(), grads[0].clone(), rule.kinds, rule.options)
-    divisor = torch.tensor(2.0, device=device)
-    expected = update_by_definition(name, param.double(), [grad.double() / 2 for grad in grads])
-    for number, grad in enumerate(grads, start=1):
-        group.shard.grad.copy_(grad)
-        step = torch.tensor(float(number), device=device)
-        rule.update(group, step, divisor, torch.zeros((), device=device))  # type: ignore[arg-type]
-    assert_near(group.shard.param, expected, 1e-6)
+def test_updates(device: str, dtype: torch.dtype, name: str) -> None:
+    """Three steps of a whole optimizer over flat buffers; in bfloat16 the weights are rounded main weights."""
+    network = nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 3)).to(dtype).to(device)
+    start = [parameter.detach().double() for parameter in network.parameters()]
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(ModelParallelConfig(), settings, network)
+    chosen = OptimizerConfig(
+        optimizer=name, lr=0.02, weight_decay=0.1, clip_grad=0.0, bf16=dtype == torch.bfloat16, adam_beta1=0.9,
+        adam_beta2=0.95, sgd_momentum=0.9, lion_beta1=0.9, lion_beta2=0.98,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(chosen, [model])
+    grads = [[draw(torch.float32, device, *x.shape) for x in start] for _ in range(3)]
+    for row in grads:
+        model.zero_grad_buffer()
+        for parameter, grad in zip(network.parameters(), row, strict=True):
+            parameter.main_grad.copy_(grad)
+        optimizer.step()
+    for index, (parameter, x) in enumerate(zip(network.parameters(), start, strict=True)):
+        decay = 0.1 if x.dim() > 1 else 0.0
+        expected = update_by_definition(name, x, [row[index].double() for row in grads], decay)
+        # Adam and Lion move by the learning rate whatever the gradient: compared with the weights, not with the move.
+        assert_near(parameter, expected, 1e-5 if dtype == torch.float32 else 8e-3)
 
 
-def update_by_definition(name: str, x: Tensor, grads: list[Tensor]) -> Tensor:
-    """Three updates with learning rate 0.02 and weight decay 0.1, in float64."""
+def update_by_definition(name: str, x: Tensor, grads: list[Tensor], decay: float) -> Tensor:
+    """Updates with learning rate 0.02, in float64."""
     first, second = torch.zeros_like(x), torch.zeros_like(x)
     for number, grad in enumerate(grads, start=1):
         if name == "adam":
-            x = x * (1 - 0.02 * 0.1)
+            x = x * (1 - 0.02 * decay)
             first, second = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2
             root = (second / (1 - 0.95**number)).sqrt() + 1e-8
             x = x - 0.02 * first / (1 - 0.9**number) / root
         elif name == "sgd":
-            decayed = grad + 0.1 * x
+            decayed = grad + decay * x
             first = decayed if number == 1 else 0.9 * first + decayed
             x = x - 0.02 * first
         else:
-            x = x * (1 - 0.02 * 0.1) - 0.02 * (0.9 * first + 0.1 * grad).sign()
+            x = x * (1 - 0.02 * decay) - 0.02 * (0.9 * first + 0.1 * grad).sign()
             first = 0.98 * first + 0.02 * grad
     return x
 

@@ -15,7 +15,6 @@ import pytest
 
 from megatron.cli import autotune
 from megatron.cli.autotune import Candidate, Tuner
-from megatron.cli.report_theoretical_memory import estimate
 from megatron.core.errors import MemoryShortageError
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
@@ -41,8 +40,8 @@ def test_it_begins_where_the_formula_says_and_climbs_while_memory_lasts() -> Non
         # Twice as much fits as the formula says; larger ones are faster.
         return played(1.0 / candidate.micro_batch) if candidate.micro_batch <= 4 else {"state": "out of memory"}
 
-    two = estimate(run_config("--micro-batch-size 2")).total
-    best = tuner_of(play).search([1, 2, 4, 8], two * 1.001, [])
+    tuner = tuner_of(play)
+    best = tuner.search([1, 2, 4, 8], tuner.estimate_bytes(Candidate(2)), [])
     assert best is not None and best.candidate == Candidate(4)
     assert [(c.micro_batch, c.recomputation) for c in asked] == [
         (2, ""), (4, ""), (8, ""), (1, ""), (8, autotune.RECOMPUTATION[1]),

@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 _SEPARATE_LAST_EPOCH_BELOW = 0.80  # share of an epoch
 _INT32_MAX = np.iinfo(np.int32).max
-_DOCUMENTS_AT_ONCE = 1 << 16  # their running sum stays in the processor's cache
+_DOCUMENTS_AT_ONCE = 1 << 15  # their running sum stays in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,12 @@ def build_sample_index(
         last_starts = (ends - extra) // sequence_length
         positions = np.repeat(numbers[: len(ends)], np.diff(last_starts, prepend=samples - 1))
         stop = int(last_starts[-1]) + 1
-        starts = np.arange(samples, stop, dtype=np.int64) * sequence_length
+        starts = np.arange(samples * sequence_length, stop * sequence_length, sequence_length, dtype=np.int64)
         rows = np.empty((len(starts), 2), dtype=np.int32 if fits else np.int64)
-        rows[:, 0] = positions + first
+        np.add(positions, first, out=rows[:, 0], casting="unsafe")
         # How far into its document a sample starts: its token number less that of the document's first token.
-        rows[:, 1] = starts - (ends[positions] - lengths[positions])
+        ends -= lengths
+        np.subtract(starts, ends[positions], out=rows[:, 1], casting="unsafe")
         pieces.append(rows)
         samples = stop
     if not drop_last_partial and (tokens - extra) % sequence_length > 0:
