@@ -66,7 +66,7 @@ def attend(layout: Layout, case: Case, heads: int, *, as_on_gpu: bool = False) -
 
 def take_gpu_kernels(core: DotProductAttention) -> None:
     """In place of the CPU's, wherever they are in the exchanges; soft-capping stays with the plain kernel."""
-    on_gpu = CUDAAttention(core.options, "auto", torch.device("cpu"))
+    on_gpu = CUDAAttention(core.options, "auto", torch.device("cpu"), flex_problem="no compiler")
     place: Any = core
     while not isinstance(place, RingAttention):
         name = next(name for name in ("backend", "inner") if hasattr(place, name))
