@@ -91,7 +91,7 @@ class MegatronOptimizer:
             buffers,
             config,
             lambda name: update_rule or load_rule(name).from_config(config, groups),
-            build_home(config, buffers[0].device),
+            build_home(config, self.model_chunks[0].device),
         )
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(_update_units(self.model_chunks, self._groups))
