@@ -24,7 +24,7 @@ LAYOUTS = [
     ("gpt2", "pp2,--pipeline-schedule=zb-h1"),
     ("gpt2", "dp2,dist-opt,overlap-all"),
     ("llama", "dp2,fsdp2,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1"),
-    ("moe", "dp2,ep2,--moe-token-dispatcher-type=alltoall"),
+    ("moe", "dp2,ep2,--moe-token-dispatcher-type=alltoall,--overlap-moe-expert-parallel-comm"),
 ]
 
 
