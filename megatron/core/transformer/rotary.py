@@ -53,15 +53,17 @@ def _angles(rotation: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
 def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the leading channels of x [s, ..., d]; elementary operations, out of place."""
     # With --rotary-percent below 1 the rest of a head carries no position.
-    turned, passed = x[..., : rotation.channels], x[..., rotation.channels :]
-    x1, x2 = _pairs(turned, rotation.interleaved)
+    is_whole = rotation.channels == x.shape[-1]
+    turned = x if is_whole else x[..., : rotation.channels]
+    # The gradients of two chunks are put side by side, those of two slices padded with zeros and added.
+    x1, x2 = _pairs(turned, True) if rotation.interleaved else turned.chunk(2, dim=-1)
     cos, sin = _angles(rotation, x)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     if rotation.interleaved:
         turned = torch.stack((y1, y2), dim=-1).flatten(-2)  # [..., rotated / 2, 2] -> [..., rotated]
     else:
         turned = torch.cat((y1, y2), dim=-1)
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+    return turned if is_whole else torch.cat((turned, x[..., rotation.channels :]), dim=-1)
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -135,7 +137,12 @@ def split_and_rotate_reference(
     packed: Tensor, heads_per_group: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv`, then `apply_rotary` on queries and keys."""
-    query, key, value = split_qkv(packed, heads_per_group)
+    if packed.shape[-2] == heads_per_group + 2:
+        # As in `apply_rotary`: one cut, whose gradient is put together in one pass.
+        queries, keys, values = packed.split((heads_per_group, 1, 1), dim=-2)
+        query, key, value = _merge_heads(queries), keys.squeeze(-2), values.squeeze(-2)
+    else:
+        query, key, value = split_qkv(packed, heads_per_group)
     return (query, key, value) if rotation is None else (*rotate_queries_and_keys(query, key, rotation), value)
 
 
