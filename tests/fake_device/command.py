@@ -57,7 +57,9 @@ def prepare(library: Path) -> None:
     device_module.list_profiler_activities = lambda: [torch.profiler.ProfilerActivity.CPU]
     torch.testing.assert_close = _assert_alike  # type: ignore[assignment]
     FakeTensorMode(allow_non_fake_inputs=True).__enter__()
-    Recorder().__enter__()
+    recorder = Recorder().__enter__()
+    torch.cuda.memory_allocated = lambda device=None: recorder.live_bytes
+    torch.cuda.max_memory_allocated = lambda device=None: recorder.peak_bytes
 
 
 def _replace_data() -> None:
@@ -81,7 +83,7 @@ def _replace_data() -> None:
     TrainingData.open = open_batches  # type: ignore[method-assign,assignment]
     # Bounds are read on the host.
     PackedSeqParams.documents = lambda packed, length: Documents((0, length // 3, length))  # type: ignore[method-assign]
-    grouped_products.grouped_mm_works = lambda *arguments: True  # type: ignore[assignment]
+    grouped_products.grouped_mm_works = lambda widths, dtype, device: dtype == torch.bfloat16  # type: ignore[assignment]
     grouped_products._count_rows = _count_evenly
 
 

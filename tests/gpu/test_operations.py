@@ -265,7 +265,8 @@ def test_permutation(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
 def test_updates(device: str, dtype: torch.dtype, name: str) -> None:
     """Three steps of a whole optimizer over flat buffers; in bfloat16 the weights are rounded main weights."""
-    network = nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 3)).to(dtype).to(device)
+    place = {"dtype": dtype, "device": device}
+    network = nn.Sequential(nn.Linear(7, 13, **place), nn.LayerNorm(13, **place), nn.Linear(13, 3, **place))
     start = [parameter.detach().double() for parameter in network.parameters()]
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = DistributedDataParallel(ModelParallelConfig(), settings, network)
