@@ -331,9 +331,10 @@ def _update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) ->
     for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
         buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]
         parts = [group.part(buffers) for group in groups]
-        places = zip(*(part.split_by_place() for part in parts), strict=True)
-        # A group of another place has no state here.
-        yield _UpdateUnit(together, *([part for part in found if part.states] for found in (parts, *places)))
+        places = [part.split_by_place() for part in parts]
+        # A group of another place has no state here, and a frozen stage has no groups.
+        kinds = (parts, [on_device for on_device, _ in places], [offloaded for _, offloaded in places])
+        yield _UpdateUnit(together, *([part for part in found if part.states] for found in kinds))
 
 
 def _update(unit: _UpdateUnit, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
