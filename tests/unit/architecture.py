@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron.core.optional_deps import OPTIONAL
 from tests.unit.source_code import ROOT, Import, Source, docstrings, dotted
 
-KERNELS = ("core.kernels", "core.activations")
-"""GPU kernels, and the one module of the ground that uses them."""
+KERNELS = ("core.kernels", "core.activations", "core.fp8", "core.fp4")
+"""GPU kernels, and the modules of the ground that use them."""
 GROUND = ("core", "core.dist_checkpointing", *KERNELS)
 MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.models")
 ENGINE_TOWER = (
@@ -59,8 +59,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core.dist_checkpointing": ("core",),
     "core.kernels": ("core",),
     "core.activations": ("core", "core.kernels"),
+    "core.fp8": ("core", "core.kernels"),
+    "core.fp4": ("core", "core.kernels", "core.fp8"),
     "core.context_parallel": ("core",),
-    "core.tensor_parallel": ("core", "core.kernels"),
+    "core.tensor_parallel": ("core", *KERNELS),
     "core.transformer": (*GROUND, "core.context_parallel", "core.tensor_parallel"),
     "core.models": (*GROUND, "core.context_parallel", "core.tensor_parallel", "core.transformer"),
     "core.tokenizers": ("core",),
