@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.device import has_fp8_products
 from megatron.core.fp8 import (
     E4M3,
     E5M2,
@@ -359,3 +360,26 @@ def test_gradients_are_rounded_once_for_both_products(monkeypatch: pytest.Monkey
         product.input_grad(grad, weight)
         end_step([product], SingleRankGroup())
         assert product._grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_a_gpu_multiplies_what_emulation_multiplies(name: str) -> None:
+    """The same 8-bit values on the device's own kernel: results differ by the order of sums, and are rounded once."""
+    if not has_fp8_products(torch.device("cuda", 0)):
+        pytest.skip("FP8 products begin with compute capability 8.9")
+    generator = torch.Generator().manual_seed(4)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator).to("cuda", torch.bfloat16)
+        for shape in ((21, 256), (512, 256), (21, 512))
+    )
+    results = []
+    for is_native in (True, False):
+        product, main_grad = FP8Matmul(recipe(name, is_native=is_native)), torch.zeros(512, 256, device="cuda")
+        y, kept = product.forward_keeping(x, weight)
+        dx = product.input_grad(grad, weight)
+        product.weight_grad(grad, kept, weight, main_grad)
+        results.append((y, dx, main_grad, kept[0].view(torch.uint8)))
+    for found, expected, tolerance in zip(*results, (2**-7, 2**-7, 1e-3, 0), strict=True):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
