@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core import device
+from megatron.core.dense_peaks import DENSE_PEAKS
 from megatron.core.errors import ConfigError
 
 
@@ -89,7 +90,7 @@ def test_dense_peaks_by_product(name: str, dtype: torch.dtype, expected: float |
 
 def test_every_product_is_found_by_its_own_name() -> None:
     """A row behind one whose name is part of its own would never count."""
-    for product, peaks in device.DENSE_PEAKS.items():
+    for product, peaks in DENSE_PEAKS.items():
         assert device.get_dense_peak_flops(torch.float16, f"NVIDIA {product} 80GB") == peaks.half * 1e12
         assert (peaks.tf32 or 0) <= peaks.half <= (peaks.fp8 or peaks.half)
 
