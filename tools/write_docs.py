@@ -162,7 +162,7 @@ def show_network_variables(words: str, page: Path) -> str:
 
 def show_peaks(words: str, page: Path) -> str:
     """`peaks`: which devices are known by their data sheets."""
-    from megatron.core.device import DENSE_PEAKS
+    from megatron.core.dense_peaks import DENSE_PEAKS
 
     rows = ["| device | 16 bits | TF32 | float32 | FP8 | bfloat16 |", "|---|---|---|---|---|---|"]
     for name, peaks in DENSE_PEAKS.items():
