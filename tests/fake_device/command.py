@@ -3,11 +3,12 @@
 
     python -m tests.fake_device.command LIBRARY -m benchmarks.gpu_parts versions --out versions.json
     python -m benchmarks gpu --out results --python "python -m tests.fake_device.command LIBRARY"
-    FAKE_CUDA=LIBRARY bash tests/run.sh --gpu -p tests.fake_device.command
+    FAKE_CUDA=LIBRARY bash tests/run.sh --gpu -p tests.fake_device.command tests/gpu
 
 LIBRARY is what device.build() makes, as `python -m tests.fake_device.command` prints it without arguments. Beside the
 operations that recorder.py replaces, what needs values is: batches, the exchange between processes, what a checkpoint
-holds, and comparisons of tensors, which look at shapes, number formats and devices only.
+holds, and comparisons of tensors, which look at shapes, number formats and devices only. Tests of
+Triton's kernels need values.
 """
 
 from __future__ import annotations
