@@ -43,6 +43,15 @@ REQUESTS = {
     "tp2,pp2,ep2": (f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL}", EXPERTS), "pp2": ("pp2", DENSE),
     "tp overlap": ("tp2,sp,--tp-comm-overlap", DENSE),
 }  # fmt: skip
+ALL_HEADS = DENSE.replace("--num-query-groups 4", "").replace("--group-query-attention", "")
+LATENT = "--multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 \
+    --v-head-dim 64"
+LEVERS = {
+    "all recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "some recomputed": "--recompute-granularity selective --recompute-modules layernorm mlp_act",
+    "fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
+}
+REQUESTS |= {name: ("1", f"{DENSE} {flags}") for name, flags in LEVERS.items()}
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     REQUESTS |= {
         "tp2": ("tp2", DENSE),
@@ -50,6 +59,7 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
         "tp overlap, gradients": ("tp2,sp,--tp-comm-overlap,--tp-comm-overlap-rs-dgrad", DENSE),
         "tp2,vpp2": ("tp2,sp,pp2,vpp2", DENSE), "zb-h1": ("pp2,--pipeline-schedule=zb-h1", DENSE),
         "cp2,pp2": ("cp2,pp2", DENSE), "cp all-to-all": ("cp2,--cp-comm-type=a2a", DENSE),
+        "latent attention": ("1", f"{ALL_HEADS} {LATENT}"),
         "cp gathered": ("cp2,--cp-comm-type=all_gather", DENSE), "pp2,ep2": (f"pp2,dp2,ep2,{ALLTOALL}", EXPERTS),
         "ep2 gathered": ("dp2,ep2", EXPERTS), "experts, fsdp2": ("dp2,--use-torch-fsdp2", EXPERTS),
     }  # fmt: skip
@@ -107,7 +117,7 @@ def test_weights_and_optimizer_take_18_bytes_each_and_setting_up_no_more(seen: A
         assert rank["setup_peak_bytes"] == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", [*REQUESTS, *OFFLOADED])
 def test_a_step_holds_what_the_formula_says(seen: Any, name: str) -> None:
     for rank in of_layout(seen, name):
         assert rank["step_peak_bytes"] == pytest.approx(rank["planned_peak_bytes"], rel=0.03), rank["peak_holders"]
