@@ -46,12 +46,17 @@ REQUESTS = {
 ALL_HEADS = DENSE.replace("--num-query-groups 4", "").replace("--group-query-attention", "")
 LATENT = "--multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 \
     --v-head-dim 64"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 LEVERS = {
     "all recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "some recomputed": "--recompute-granularity selective --recompute-modules layernorm mlp_act",
+    "some recomputed": f"{SELECTIVE} layernorm mlp_act",
     "fp8": "--fp8-format hybrid --fp8-recipe tensorwise",
 }
 REQUESTS |= {name: ("1", f"{DENSE} {flags}") for name, flags in LEVERS.items()}
+REQUESTS |= {
+    "activations of experts recomputed": ("1", f"{EXPERTS} {SELECTIVE} moe_act"),
+    "latent heads recomputed": ("1", f"{ALL_HEADS} {LATENT} {SELECTIVE} mla_up_proj"),
+}
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     REQUESTS |= {
         "tp2": ("tp2", DENSE),
