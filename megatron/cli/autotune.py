@@ -137,15 +137,17 @@ class TrialClock(Hook):
         self.found = {"seconds": middle, "tokens_per_second": tokens / middle, "peak_bytes": peak}
 
 
-def run_trial(path: Path, steps: int, warm_ups: int, flags: Sequence[str]) -> None:
-    """Train for some steps and write what was found, or why nothing was."""
+def run_trial(path: Path, steps: int, warm_ups: int, flags: Sequence[str]) -> int:
+    """Train for some steps and write what was found, or why nothing was; returns the exit status."""
     from megatron.training.training import run_recipe
 
     clock = TrialClock(steps, warm_ups)
     try:
-        config = forget_files(read(flags, os.environ))
+        config = prepare_config(read(flags, os.environ), steps + warm_ups)
         run_recipe(config, build_gpt_recipe(config), [clock])
-        content = clock.found
+        if os.environ.get("RANK", "0") == "0":
+            _write(path, clock.found)
+        return 0
     except MemoryShortageError as error:
         content = {"state": "out of memory", "text": str(error)}
     except ConfigError as error:
@@ -154,15 +156,27 @@ def run_trial(path: Path, steps: int, warm_ups: int, flags: Sequence[str]) -> No
         if explain_refused_memory(error) is None:
             raise
         content = {"state": "out of memory", "text": str(error)}
-    if os.environ.get("RANK", "0") == "0":
-        path.write_text(json.dumps(content), encoding="utf-8")
+    # Whichever rank it is: of pipeline stages one alone may lack memory. The others wait for it until torchrun, told by
+    # the exit status, ends them.
+    _write(path, content)
+    return 1
 
 
-def forget_files(config: RunConfig) -> RunConfig:
-    """The same run, but one that writes and reads nothing that belongs to the user's."""
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    # Several ranks may fail at the same time.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.replace(path)
+
+
+def prepare_config(config: RunConfig, steps: int) -> RunConfig:
+    """The same run, but one that writes and reads nothing that belongs to the user's, and lasts for so many steps."""
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(config.logger) if f.name in _WRITERS}
     logger = dataclasses.replace(config.logger, **defaults)
-    return dataclasses.replace(config, checkpoint=type(config.checkpoint)(), logger=logger)
+    training = dataclasses.replace(config.training, exit_interval=None, exit_duration_in_mins=None)
+    if training.train_iters is not None:
+        training.train_iters = max(training.train_iters, steps)
+    return dataclasses.replace(config, checkpoint=type(config.checkpoint)(), logger=logger, training=training)
 
 
 # ---- the search
@@ -398,8 +412,7 @@ def main() -> int:
     parser.add_argument("--trial", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     arguments, words = parser.parse_known_args(sys.argv[1:])
     if arguments.trial is not None:
-        run_trial(arguments.trial, arguments.trial_steps, arguments.warm_up_steps, words)
-        return 0
+        return run_trial(arguments.trial, arguments.trial_steps, arguments.warm_up_steps, words)
     for name in ("trial_steps", "processes"):
         if getattr(arguments, name) < 1:
             flag = f"--{name.replace('_', '-')}"

@@ -16,6 +16,7 @@ import pytest
 from megatron.cli import autotune
 from megatron.cli.autotune import Candidate, Tuner
 from megatron.core.errors import MemoryShortageError
+from megatron.training import training
 from tests.unit.run_flags import SMALLEST_RUN, run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,12 +128,27 @@ def test_the_table_says_what_became_of_each(capsys: pytest.CaptureFixture[str], 
 def test_a_trial_measures_real_steps_and_writes_nothing_else(tmp_path: Path, monkeypatch, no_yardstick: None) -> None:
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
     path, places = tmp_path / "found.json", [f"--save={tmp_path}/a", f"--metrics-dir={tmp_path}/b", "--save-interval=1"]
-    autotune.run_trial(path, 2, 1, [*FLAGS, *places])
+    # Steps enough to be measured, however short the run is.
+    short = ["--train-iters=1", "--exit-interval=1"]
+    assert autotune.run_trial(path, 2, 1, [*FLAGS, *places, *short]) == 0
     found = json.loads(path.read_text())
     assert found["seconds"] > 0 and found["tokens_per_second"] == pytest.approx(8 * 64 / found["seconds"])
     assert [entry.name for entry in tmp_path.iterdir()] == ["found.json"]
-    autotune.run_trial(path, 1, 0, [*FLAGS, "--micro-batch-size=3"])
+    assert autotune.run_trial(path, 1, 0, [*FLAGS, "--micro-batch-size=3"]) != 0
     assert json.loads(path.read_text())["state"] == "cannot run"
+
+
+def test_any_rank_says_that_it_lacks_memory_and_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*given: Any) -> None:
+        raise MemoryShortageError("short of 3 GB")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(training, "run_recipe", run)
+    # torchrun lets the others wait for a process that has left with 0.
+    assert autotune.run_trial(tmp_path / "found.json", 2, 1, FLAGS) != 0
+    assert json.loads((tmp_path / "found.json").read_text()) == {"state": "out of memory", "text": "short of 3 GB"}
 
 
 def test_a_trial_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
