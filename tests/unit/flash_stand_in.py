@@ -118,6 +118,11 @@ def compute_scores(q: Tensor, k: Tensor, call: FlashCall) -> Tensor:
     """[n, s, t] of q [s, n, d], minus infinity outside of the band."""
     scores = torch.einsum("snd,tnd->nst", q.float(), per_head(k, q)) * call.scale
     before, after = call.band()
+    # Bounds are as the operator takes them: one that reaches over all keys is none, and one alone gets the number of
+    # keys as the other.
+    before, after = (bound if bound < k.shape[0] else -1 for bound in (before, after))
+    if before >= 0 and after < 0:
+        after = k.shape[0]
     # The last query stands at the last key's position.
     at = torch.arange(q.shape[0]).unsqueeze(1) + k.shape[0] - q.shape[0]
     key = torch.arange(k.shape[0])

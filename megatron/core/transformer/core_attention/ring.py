@@ -23,6 +23,7 @@ meets, a rectangle of its queries and keys, of which a window leaves a band.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,9 +116,7 @@ def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visib
     for row, piece in enumerate(held[0]):
         for column, earlier in enumerate(held[1]):
             if earlier < piece:
-                met = _meet(visible, piece * half, earlier * half, half)
-                if met is not None:
-                    queries, keys, window = met
+                for queries, keys, window in _meet(visible, piece * half, earlier * half, half):
                     blocks.append(
                         Block(
                             slice(row * half + queries.start, row * half + queries.stop),
@@ -129,23 +128,33 @@ def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visib
     return blocks
 
 
-def _meet(visible: Visible, first: int, first_key: int, length: int) -> tuple[slice, slice, int | None] | None:
+def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator[tuple[slice, slice, int | None]]:
     """Which queries of the piece at position `first` see which keys of the earlier piece at `first_key`, both of
-    `length` tokens, and within which window of the last ones; None where none sees any."""
+    `length` tokens, and within which window of the last ones; nothing where none sees any."""
     # Only what begins before the queries' piece can have keys there; every later stretch begins within it.
     start, _, stop = next(visible.stretches(first, first + length))
     begin, end = max(start, first_key), first_key + length
     if visible.window is None:
-        return None if begin >= end else (slice(0, stop - first), slice(begin - first_key, length), None)
+        if begin < end:
+            yield slice(0, stop - first), slice(begin - first_key, length), None
+        return
     # The first query sees furthest back; the last that sees a key here sees the last one.
     begin, stop = max(begin, first - visible.window), min(stop, end + visible.window)
     if begin >= end or stop <= first:
-        return None
+        return
     queries, keys = slice(0, stop - first), slice(begin - first_key, length)
     if stop - 1 - visible.window <= begin:  # even the last query sees all of them
-        return queries, keys, None
+        yield queries, keys, None
+        return
     # Counted as if the last query stood at the last key's position.
-    return queries, keys, visible.window - (first - begin) + (end - begin) - (stop - first)
+    window = visible.window - (first - begin) + (end - begin) - (stop - first)
+    # Told where a band begins and not where it ends, the flash kernel lets it end so many keys behind the query's own
+    # position as there are: earlier queries than these, far before the first key, would see nothing.
+    if stop - first > end - begin + 1:
+        seeing_all = begin + visible.window + 1 - first
+        yield slice(0, seeing_all), keys, None
+        queries = slice(seeing_all, stop - first)
+    yield queries, keys, window
 
 
 @dataclass(frozen=True)
