@@ -158,6 +158,12 @@ def _offset(up: Tensor, offset: float) -> Tensor:
     return up + offset if offset else up
 
 
+def adds_bias_in_place(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a fused activation leaves x + bias in x's memory: not where it is a kernel, which reads the bias each
+    time. Who computes it again from x needs to know."""
+    return not launching.uses_kernels(x, bias)
+
+
 class _FusedActivation(torch.autograd.Function):
     """Plain or gated, of x + bias, times the weight of each row; by a kernel where one runs, else by torch."""
 
@@ -166,7 +172,7 @@ class _FusedActivation(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, is_gated: bool
     ) -> Tensor:
         ctx.activation, ctx.is_gated = activation, is_gated
-        ctx.is_kernel = launching.uses_kernels(x, bias)
+        ctx.is_kernel = not adds_bias_in_place(x, bias)
         if ctx.is_kernel:
             from megatron.core.kernels import activation as kernels
 

@@ -78,8 +78,10 @@ _LLAMA = """
     --untie-embeddings-and-output-weights
 """
 _EXPERTS = f"{_LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 40"
+_BIASES = "--num-layers 1 --position-embedding-type rope --rotary-percent 0.5"
 _MODELS = {
-    "dense": _LLAMA, "with biases": "--num-layers 1 --position-embedding-type rope --rotary-percent 0.5",
+    "dense": _LLAMA, "with biases": _BIASES,
+    "activation recomputed": f"{_BIASES} --recompute-granularity selective --recompute-modules mlp_act",
     "norms of queries and keys": f"{_LLAMA} --qk-layernorm", "experts": _EXPERTS,
     "experts, dropping": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",
     "recomputed": f"{_EXPERTS} --recompute-granularity selective --recompute-modules moe_act layernorm",
@@ -92,6 +94,10 @@ def whole_models(device: str) -> None:
     """Losses and the gradient of every parameter, with kernels and without."""
     for flags in _MODELS.values():
         model = build_model(flags).to(device)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.dim() == 1:  # biases begin at zero, and one that is forgotten would not show
+                    param.add_(randn(*param.shape, dtype=param.dtype, device=device, scale=0.1))
         tokens, positions, labels = (x.to(device) for x in token_batch())
 
         def loss_and_grads(model: Any = model, batch: tuple[Tensor, ...] = (tokens, positions, labels)) -> list[Tensor]:

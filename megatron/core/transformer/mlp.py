@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.activations import (
     Activation,
     activation_reference,
+    adds_bias_in_place,
     bias_activation,
     bias_gated_activation,
     find_activation,
@@ -145,8 +146,9 @@ class MLP(MegatronModule):
             if not self.recomputes_activation:
                 output: LayerOutput = self.linear_fc2(activated)
                 return output
-            # The fused form has left the sum in the product's memory.
-            again = None if self.activate in (bias_activation, bias_gated_activation) else bias
+            # What is in the product's memory now is the product, or already the sum.
+            is_fused = self.activate in (bias_activation, bias_gated_activation)
+            again = None if is_fused and adds_bias_in_place(intermediate, bias) else bias
             get_input = hold("mlp_act", intermediate)
             compute = Recomputed(lambda: self.activate(get_input(), again, self.activation))
             with keep_as(activated, compute):
