@@ -169,6 +169,21 @@ def activations_without_rows(device: str) -> None:
 
 
 @compared
+def activations_of_nan(device: str) -> None:
+    """They stay NaN: a bound that made numbers of them would hide that a run has diverged."""
+    x = torch.full((2, 32), torch.nan, device=device)
+    with kernels_chosen():
+        for activation in _PLAIN:
+            assert bias_activation(x.clone(), None, activation).isnan().all(), activation.name
+            for clamp in (None, 0.7):
+                gated = dataclasses.replace(activation, clamp_value=clamp)
+                assert bias_gated_activation(x.clone(), None, gated).isnan().all(), gated
+        halves = [x.clone().index_fill_(1, torch.arange(16, device=device) + first, 1.0) for first in (0, 16)]
+        for half in halves:  # gate or up alone
+            assert bias_gated_activation(half, None, _GATED[-2]).isnan().all()
+
+
+@compared
 def activations_run_backward_once(device: str) -> None:
     x = randn(3, 32, dtype=torch.float32, device=device).requires_grad_()
     with kernels_chosen():

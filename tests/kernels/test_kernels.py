@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -145,6 +147,22 @@ def test_eight_bits_are_rounded_by_one_instruction(tmp_path: Path, monkeypatch: 
         (launch,) = launches
         ptx = compile_for_h200(launch).ptx
         assert f"cvt.rn.satfinite.{name}.f32" in ptx and "div.rn.f32" in ptx and "div.full.f32" not in ptx
+
+
+@pytest.mark.parametrize(("name", "clamp"), [("squared_relu", None), ("silu", 7.0)])
+def test_bounds_of_an_activation_keep_nan(
+    name: str, clamp: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's plain minimum and maximum would return the bound, and hide that a run has diverged."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    activation = dataclasses.replace(find_activation(name), clamp_value=clamp)
+    with capture() as launches:
+        x = torch.randn(8, 2048).bfloat16().requires_grad_()
+        bias_gated_activation(x * 1, None, activation).sum().backward()
+    assert len(launches) == 2
+    for launch in launches:
+        bounds = re.findall(r"\b(?:min|max)[.\w]*\.f32", compile_for_h200(launch).ptx)
+        assert bounds and all(".NaN" in bound for bound in bounds), bounds
 
 
 def test_no_kernel_is_chosen_on_a_cpu() -> None:

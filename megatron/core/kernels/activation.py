@@ -47,13 +47,24 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _at_least(x, bound):
+    # Triton's own prefers numbers to NaN, which would hide that a run has diverged.
+    return tl.maximum(x, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _at_most(x, bound):
+    return tl.minimum(x, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _activate(x, NAME: tl.constexpr):
     if NAME == "silu":
         y = x * _sigmoid(x)
     elif NAME == "quick_gelu":
         y = x * _sigmoid(1.702 * x)
     elif NAME == "squared_relu":
-        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        y = _at_least(x, 0.0) * _at_least(x, 0.0)
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -71,7 +82,7 @@ def _derivative(x, NAME: tl.constexpr):
         s = _sigmoid(1.702 * x)
         y = s * (1.0 + 1.702 * x * (1.0 - s))
     elif NAME == "squared_relu":
-        y = 2.0 * tl.maximum(x, 0.0)
+        y = 2.0 * _at_least(x, 0.0)
     elif NAME == "gelu":
         density = tl.exp(-0.5 * x * x) * 0.3989422804014327
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
@@ -124,8 +135,8 @@ def activation_forward(
             gate = _read(x, bias, places, mask)
             up = _read(x, bias, places + STEP, mask)
             if CLAMP is not None:
-                gate = tl.minimum(gate, CLAMP)
-                up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+                gate = _at_most(gate, CLAMP)
+                up = _at_most(_at_least(up, -CLAMP), CLAMP)
             value = _activate(gate, NAME) * (up + OFFSET)
         else:
             value = _activate(_read(x, bias, columns, mask), NAME)
@@ -165,8 +176,8 @@ def activation_backward(
                 # No gradient beyond the bounds.
                 inside_gate = gate <= CLAMP
                 inside_up = tl.abs(up) <= CLAMP
-                gate = tl.minimum(gate, CLAMP)
-                up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+                gate = _at_most(gate, CLAMP)
+                up = _at_most(_at_least(up, -CLAMP), CLAMP)
             up += OFFSET
             activated = _activate(gate, NAME)
             total += grad_y * activated * up
