@@ -143,7 +143,7 @@ def load_parts(root: str, size: int = 2) -> tuple[int | None, list[str]]:
         return None, passed_over
     local_checkpoints.load(tensors, found, group=world(), replicas=(world(),))
     assert all(torch.equal(tensors[key].data, saved.data) for key, saved in state().items())
-    local_checkpoints.remove_others(directory, found.checkpoint.manifest.iteration)
+    local_checkpoints.remove_others(directory, [found.checkpoint.manifest.iteration])
     assert [path.name[-1] for path in directory.glob("iter_*")] == [str(found.checkpoint.manifest.iteration)]
     return found.checkpoint.manifest.iteration, passed_over
 
@@ -204,8 +204,8 @@ def save_copies(root: str, iterations: list[int], fails_at: int | None = None) -
             (directory / "copy_of_rank_00001").write_text("")
         problems = local_checkpoints.copy_to_partners(path, directory, COPYING, world())
         found.append(problems)
-        if not problems:
-            local_checkpoints.remove_others(directory, iteration, keeps_copies_of=partners)
+        kept = {iteration, local_checkpoints.find_oldest(directory, world())} if problems else {iteration}
+        local_checkpoints.remove_others(directory, kept, keeps_copies_of=partners)
     return found
 
 
@@ -282,15 +282,17 @@ def test_a_damaged_part_is_replaced_by_its_copy(copied: Path, tmp_path: Path) ->
     iteration, passed_over, _ = run_distributed(load_copies, 4, str(root), (0, 0, 1, 1))[0]
     assert iteration is None
     assert passed_over[0].startswith(f"the local checkpoint of iteration 5 cannot be loaded: {copy} is damaged")
+    assert passed_over[0].count("is damaged") == 1, "two ranks see the same file"
 
 
-def test_without_all_copies_the_save_before_stays(tmp_path: Path) -> None:
+def test_without_all_copies_the_last_copied_save_stays_beside_the_newest(tmp_path: Path) -> None:
     problems = run_distributed(save_copies, 4, str(tmp_path), [4, 5, 6], 5)[0]
     assert problems[0] == [] and len(problems[1]) == 1 and len(problems[2]) == 1
     assert problems[1][0].startswith("rank 1 has no copy of the part of rank 3: ")
     assert problems[1][0].endswith("rank_00003/iter_0000005/state.json cannot be read: No such file or directory")
     assert problems[2][0].endswith("rank_00003/copy_of_rank_00001: File exists")
-    assert {path.name for path in tmp_path.glob("node?/rank_*/iter_*")} == {f"iter_000000{i}" for i in (4, 5, 6)}
+    assert {path.name for path in tmp_path.glob("node?/rank_*/iter_*")} == {"iter_0000004", "iter_0000006"}
+    assert len(list(tmp_path.glob("node?/rank_*/copy_of*/iter_0000004"))) == 3, "but for the one that was taken away"
 
 
 def test_who_keeps_copies_of_whom() -> None:

@@ -161,13 +161,22 @@ def copy_to_partners(path: Path, directory: Path, copying: Copying, group: Group
     ]
 
 
-def remove_others(directory: Path, iteration: int, keeps_copies_of: Collection[int] = ()) -> None:
-    """Remove this rank's parts of all saves but one, once every rank has its part of that, and copies of all but that
-    and of all ranks but those. Raises StorageError."""
+def find_oldest(directory: Path, group: Group) -> int | None:
+    """The iteration of the oldest save of which every member of `group` has its part in its own directory; the same on
+    all of them. Every member calls this."""
+    own = _list_offers(directory)
+    common = set(own).intersection(*all_gather_object(list(own), group))
+    oldest = min((own[identity] for identity in common), default=None, key=lambda offer: offer.number)
+    return None if oldest is None else oldest.iteration
+
+
+def remove_others(directory: Path, iterations: Collection[int], keeps_copies_of: Collection[int] = ()) -> None:
+    """Remove this rank's parts of all saves but those of these iterations, once every rank has its part of them, and
+    copies of all but these and of all ranks but those. Raises StorageError."""
     kept = [find_copies_directory(directory, rank) for rank in keeps_copies_of]
     for root in (directory, *kept):
         for other in saved_iterations(root):
-            if other != iteration:
+            if other not in iterations:
                 remove_checkpoint(root, other)
     for root in directory.glob("copy_of_rank_*"):
         if root not in kept:
@@ -356,6 +365,10 @@ def _fetch(
             if problem is None:
                 sources[item.destination] = item.source
                 del left[item.destination]
-            else:
-                left[item.destination] = "; ".join(filter(None, (left[item.destination], problem)))
+                continue
+            rank, path = item.destination, chosen[item.destination].path
+            if problem not in left[rank]:
+                left[rank] = "; ".join(filter(None, (left[rank], problem)))
+            # All ranks of a node see the same files there: what lies elsewhere may be whole.
+            untried[rank].sort(key=lambda place: place.path == path)  # noqa: B023 - called at once
     return sources, left

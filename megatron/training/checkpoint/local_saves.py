@@ -50,10 +50,13 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
     )  # fmt: skip
     copying = find_copying(settings)
     partners = [] if copying is None else copying.list_partners(groups.world.rank())
+    kept = {run.progress.iteration}
     if copying is not None and _copy_to_partners(run, run.progress.iteration, path, directory, copying):
-        return path  # what lies there from before is whole with its copies
+        # Nothing is removed while copies fail but what was saved since: the oldest is the last that is whole with its
+        # copies. All of them would fill the disk.
+        kept |= {local_checkpoints.find_oldest(directory, groups.world) or run.progress.iteration}
     try:
-        local_checkpoints.remove_others(directory, run.progress.iteration, keeps_copies_of=partners)
+        local_checkpoints.remove_others(directory, kept, keeps_copies_of=partners)
     except StorageError as error:
         report_error(StorageError(f"earlier local checkpoints were not removed: {error}; training goes on"))
     return path
