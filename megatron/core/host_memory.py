@@ -75,6 +75,11 @@ def require_host_memory(number: float, what: str, remedy: str) -> None:
         )
 
 
+def count_pinned_bytes(number: int) -> int:
+    """What so many bytes of pinned memory take: torch's allocator hands out powers of two."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
 def _list_limits() -> Iterator[HostMemory]:
     page = os.sysconf("SC_PAGE_SIZE")
     physical, swap = page * os.sysconf("SC_PHYS_PAGES"), 0

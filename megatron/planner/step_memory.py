@@ -157,7 +157,7 @@ def _count_state_bytes(
     for elements, copies in ((dense, num_replicas), (experts, num_replicas * ranks / expert_ranks)):
         if replicas.use_torch_fsdp2:
             # The optimizer's float32 shards are the only ones: 16-bit weights exist gathered, and in no other form.
-            total += elements * (4 + gradient + sum(moments)) / copies
+            total += elements * (4 + gradient + sum(moments) * (1 - workload.offloaded_state)) / copies
         elif replicas.use_distributed_optimizer:
             total += elements * (weight + gradient + kept / copies)
         else:
@@ -268,7 +268,8 @@ def _describe_chunk(
     for unit in ActivationPolicy(model).divide_layers(len(content.layers)):
         of_unit = [layers[numbers[index]] for index in unit.layers]
         if unit.is_recomputed:
-            kept += hidden / (ranks if model.distribute_saved_activations else 1)
+            (unit_input,) = _leave_out(model, [Kept("the unit's input", hidden, place="attn_norm")])
+            kept += unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
             computed_again = max(computed_again, sum(row.bytes for rows in of_unit for row in rows))
         else:
             here = (rows for index, rows in zip(unit.layers, of_unit, strict=True) if index not in on_host)

@@ -11,11 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.cli.report_theoretical_memory import describe_workload
 from megatron.core.errors import ConfigError, MemoryShortageError, StorageError
 from megatron.core.optimizer import group_state, offloaded_state
 from megatron.core.optimizer.offloaded_state import FileHome, HostHome, OffloadedState
 from megatron.planner.levers import list_levers
 from megatron.planner.memory import MemoryEstimate, describe_memory, estimate_memory
+from megatron.planner.step_memory import StepMemory, predict_step_memory
 from megatron.training.recipes.gpt import describe_gpt_workload
 from megatron.training.run import Run
 from tests.unit.run_flags import run_config
@@ -148,6 +150,16 @@ def test_a_full_disk_and_a_full_host_are_said_in_a_sentence(tmp_path: Path) -> N
         FileHome(torch.device("cpu"), tmp_path / "file" / "state", **options)
     with pytest.raises(MemoryShortageError, match="optimizer states on the host .--optimizer-cpu-offload. take"):
         HostHome(torch.device("cpu"), **options).allocate(2**55, torch.float32)
+    # Beside a GPU torch rounds pinned memory up to a power of two, here 4100 bytes to 8192.
+    refusing = mock.Mock(side_effect=RuntimeError)
+    with (
+        mock.patch.object(offloaded_state, "is_cuda", return_value=True),
+        mock.patch.object(offloaded_state, "allocate_host_memory", refusing),
+    ):
+        for pins, number in ((True, "8.2 KB"), (False, "4.1 KB")):
+            home = HostHome(torch.device("cpu"), overlaps=False, pins_grads=True, pins_params=pins)
+            with pytest.raises(MemoryShortageError, match=f"the host has no {number} for optimizer states"):
+                home.allocate(1025, torch.float32, travels=True)
 
 
 @pytest.mark.parametrize(
@@ -208,3 +220,22 @@ def test_the_memory_report_knows_what_is_on_the_host() -> None:
     offloading = [lever for lever in levers if lever.needs_gpu]
     assert [list(lever.changes)[0] for lever in offloading] == ["fine_grained_activation_offloading"]
     assert offloading[0].saved_bytes > 0
+
+
+def test_the_plan_of_a_step_leaves_out_what_is_on_the_host() -> None:
+    def predict(flags: str, world_size: int = 1) -> StepMemory:
+        config = run_config(flags, world_size=world_size)
+        (stage,) = predict_step_memory(config.model, config.ddp, config.optimizer, describe_workload(config))
+        return stage
+
+    # With FSDP2 the float32 shards, which it gathers from, stay on the device; Adam's two moments go.
+    sharded = "--use-torch-fsdp2 --bf16"
+    plain, offloaded = predict(sharded, 2), predict(f"{sharded} {OFFLOAD} --optimizer-offload-fraction 0.5", 2)
+    assert plain.state - offloaded.state == pytest.approx(0.5 * 8 * plain.parameters / 2)
+    # Of layers that are recomputed whole their inputs are all that waits.
+    whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    offloading = "--fine-grained-activation-offloading --offload-modules attn_norm"
+    config = run_config(whole)
+    inputs = config.training.micro_batch_size * config.model.hidden_size * describe_workload(config).seq_length * 4
+    saved = predict(whole).activations - predict(f"{whole} {offloading}").activations
+    assert saved == config.model.num_layers * inputs

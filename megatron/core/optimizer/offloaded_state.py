@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.device import CopyQueue, allocate_host_memory, hold_computation_until, wait_for
+from megatron.core.device import CopyQueue, allocate_host_memory, hold_computation_until, is_cuda, wait_for
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.errors import MemoryShortageError, StorageError, format_bytes
 from megatron.core.flat_ranges import Range
-from megatron.core.host_memory import require_host_memory
+from megatron.core.host_memory import count_pinned_bytes, require_host_memory
 from megatron.core.optimizer.group_state import CHUNK, FlatShard, GroupState, Member
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
@@ -66,15 +66,20 @@ class HostHome(StateHome):
 
     def __init__(self, device: torch.device, **options: bool) -> None:
         super().__init__(device, **options)
+        # Beside a CPU nothing is pinned.
+        self._pins_params = self.pins_params and is_cuda(device)
         self._bytes = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, *, travels: bool = False) -> Tensor:
         """See StateHome. Raises MemoryShortageError where the host has not so much."""
-        self._bytes += numel * dtype.itemsize
+        number = numel * dtype.itemsize
+        self._bytes += count_pinned_bytes(number) if travels and self._pins_params else number
         remedy = "give a smaller --optimizer-offload-fraction, or --optimizer-offload-directory on a local disk"
+        if self._pins_params:
+            remedy += ", or --no-pin-cpu-params, since pinned memory comes in powers of two"
         require_host_memory(self._bytes, "optimizer states on the host (--optimizer-cpu-offload)", remedy)
         try:
-            return allocate_host_memory(numel, dtype, pinned=travels and self.pins_params).zero_()
+            return allocate_host_memory(numel, dtype, pinned=travels and self._pins_params).zero_()
         except RuntimeError as error:
             raise MemoryShortageError(
                 f"the host has no {format_bytes(self._bytes)} for optimizer states (--optimizer-cpu-offload); {remedy}"
