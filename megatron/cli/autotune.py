@@ -316,8 +316,10 @@ def start_trial(flags: Sequence[str], arguments: argparse.Namespace, candidate: 
     # The system kills a process that takes the last of the machine's memory.
     if done.returncode in (-9, 137):
         return {"state": "out of memory", "text": "the system has killed the process"}
-    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return {"state": "failed", "text": f"exit code {done.returncode}: {lines[-1] if lines else 'it said nothing'}"}
+    lines = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
+    # torchrun says more behind the sentence of the process that has failed.
+    said = next((line for line in reversed(lines) if "rror: " in line), lines[-1])
+    return {"state": "failed", "text": f"exit code {done.returncode}: {said}"}
 
 
 def find_program() -> list[str]:

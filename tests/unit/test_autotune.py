@@ -164,3 +164,7 @@ def test_a_trial_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["state"] == "out of memory"
     assert seen[0][:6] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     assert seen[0][-3:] == ["--bf16", "--micro-batch-size", "2"]
+    said = "error: x.idx: no such file\nE1122 elastic: failed (exitcode: 2)\n=========="
+    monkeypatch.setattr(autotune.subprocess, "run", lambda *a, **b: subprocess.CompletedProcess([], 1, "", said))
+    text = autotune.start_trial(["--bf16"], arguments, Candidate(2))["text"]
+    assert text == "exit code 1: error: x.idx: no such file"

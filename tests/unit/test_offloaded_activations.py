@@ -211,6 +211,18 @@ def test_copies_run_beside_the_computation(events: list[str]) -> None:
         assert computed, f"no computation hides the copy of layer {layer}: {events}"
 
 
+def test_what_is_on_its_way_to_the_host_is_read_on_the_device(events: list[str]) -> None:
+    """Two projections that keep a norm's output have it computed again twice, from one input."""
+    offloader = Offloader(OffloadChoice(frozenset({"part"})))
+    with offloader.open_pass():
+        get = hold("part", torch.arange(4.0))
+    # Freed, its memory would be given to others while the copy reads it, and the copy would not be the value.
+    assert get().tolist() == get().tolist() == [0.0, 1.0, 2.0, 3.0] and "to device 0" not in events
+    events.append("wait to host 0")  # it has arrived
+    assert get().tolist() == [0.0, 1.0, 2.0, 3.0] and "to device 0" in events
+    assert get().tolist() == [0.0, 1.0, 2.0, 3.0], "as often as anybody asks"
+
+
 @pytest.mark.flags("--fine-grained-offloading-max-inflight-offloads")
 def test_the_computation_waits_for_the_oldest_of_too_many_copies(events: list[str]) -> None:
     config = run_config(f"{PARTS} core_attn --fine-grained-offloading-max-inflight-offloads 2").model

@@ -188,7 +188,10 @@ class _Offloaded:
         assert values is not None
         hold_computation_until(self.returned)
         self.readers -= 1
-        if self.readers <= 0:
+        # What is still read for its copy to the host stays: overwritten by others, it would give whoever asks once more
+        # than was counted (what is computed again from it, twice) other values.
+        is_leaving = self.returned is None and not has_come(self.arrived)
+        if self.readers <= 0 and not is_leaving:
             self.on_device = None
         return values
 
