@@ -148,8 +148,8 @@ def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator
         return
     # Counted as if the last query stood at the last key's position.
     window = visible.window - (first - begin) + (end - begin) - (stop - first)
-    # Told where a band begins and not where it ends, the flash kernel lets it end so many keys behind the query's own
-    # position as there are: earlier queries than these, far before the first key, would see nothing.
+    # The flash kernel ends a band that has no end of its own as many keys after the query's position as there are keys:
+    # of many queries and few keys, the first queries would miss keys. They see all, and are computed without a band.
     if stop - first > end - begin + 1:
         seeing_all = begin + visible.window + 1 - first
         yield slice(0, seeing_all), keys, None
