@@ -8,8 +8,8 @@ Each trial is a few steps of the real training in a fresh process, so that one t
 with it; nothing is saved or loaded. The memory formula (tools/report_theoretical_memory.py) says with which micro-batch
 to begin; from there it goes up while the memory lasts, and down while that is faster. Recomputation is tried only for
 micro-batches that do not fit without. Last, one after the other, kernels that a flag chooses: what is faster by more
-than 2 % stays. Flags of these kinds that are given give way to those that are tried; what the trials train is the same
-run otherwise: the global batch stays what it is.
+than 2 % stays. Micro-batch and recomputation that are given give way to those that are tried, a kernel that is given
+stays; what the trials train is the same run otherwise: the global batch stays what it is.
 """
 
 from __future__ import annotations
@@ -286,6 +286,14 @@ def list_micro_batches(config: RunConfig, most: int | None) -> list[int]:
     return [size for size in range(1, share + 1) if share % size == 0 and (most is None or size <= most)]
 
 
+def list_kernels(words: Sequence[str], *, has_experts: bool, on_gpu: bool) -> list[str]:
+    """The kernels to try, but for those that these flags choose already."""
+    given = {word.partition("=")[0] for word in words}
+    kernels = [flag for flag in KERNELS if on_gpu or "fused" not in flag]
+    kernels += KERNELS_OF_EXPERTS if has_experts else ()
+    return [flag for flag in kernels if flag.split()[0] not in given]
+
+
 def leave_out(words: Sequence[str], names: frozenset[str]) -> list[str]:
     """The words of a command line without these flags and their values."""
     kept: list[str] = []
@@ -372,10 +380,8 @@ def tune(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     config = read(words, environment)
     flags = leave_out(words, _TRIED)
     sizes = list_micro_batches(config, arguments.most_micro_batch)
-    kernels = [flag for flag in KERNELS if "fused" not in flag or is_cuda(current_device())]
-    kernels += KERNELS_OF_EXPERTS if config.model.num_moe_experts is not None else ()
-    # A flag that is given is not tried again.
-    kernels = [flag for flag in kernels if flag.split()[0] not in words]
+    has_experts = config.model.num_moe_experts is not None
+    kernels = list_kernels(words, has_experts=has_experts, on_gpu=is_cuda(current_device()))
     memory, source = read_total_memory()
     print(f"{source} {format_bytes(memory)}; micro-batches of {', '.join(map(str, sizes))}; {len(kernels)} kernels")
     progress = Progress(

@@ -96,6 +96,14 @@ def test_flags_that_are_tried_are_left_out_with_their_values() -> None:
     assert autotune.leave_out(words, autotune._TRIED) == ["--bf16", "--lr=1e-3"]
 
 
+def test_a_kernel_that_is_given_is_not_tried() -> None:
+    assert autotune.list_kernels(["--bf16"], has_experts=True, on_gpu=True) == [
+        *autotune.KERNELS, *autotune.KERNELS_OF_EXPERTS,
+    ]  # fmt: skip
+    for given in (["--attention-backend", "local"], ["--attention-backend=local"]):
+        assert autotune.list_kernels(given, has_experts=False, on_gpu=True) == ["--cross-entropy-loss-fusion"]
+
+
 def test_micro_batches_divide_the_share_of_a_replica() -> None:
     assert autotune.list_micro_batches(run_config("--global-batch-size 12"), None) == [1, 2, 3, 4, 6, 12]
     assert autotune.list_micro_batches(run_config("--global-batch-size 12", world_size=2), 4) == [1, 2, 3]
