@@ -73,7 +73,7 @@ setup(
         "torch>=2.6",
     ],
     extras_require={
-        "te": ["transformer-engine[pytorch]>=2.0"],
+        "te": ["transformer-engine[pytorch]>=2.9"],
         "dev": DEVELOPMENT,
         "docs": DOCUMENTATION,
         "inference": ["fastapi>=0.110", "uvicorn>=0.29"],

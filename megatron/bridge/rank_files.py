@@ -69,7 +69,7 @@ def write_rank_files(
             groups = ProcessGroupCollection.pretend(grid, rank)
             name = name_rank_directory(groups.tp.rank(), groups.pp.rank() if stages > 1 else None, None)
             tensors = list(_read_rank(checkpoint, config, rows, vocab_size, groups))
-            fused = config.gpt.transformer_impl != "local"
+            fused = config.joins_norms
             chunk = arrange(tensors, fused=fused, grouped=config.model.moe_grouped_gemm)
             content: dict[str, Any] = {
                 "args": build_args(config, Progress(0, iteration=iteration), rows),

@@ -85,7 +85,7 @@ def _replace_data() -> None:
     # Bounds are read on the host.
     PackedSeqParams.documents = lambda packed, length: Documents((0, length // 3, length))  # type: ignore[method-assign]
     grouped_products.grouped_mm_works = lambda widths, dtype, device: dtype == torch.bfloat16  # type: ignore[assignment]
-    grouped_products._count_rows = _count_evenly
+    grouped_products.count_rows = _count_evenly
 
 
 def _count_evenly(ends: Any) -> list[int]:

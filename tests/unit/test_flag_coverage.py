@@ -26,7 +26,7 @@ UPSTREAM = rows(DATA / "upstream_flags.tsv")
 # Declared flags whose default is not upstream's, and why.
 OTHER_DEFAULTS = {
     "--num-query-groups": "None: as many as heads; upstream's 1 is ignored without --group-query-attention",
-    "--transformer-impl": "local: Transformer Engine is not used",
+    "--transformer-impl": "local: plain torch alone is the reference; auto takes Transformer Engine where it is",
     "--distributed-backend": "None: chosen by device, so that a laptop needs no flag",
     "--use-cpu-initialization": "False where upstream has None; both mean no",
     "--no-save-optim": "False where upstream has None; both mean no",
@@ -35,7 +35,10 @@ OTHER_DEFAULTS = {
     "--no-load-rng": "False where upstream has None; both mean no",
 }
 # Values that upstream does not have.
-FURTHER_CHOICES = dict.fromkeys(("--ckpt-format", "--ckpt-convert-format"), {"upstream_torch_dist"})
+FURTHER_CHOICES = {
+    **dict.fromkeys(("--ckpt-format", "--ckpt-convert-format"), {"upstream_torch_dist"}),
+    "--transformer-impl": {"auto"},
+}
 # Upstream has a switch for either direction, or a negative name, and with it another default.
 ASKED_TWICE = {"no_persist_layer_norm", "yarn_correction_range_round_to_int"}
 # Flags of other programs that our sentences name.

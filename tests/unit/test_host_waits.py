@@ -38,7 +38,7 @@ ALLOWED = {
     OPTIMIZER: "--fp16: the next loss scale; lion, muon, soap: update or not; --no-check-for-nan-in-loss-and-grad: the "
     "next learning rate",
     ("megatron/core/optimizer/soap.py", "update"): "the number of the update decides what is computed",
-    ("megatron/core/transformer/moe/grouped_products.py", "_count_rows"): "products of single experts need their sizes",
+    ("megatron/core/transformer/moe/grouped_products.py", "count_rows"): "products of single experts need their sizes",
     ("megatron/core/transformer/moe/token_dispatcher.py", "dispatch"): "how many rows other ranks send",
     ("megatron/core/transformer/moe/token_dispatcher.py", "_permute_to_experts"): "how many rows capacity, or the "
     "other ranks' share of the experts, leaves",

@@ -22,8 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
 
 
-def describe_operations(config: TransformerConfig, device: torch.device | None = None) -> dict[str, str]:
-    """Operation -> implementation on `device` (this process's when None).
+def describe_operations(
+    config: TransformerConfig, device: torch.device | None = None, engine: str | None = None
+) -> dict[str, str]:
+    """Operation -> implementation on `device` (this process's when None). engine: name of what multiplies in place of
+    our own products, Transformer Engine with its release; None without.
 
     Raises ConfigError when the configured attention backend cannot do what the config asks on this device.
     """
@@ -38,7 +41,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
     layers = [AttentionOptions.from_config(config, index + 1) for index in range(config.num_layers)]
     # Layers may differ (sliding windows), but equal names are said once.
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
-    experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device)
+    experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device, engine)
     gate = "gated " if config.gated_linear_unit else ""
     # Latent attention's come with joining its heads, which has no kernel.
     by_rope = "fused" if config.multi_latent_attention else by_kernel
@@ -48,7 +51,7 @@ def describe_operations(config: TransformerConfig, device: torch.device | None =
         fused_rope = "one kernel each way for queries, and one for keys"
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
-        "linear": _describe_linear(config, device),
+        "linear": _describe_linear(config, device) if engine is None else engine,
         "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
@@ -90,7 +93,9 @@ def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
     return described + (f"; {' and '.join(outside)}: {plain}" if outside else "")
 
 
-def describe_expert_operations(config: TransformerConfig, device: torch.device) -> dict[str, str]:
+def describe_expert_operations(
+    config: TransformerConfig, device: torch.device, engine: str | None = None
+) -> dict[str, str]:
     """Return operation -> implementation for what only layers with experts have."""
     width, inner, dtype = config.expert_channels, config.moe_ffn_hidden_size, parameter_dtype(config)
     assert inner is not None
@@ -100,7 +105,9 @@ def describe_expert_operations(config: TransformerConfig, device: torch.device) 
         choose_expert_product(config, widths, dtype, device).name
         for widths in ((width, inner * (2 if config.gated_linear_unit else 1)), (inner, width))
     ]
-    if config.few_bits_recipe is not None:
+    if engine is not None:
+        products = [f"{engine}, GroupedLinear"]
+    elif config.few_bits_recipe is not None:
         products = [f"{read_fp8_recipe(config, device).describe()}, one product for each expert"]
     elif config.moe_grouped_gemm:
         taken = (GroupedMatmul.name, BatchedMatmul.name)

@@ -22,6 +22,7 @@ from megatron.core.transformer.pipeline_layout import find_content_of_stage
 from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class TransformerBlock(MegatronModule):
@@ -93,7 +94,7 @@ class TransformerBlock(MegatronModule):
 
         # One stream around all layers: switching it inside would copy the generator's state for each dropout.
         offloading = nullcontext() if self.offloader is None else self.offloader.open_pass()
-        with open_random_stream(self.config, self.training, self.tp_group), offloading:
+        with open_random_stream(self.config, self.training, self.tp_group), offloading, self._open_layers():
             for layers, is_recomputed in self.units:
                 # Mask, angles and documents come along in the closure: hidden states alone have gradients.
                 unit = functools.partial(run, layers)
@@ -105,6 +106,11 @@ class TransformerBlock(MegatronModule):
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
+
+    def _open_layers(self) -> AbstractContextManager[Any]:
+        """See TransformerLayer.open_pass; a layer of a user's own may have none."""
+        first = self.layers[0] if len(self.layers) else None
+        return first.open_pass() if isinstance(first, TransformerLayer) else nullcontext()
 
 
 def open_random_stream(config: TransformerConfig, training: bool, tp_group: Group) -> AbstractContextManager[None]:

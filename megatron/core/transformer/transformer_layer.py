@@ -103,11 +103,21 @@ class TransformerLayer(MegatronModule):
         self.recomputes_mlp_norm = policy.recomputes_mlp_norm and self.pre_mlp_layernorm is not None
         self.recomputes_mlp = policy.recomputes_mlp
         self.offload = policy.offload
-        if config.is_fp8_layer(layer_number):
-            further = layer_number - config.num_layers
-            name = f"mtp.layers.{further - 1}.mtp_model_layer" if further > 0 else f"decoder.layers.{layer_number - 1}"
-            self.fp8_products = multiply_in_fp8(self, config, groups, name)
+        if config.few_bits_recipe is not None:
+            self.multiply_in_few_bits(config, groups)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
+
+    def multiply_in_few_bits(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        """Have the linear layers multiply in FP8 or FP4, where this layer is one that does."""
+        if config.is_fp8_layer(self.layer_number):
+            further = self.layer_number - config.num_layers
+            number = self.layer_number - 1
+            name = f"mtp.layers.{further - 1}.mtp_model_layer" if further > 0 else f"decoder.layers.{number}"
+            self.fp8_products = multiply_in_fp8(self, config, groups, name)
+
+    def open_pass(self) -> AbstractContextManager[Any]:
+        """What a pass through all layers of a stage runs in; asked of the first of them. Nothing, here."""
+        return nullcontext()
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compilation.py."""

@@ -101,7 +101,7 @@ DEFINED: dict[str, dict[str, str]] = {
 
 _MULTIMODAL = "models are of text only; build your own from the layers, as examples/custom_model.py does"
 _HYBRID = "it waits for hybrid models (Mamba); GPTModel has attention layers"
-_TE = "layers are not built from Transformer Engine; take ColumnParallelLinear and RowParallelLinear"
+_TE = "layers get Transformer Engine by --transformer-impl; take ColumnParallelLinear and RowParallelLinear"
 _OTHER_ATTENTION = "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec"
 _REPLAY = "routes are recorded by --moe-routing-trace-path, and replayed with --moe-enable-routing-replay"
 _DTENSOR = "gradients and parameters are plain tensors here, also with FSDP; its sharding is that of PyTorch's FSDP2"

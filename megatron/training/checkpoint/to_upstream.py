@@ -73,6 +73,8 @@ def _upstream_value(name: str, value: Any) -> Any:
         return UpstreamObject("megatron.core.transformer.enums", "AttnBackend", (AttnBackend[value].value,))
     if name == "exit_signal":
         return signal.Signals[value]
+    if name == "transformer_impl" and value == "auto":
+        return "local"  # upstream has no auto, and modules are named as its local layers name them
     if name.endswith("_dtype") and isinstance(value, str):
         return _DTYPES.get(value, value)
     # It writes a single value where several are possible.

@@ -98,7 +98,7 @@ class RunConfig:
     def joins_norms(self) -> bool:
         """Whether upstream's programs name norms as parts of the linear layers behind them, as its Transformer Engine
         layers do."""
-        return self.gpt.transformer_impl != "local"
+        return self.gpt.transformer_impl == "transformer_engine"
 
     def say(self, name: str) -> str:
         """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""

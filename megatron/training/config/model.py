@@ -57,11 +57,12 @@ class GPTModelFlags(CheckedConfig):
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     transformer_impl: str = flag(
         "local",
-        choices=("local", "transformer_engine", "inference_optimized"),
+        choices=("local", "transformer_engine", "auto", "inference_optimized"),
         unsupported_choices=("inference_optimized",),
         kind="kernel",
     )
-    """Where layers come from. Both choices run on plain torch; a note says so when Transformer Engine was asked for."""
+    """What layers compute with. transformer_engine: NVIDIA's Transformer Engine on a GPU, plain torch on a CPU. auto:
+    Transformer Engine where it can be imported, else plain torch; the log says which. local: plain torch."""
     spec: list[str] | None = flag(None, nargs="*", metavar="WORD", kind="function")
     """A layer of your own: a Python module and the name of a function in it that returns a ModuleSpec, or of a
     ModuleSpec; `local` is the usual layer. See docs/models.md."""

@@ -67,7 +67,7 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
                 f"each rank rounds them to {name.upper()}"
             )
     if run.gpt.transformer_impl == "transformer_engine":
-        yield "--transformer-impl transformer_engine: Transformer Engine is not used; the layers run on plain torch"
+        yield "--transformer-impl transformer_engine: on a CPU, which it is not for, the layers run on plain torch"
 
 
 def _batch(run: RunConfig) -> Iterator[str]:

@@ -120,7 +120,7 @@ def build_gpt_model(
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     assert config.gpt.max_position_embeddings is not None, "checked by read_run_config"
-    layer_spec = read_layer_spec(config.gpt.spec, config.model)
+    layer_spec = read_layer_spec(config.gpt.spec, config.model, config.gpt.transformer_impl)
     return GPTModel(
         config=config.model,
         transformer_layer_spec=layer_spec,
@@ -183,10 +183,20 @@ def describe_gpt_operations(
     from megatron.core.tensor_parallel.products import CommunicationPlan
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.operations import describe_operations
+    from megatron.core.transformer.transformer_engine.package import choose_implementation
 
     if config.gpt.spec not in (None, ["local"]) or any(type(chunk) is not GPTModel for chunk in chunks):
         return {}
-    described = describe_operations(config.model, device)
+    asked = "local" if config.gpt.spec else config.gpt.transformer_impl
+    chosen = choose_implementation(asked, device)
+    engine = None
+    if chosen.is_engine:
+        engine = ", ".join(filter(None, (chosen.name, config.model.few_bits_recipe)))
+    described = describe_operations(config.model, device, engine)
+    if asked != "local":
+        described["transformer layers"] = chosen.name
+    if chosen.is_engine:
+        described |= _describe_engine(chunks)
     plans = (getattr(part, "plan", None) for chunk in chunks for part in chunk.modules())
     names = dict.fromkeys(plan.name for plan in plans if isinstance(plan, CommunicationPlan) and plan.name)
     if names:
@@ -197,20 +207,40 @@ def describe_gpt_operations(
     return described
 
 
+def _describe_engine(chunks: Sequence[nn.Module]) -> dict[str, str]:
+    """What Transformer Engine computes beside products."""
+    from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_engine.layer import TransformerEngineLayer
+
+    parts = [part for chunk in chunks for part in chunk.modules()]
+    described = {}
+    if any(isinstance(part, TransformerEngineLayer) and part.fuses_norms for part in parts):
+        described["norm"] = "Transformer Engine, with the products behind it"
+    backends = dict.fromkeys(part.backend.name for part in parts if isinstance(part, DotProductAttention))
+    return described | ({"attention": "; ".join(backends)} if backends else {})
+
+
 # ---- layers of the user's own (--spec)
 
 
-def read_layer_spec(words: Sequence[str] | None, config: TransformerConfig) -> ModuleSpec:
+def read_layer_spec(
+    words: Sequence[str] | None, config: TransformerConfig, implementation: str = "local"
+) -> ModuleSpec:
     """The ModuleSpec of one transformer layer.
 
     words: of --spec: a module and the name of a function in it, without parameters or with one for the config, or of a
-    ModuleSpec; None or `local`: our own layer. Raises ConfigError where they lead nowhere.
+    ModuleSpec; None or `local`: our own layer. implementation: of --transformer-impl. Raises ConfigError where the
+    words lead nowhere, and as `choose_implementation` does.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.device import current_device
+    from megatron.core.models.gpt.gpt_layer_specs import by_transformer_engine, get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_engine.package import choose_implementation
 
     if words is None or list(words) == ["local"]:
-        return get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+        spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+        chosen = choose_implementation("local" if words else implementation, current_device())
+        return by_transformer_engine(spec) if chosen.is_engine else spec
     found = _import_named(*words)
     if callable(found) and not isinstance(found, ModuleSpec):
         found = found(config) if inspect.signature(found).parameters else found()

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 
+from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -22,6 +24,8 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_engine.layer import TransformerEngineLayer
+from megatron.core.transformer.transformer_engine.package import choose_implementation
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
@@ -129,14 +133,24 @@ def get_gpt_layer_with_transformer_engine_spec(
     qk_l2_norm: bool | None = False,
     use_te_op_fuser: bool | None = False,
 ) -> ModuleSpec:
-    """The local spec, and a note that says so: layers are not built from Transformer Engine's modules. Arguments as
-    there; use_te_op_fuser: TransformerConfig(compile=True) fuses operations."""
-    # A warning, not an error: a script written for Transformer Engine trains the same model here.
-    warnings.warn("layers are those of the local spec: Transformer Engine's are not used", stacklevel=2)
-    return get_gpt_layer_local_spec(
+    """The local spec with layers that compute by Transformer Engine, where this process has a GPU and the package;
+    elsewhere the local spec itself, and a warning that says why. Arguments as there; use_te_op_fuser:
+    TransformerConfig(compile=True) fuses operations."""
+    spec = get_gpt_layer_local_spec(
         num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm, None,
         qk_l2_norm,
     )  # fmt: skip
+    chosen = choose_implementation("auto", current_device())
+    if chosen.is_engine:
+        return by_transformer_engine(spec)
+    # A warning, not an error: a script written for Transformer Engine trains the same model here.
+    warnings.warn(f"layers are those of the local spec ({chosen.name})", stacklevel=2)
+    return spec
+
+
+def by_transformer_engine(spec: ModuleSpec) -> ModuleSpec:
+    """The spec of a layer as the local ones, which computes by Transformer Engine where that can."""
+    return dataclasses.replace(spec, module=TransformerEngineLayer)
 
 
 def get_gpt_layer_with_inference_spec(

@@ -50,7 +50,7 @@ class ExpertByExpert(Product):
     ) -> Tensor | None:
         """Output gradients [n, out] and inputs [n, in] -> [experts, out, in], or None when added to main_grad."""
         assert ends is not None
-        rows_per_expert = _count_rows(ends)
+        rows_per_expert = count_rows(ends)
         # One product for each expert, straight into its slice of the gradient buffer.
         parts = zip(grad.split(rows_per_expert), x.split(rows_per_expert), strict=True)
         if main_grad is None:
@@ -63,7 +63,7 @@ class ExpertByExpert(Product):
     def _multiply_rows(self, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         """[n, in] x [experts, in, out] -> [n, out]."""
         out = x.new_empty(x.shape[0], matrices.shape[2])
-        rows_per_expert = _count_rows(ends)
+        rows_per_expert = count_rows(ends)
         for part, into, matrix in zip(x.split(rows_per_expert), out.split(rows_per_expert), matrices, strict=True):
             # Written in place: joining the experts' results would copy them once more.
             torch.mm(part, matrix, out=into)
@@ -156,7 +156,7 @@ class FP8Experts(FP8Matmul):
         if self.recipe.has_one_scale(INPUT):
             return y, self.recipe.pack(rounded)
         # Blocks of tokens end with an expert's rows, so that an expert's scales follow those of the one before.
-        parts = x.split(_count_rows(ends))
+        parts = x.split(count_rows(ends))
         of_experts = [self.recipe.pack(self._round_for_weight_grad(rounded, part)) for part in parts]
         return y, tuple(
             torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
@@ -182,7 +182,7 @@ class FP8Experts(FP8Matmul):
             assert isinstance(x, Tensor)
             return ExpertByExpert(accumulates=self.accumulates).weight_grad(grad, x, weight, main_grad, ends)
         into = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
-        rows_per_expert = _count_rows(ends)
+        rows_per_expert = count_rows(ends)
         grads, inputs = self._list_grads(grad, rows_per_expert), self._list_inputs(x, rows_per_expert)
         for of_expert, rows, left, right in zip(into, rows_per_expert, grads, inputs, strict=True):
             if rows:
@@ -217,7 +217,7 @@ class FP8Experts(FP8Matmul):
         matrices = self._round_weight(weight, over_rows=over_rows)
         rows, width = rounded.values.shape[0], matrices.values.shape[1]
         result = torch.empty(rows, width, dtype=dtype, device=rounded.values.device)
-        rows_per_expert = _count_rows(ends)
+        rows_per_expert = count_rows(ends)
         parts = zip(_split_rows(rounded, rows_per_expert), result.split(rows_per_expert), strict=True)
         for index, (part, into) in enumerate(parts):
             if len(into):
@@ -240,8 +240,8 @@ def _split_rows(rounded: Operand, rows_per_expert: list[int]) -> Iterator[Operan
         start += rows
 
 
-def _count_rows(ends: Tensor) -> list[int]:
-    """Rows of each expert, on the host: it waits for the device."""
+def count_rows(ends: Tensor) -> list[int]:
+    """Rows of each expert, of where they end, int32 [experts]; on the host, which waits for the device."""
     stops = [0, *ends.tolist()]
     return [stop - start for start, stop in zip(stops, stops[1:], strict=False)]
 

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer layers that compute by modules of NVIDIA's Transformer Engine.
+
+A layer is built as it always is, with its parameters under their names and placements; then its parts get other ways to
+compute, each a module of the package that is lent the layer's own parameters for every call:
+
+    norm + column-parallel projection      LayerNormLinear, which communicates as well
+    other column- and row-parallel layers  Linear, which communicates as well
+    norm + dense MLP                       LayerNormMLP, where it has the activation
+    experts                                GroupedLinear
+    core attention                         DotProductAttention, for the plain causal and bidirectional kinds
+
+The package's modules are registered nowhere. So a checkpoint has no trace of them and may be continued with and without
+them; what the package remembers of its own, the largest values of `--fp8-recipe delayed`, begins anew in each run. What
+a layer asks for and the package's modules cannot give stays with the layer's own parts, whose numbers are the same but
+for rounding.
+
+Only the package's public interface is used: constructors, calls, `autocast`, recipes. The oldest release that
+`load_package` takes and the one that this was written for, 2.20, agree in it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import Group, MeteredGroup, ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerOutput, RowParallelLinear
+from megatron.core.tensor_parallel.parameters import parameter_dtype
+from megatron.core.tensor_parallel.products import CommunicationPlan, Product
+from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import Experts
+from megatron.core.transformer.moe.grouped_products import BatchedMatmul, ExpertByExpert, count_rows
+from megatron.core.transformer.norms import LayerNorm, RMSNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_engine.package import (
+    build_recipe,
+    find_obstacles,
+    load_modules,
+    load_package,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "squared_relu": "srelu", "silu": "silu"}
+"""Our activation -> the package's, which has GELU in its tanh form only."""
+_GATED_ACTIVATIONS = {"gelu_tanh": "geglu", "quick_gelu": "qgeglu", "squared_relu": "sreglu", "silu": "swiglu"}
+
+
+# ---- the package's modules, with our parameters
+
+
+class _Lender:
+    """Builds a module of the package when it is first called, and lends it parameters for each call."""
+
+    def __init__(self, kind: str, **arguments: Any) -> None:
+        self.kind, self.arguments = kind, arguments
+        self._module: nn.Module | None = None
+        self._fuses: bool | None = None
+
+    def call(self, parameters: dict[str, Tensor | None], *inputs: Any, accumulates: bool = False, **named: Any) -> Any:
+        """Run the module's forward. parameters: its name for each -> ours; accumulates: whether weight gradients are to
+        be added into main_grad, where weights have one."""
+        matrices = [tensor for tensor in parameters.values() if tensor is not None and tensor.dim() > 1]
+        fuses = accumulates and all(getattr(matrix, "main_grad", None) is not None for matrix in matrices)
+        # Gradient buffers come after the layers are built, so that this is known only now.
+        if self._module is None or self._fuses != fuses:
+            self._module, self._fuses = self._build(fuses), fuses
+        for name, tensor in parameters.items():
+            if tensor is not None and getattr(self._module, name) is not tensor:
+                # A parameter's place takes no plain tensor, such as one expert's part of a stack.
+                delattr(self._module, name)
+                setattr(self._module, name, tensor)
+        return self._module(*inputs, **named)
+
+    def _build(self, fuses: bool) -> nn.Module:
+        # On the meta device its own parameters take no memory and are not drawn; they are never used.
+        module: nn.Module = getattr(load_modules(), self.kind)(
+            fuse_wgrad_accumulation=fuses, device="meta", **self.arguments
+        )
+        return module
+
+
+def _unwrap(group: Group) -> Any:
+    """The torch.distributed group that the package communicates in; None for a single rank."""
+    if group.size() == 1:
+        return None
+    return group.group if isinstance(group, MeteredGroup) else group
+
+
+class _OwnTensor(torch.autograd.Function):
+    """The same memory as a tensor that is no view: what follows a product works in place, in its memory, and autograd
+    forbids that for views which another custom function has returned, as the package's do. They keep no output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad
+
+
+def _own(x: Tensor) -> Tensor:
+    result: Tensor = _OwnTensor.apply(x)
+    return result
+
+
+def _norm_arguments(norm: LayerNorm | RMSNorm) -> dict[str, Any]:
+    normalization = "LayerNorm" if isinstance(norm, LayerNorm) else "RMSNorm"
+    return {"eps": norm.eps, "normalization": normalization, "zero_centered_gamma": norm.zero_centered}
+
+
+def _norm_parameters(norm: LayerNorm | RMSNorm) -> dict[str, Tensor | None]:
+    return {"layer_norm_weight": norm.weight, "layer_norm_bias": norm.bias if isinstance(norm, LayerNorm) else None}
+
+
+def _leave_to_next(x: Tensor, *parameters: Any) -> Tensor:
+    """A norm's operation where the linear layer behind it normalises."""
+    return x
+
+
+class EngineLinear(CommunicationPlan):
+    """A column- or row-parallel layer by Linear, with a norm before it by LayerNormLinear; collectives included."""
+
+    def __init__(
+        self,
+        part: ColumnParallelLinear | RowParallelLinear,
+        config: TransformerConfig,
+        norm: LayerNorm | RMSNorm | None = None,
+    ) -> None:
+        """norm: whose operation becomes a part of this one; the module keeps its parameters."""
+        assert part.weight is not None
+        self.norm, ranks = norm, part.tp_group.size()
+        is_column = isinstance(part, ColumnParallelLinear)
+        outputs, inputs = part.weight.shape
+        bias = part.bias is not None and not part.skip_bias_add and (is_column or ranks == 1)
+        self._lender = _Lender(
+            "Linear" if norm is None else "LayerNormLinear",
+            # Of all ranks together; counted from a rank's share, which may hold a copy of another rank's keys.
+            in_features=inputs if is_column else inputs * ranks,
+            out_features=outputs * ranks if is_column else outputs,
+            sequence_parallel=config.sequence_parallel and ranks > 1,
+            tp_group=_unwrap(part.tp_group),
+            tp_size=ranks,
+            bias=bias,
+            params_dtype=parameter_dtype(config),
+            parallel_mode="column" if is_column else "row",
+            **({} if norm is None else _norm_arguments(norm)),
+        )
+        self._communicates = ranks > 1
+        if norm is not None:
+            norm.normalise = _leave_to_next
+
+    @property
+    def name(self) -> str:
+        """See CommunicationPlan."""
+        return "collectives by Transformer Engine" if self._communicates else ""
+
+    def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As CommunicationPlan.multiply; with a norm, x is its input."""
+        parameters = {"weight": weight, "bias": bias} | ({} if self.norm is None else _norm_parameters(self.norm))
+        return _own(self._lender.call(parameters, x, accumulates=product.accumulates))
+
+
+class EngineMLP:
+    """A dense MLP and the norm before it by LayerNormMLP."""
+
+    def __init__(self, mlp: MLP, norm: LayerNorm | RMSNorm, config: TransformerConfig) -> None:
+        self.mlp, self.norm, group = mlp, norm, mlp.linear_fc1.tp_group
+        names = _GATED_ACTIVATIONS if config.gated_linear_unit else _ACTIVATIONS
+        self._lender = _Lender(
+            "LayerNormMLP",
+            hidden_size=mlp.linear_fc1.input_size,
+            ffn_hidden_size=mlp.linear_fc2.input_size,
+            sequence_parallel=config.sequence_parallel and group.size() > 1,
+            return_bias=mlp.linear_fc2.bias is not None,
+            tp_group=_unwrap(group),
+            tp_size=group.size(),
+            bias=mlp.linear_fc1.bias is not None,
+            activation=names[mlp.activation.name],
+            params_dtype=parameter_dtype(config),
+            set_parallel_mode=True,
+            **_norm_arguments(norm),
+        )
+        norm.normalise = _leave_to_next
+
+    @staticmethod
+    def takes(mlp: Any, config: TransformerConfig) -> bool:
+        """Whether the package's module computes what this MLP does, and nothing is asked for inside of it."""
+        if type(mlp) is not MLP or mlp.recomputes_activation or ActivationPolicy(config).offloads_parts:
+            return False
+        plain = mlp.activation.clamp_value is None and mlp.activation.linear_offset == 0.0
+        names = _GATED_ACTIVATIONS if config.gated_linear_unit else _ACTIVATIONS
+        return plain and mlp.activation.interleave_size is None and mlp.activation.name in names
+
+    def __call__(self, x: Tensor) -> LayerOutput:
+        """What the norm reads [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""
+        first, second = self.mlp.linear_fc1, self.mlp.linear_fc2
+        parameters = {
+            "fc1_weight": first.weight,
+            "fc1_bias": first.bias,
+            "fc2_weight": second.weight,
+            "fc2_bias": second.bias,
+            **_norm_parameters(self.norm),
+        }
+        output = self._lender.call(parameters, x, accumulates=first.product.accumulates)
+        # The module's own copy of the bias is ours, but for a cast: ours carries what gradients are known by.
+        return (_own(output), None) if second.bias is None else (_own(output[0]), second.bias)
+
+
+class EngineExperts(ExpertByExpert):
+    """The products of all experts by GroupedLinear; rows are filled up where FP8 needs whole blocks of them."""
+
+    name = "GroupedLinear of Transformer Engine"
+    # A stack's gradient is put together by autograd: the module knows a parameter for each expert.
+    by_autograd = True
+
+    def __init__(self, shape: torch.Size, config: TransformerConfig, *, fills_blocks: bool) -> None:
+        """shape: of this rank's weights, [experts, out, in]."""
+        super().__init__(accumulates=False)
+        self.fills_blocks, (self.experts, outputs, inputs) = fills_blocks, shape
+        self._lender = _Lender(
+            "GroupedLinear",
+            num_gemms=self.experts,
+            in_features=inputs,
+            out_features=outputs,
+            bias=False,
+            params_dtype=parameter_dtype(config),
+        )
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+        """Rows of all experts [n, in] -> [n, out], differentiable."""
+        assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
+        if not x.shape[0]:  # no rows for any expert of this rank; the graph still reaches its weights
+            return x @ weight[0].t()
+        rows = count_rows(ends)
+        parameters: dict[str, Tensor | None] = {f"weight{index}": one for index, one in enumerate(weight.unbind())}
+        if not self.fills_blocks:
+            return _own(self._lender.call(parameters, x, rows))
+        filled, filled_rows = load_modules().Fp8Padding(self.experts)(x, rows)
+        y = self._lender.call(parameters, filled, filled_rows)
+        return _own(load_modules().Fp8Unpadding(self.experts)(y, rows))
+
+
+class EngineAttention(AttentionBackend):
+    """Core attention by DotProductAttention, and by the plain backend for calls with a mask or with a cache."""
+
+    name = "Transformer Engine"
+
+    def __init__(self, plain: AttentionBackend, options: AttentionOptions) -> None:
+        self.plain, self.options = plain, options
+        self._modules: dict[tuple[int, ...], nn.Module] = {}
+
+    @staticmethod
+    def takes(backend: Any, options: AttentionOptions) -> bool:
+        """Whether layers with these options may have it. What is special stays with the backend that was chosen for
+        it: sinks, bounded scores, chunks, exchanges among ranks, gradients that are the same in every run."""
+        special = options.has_sinks or options.softcap is not None or options.chunk is not None
+        special = special or options.query_key_layer_scaling or options.deterministic
+        return isinstance(backend, AttentionBackend) and not special
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """See CoreAttention. Documents are computed all at once by the plain backend."""
+        visible = inputs.visible
+        divided = visible.documents is not None or visible.chunk is not None
+        if divided or visible.mask is not None or inputs.query.shape[0] != inputs.key.shape[0]:
+            return self.plain(inputs)
+        return self.attend(inputs)
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See AttentionBackend."""
+        query, key, value, visible = inputs.query, inputs.key, inputs.value, inputs.visible
+        sizes = (query.shape[2], key.shape[2], query.shape[3], value.shape[3])
+        if sizes not in self._modules:
+            self._modules[sizes] = self._build(*sizes)
+        module = self._modules[sizes].train(inputs.training)
+        # Keys before a query's own position, and behind it; -1 for all.
+        window = (-1 if visible.window is None else visible.window, 0 if visible.causal else -1)
+        result: Tensor = module(
+            query,
+            key,
+            value,
+            qkv_format="sbhd",
+            attn_mask_type="causal" if visible.causal else "no_mask",
+            window_size=window,
+        )
+        return result
+
+    def _build(self, heads: int, groups: int, width: int, value_width: int) -> nn.Module:
+        module: nn.Module = load_modules().DotProductAttention(
+            # Heads of this rank: nothing is communicated inside, and dropout draws from the stream around the call.
+            heads,
+            width if width == value_width else (width, value_width),
+            num_gqa_groups=groups,
+            attention_dropout=self.options.dropout,
+            qkv_format="sbhd",
+            layer_number=self.options.layer_number,
+            softmax_scale=self.options.scale,
+        )
+        return module
+
+
+# ---- the layer
+
+
+class TransformerEngineLayer(TransformerLayer):
+    """A transformer layer whose parts compute by Transformer Engine where its modules can."""
+
+    engine_mlp: EngineMLP | None = None
+    fuses_norms = False
+    """Whether norms are parts of what the package computes behind them."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
+        """As TransformerLayer. Raises ConfigError for what `find_obstacles` finds, and as `load_package` does."""
+        if obstacles := find_obstacles(config):
+            raise ConfigError(obstacles)
+        load_package()
+        super().__init__(config, *arguments, **named)
+        _give_engine(self, config)
+
+    def multiply_in_few_bits(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        """See TransformerLayer; here the package's own modules round, as `open_pass` and forward tell them."""
+        self.recipe, self.amax_group = build_recipe(config), _unwrap(groups.tp_dp_cp)
+        self.is_in_few_bits = config.is_fp8_layer(self.layer_number)
+
+    def open_pass(self) -> AbstractContextManager[Any]:
+        """See TransformerLayer: largest values are reduced once, where the outermost of these contexts ends."""
+        return super().open_pass() if self.config.few_bits_recipe is None else self._round_operands(True)
+
+    def forward(self, *arguments: Any, **named: Any) -> Tensor:
+        """As TransformerLayer."""
+        if self.config.few_bits_recipe is None:
+            return super().forward(*arguments, **named)
+        with self._round_operands(self.is_in_few_bits):
+            return super().forward(*arguments, **named)
+
+    def _round_operands(self, enabled: bool) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = load_modules().autocast(
+            enabled=enabled, recipe=self.recipe, amax_reduction_group=self.amax_group
+        )
+        return context
+
+    def _run_mlp(self, normed: Tensor) -> Any:
+        return super()._run_mlp(normed) if self.engine_mlp is None else self.engine_mlp(normed)
+
+
+def _give_engine(layer: TransformerEngineLayer, config: TransformerConfig) -> None:
+    """Exchange how the parts of a layer compute."""
+    policy = ActivationPolicy(config, has_experts=type(layer.mlp) is not MLP)
+    for part in layer.modules():
+        if isinstance(part, DotProductAttention):
+            # Heads that backward is to compute again would be kept by the package as they are.
+            if policy.recomputes_up_projection or not EngineAttention.takes(part.backend, part.options):
+                continue
+            part.backend = EngineAttention(cast(AttentionBackend, part.backend), part.options)
+        elif isinstance(part, Experts):
+            _give_grouped_products(part, config)
+    # Overlap in chunks is made of our own products.
+    if config.tp_comm_overlap:
+        return
+    # As for such inputs of linear layers: those layers stay ours.
+    keep_inputs = {"linear_fc1", "linear_qkv"} if policy.recomputes_attention_norm else set()
+    if policy.recomputes_mlp_activation:
+        keep_inputs.add("linear_fc2")
+    fused = _fuse_norms(layer, config, keep_inputs)
+    layer.fuses_norms = bool(fused) or layer.engine_mlp is not None
+    for name, part in layer.named_modules():
+        inside_mlp = layer.engine_mlp is not None and name.startswith("mlp.")
+        if inside_mlp or not isinstance(part, ColumnParallelLinear | RowParallelLinear) or part.weight is None:
+            continue
+        if name.rpartition(".")[2] not in keep_inputs:
+            part.plan = EngineLinear(part, config, fused.get(name))
+
+
+def _fuse_norms(
+    layer: TransformerEngineLayer, config: TransformerConfig, keep_inputs: set[str]
+) -> dict[str, LayerNorm | RMSNorm]:
+    """Name of a linear layer -> the norm before it that becomes a part of it; with an MLP it becomes a part of that."""
+    # Where the normalised input goes somewhere else, too, or changes its number format, the norm stays apart.
+    if config.apply_residual_connection_post_layernorm or config.fp32_residual_connection:
+        return {}
+    fused: dict[str, LayerNorm | RMSNorm] = {}
+    attention, before, behind = layer.self_attention, layer.input_layernorm, layer.pre_mlp_layernorm
+    if type(attention) is SelfAttention and _is_plain(before) and "linear_qkv" not in keep_inputs:
+        fused["self_attention.linear_qkv"] = before
+    if type(layer.mlp) is MLP and _is_plain(behind) and "linear_fc1" not in keep_inputs:
+        if EngineMLP.takes(layer.mlp, config) and not layer.recomputes_mlp:
+            layer.engine_mlp = EngineMLP(layer.mlp, behind, config)
+        else:
+            fused["mlp.linear_fc1"] = behind
+    return fused
+
+
+def _is_plain(norm: Any) -> bool:
+    return type(norm) in (LayerNorm, RMSNorm)
+
+
+def _give_grouped_products(experts: Experts, config: TransformerConfig) -> None:
+    policy = ActivationPolicy(config, has_experts=True)
+    for part in (experts.linear_fc1, experts.linear_fc2):
+        keeps_input = part is experts.linear_fc2 and policy.recomputes_expert_activation
+        rounds = config.few_bits_recipe is not None
+        # Experts with as many rows each are one batched product, for which the host waits for nothing.
+        if not keeps_input and (rounds or not isinstance(part.product, BatchedMatmul)):
+            part.product = EngineExperts(part.weight.shape, config, fills_blocks=rounds)
