@@ -76,7 +76,11 @@ def joining(monkeypatch: pytest.MonkeyPatch, flags: str) -> dict[str, Any]:
         given["store_seconds"] = seconds
 
     monkeypatch.setattr(subject, "open_store", open_store)
-    monkeypatch.setattr(subject.StartupCheck, "check", lambda self, flags, gpu: given.update(flags=flags, gpu=gpu))
+
+    def check(self: Any, flags: dict[str, Any], gpu: str | None, obstacles: dict[str, str | None]) -> None:
+        given.update(flags=flags, gpu=gpu, obstacles=obstacles)
+
+    monkeypatch.setattr(subject.StartupCheck, "check", check)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     with pytest.raises(Stop):
         initialize(run_config(flags))
@@ -108,7 +112,10 @@ def test_flags_that_ranks_compare_are_spelled_as_flags() -> None:
 def test_groups_connect_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `device_id`, transfers between stages would share one communicator with all else of their group."""
     given = joining(monkeypatch, "")
-    assert set(given) - {"flags", "gpu", "store_seconds"} == {"backend", "store", "rank", "world_size", "timeout"}
+    assert set(given) - {"flags", "gpu", "obstacles", "store_seconds"} == {
+        "backend", "store", "rank", "world_size", "timeout"
+    }  # fmt: skip
+    assert given["obstacles"] == {"kernels in Triton": "no GPU"}
     assert given["gpu"] is None, "no GPU is anybody's alone on the CPU"
 
 

@@ -19,14 +19,18 @@ from megatron.training.launch.rendezvous import StartupCheck, open_store
 
 
 def _check_startup(
-    ranks: list[tuple[int, int, dict[str, Any]]], timeout: float = 5.0, gpus: list[str | None] | None = None
+    ranks: list[tuple[int, int, dict[str, Any]]],
+    timeout: float = 5.0,
+    gpus: list[str | None] | None = None,
+    obstacles: list[str | None] | None = None,
 ) -> list[MegatronError | None]:
-    """What `check` raised for each (rank, world size, flags). gpus: that of each."""
+    """What `check` raised for each (rank, world size, flags). gpus, obstacles: that of each, for kernels."""
     store = HashStore()
 
     def attend(rank: int, world_size: int, flags: dict[str, Any]) -> MegatronError | None:
         try:
-            StartupCheck(store, rank, world_size, timeout).check(flags, None if gpus is None else gpus[rank])
+            found = {} if obstacles is None else {"kernels": obstacles[rank]}
+            StartupCheck(store, rank, world_size, timeout).check(flags, None if gpus is None else gpus[rank], found)
         except MegatronError as error:
             return error
         return None
@@ -49,6 +53,27 @@ def test_two_ranks_on_one_gpu_are_named_on_every_rank() -> None:
     (text,) = {str(error) for error in errors}
     assert text.startswith("ranks 0 and 2 compute on the same GPU (GPU-a), which NCCL refuses; start as many processes")
     assert "--distributed-backend gloo" in text
+
+
+def test_a_rank_that_computes_otherwise_is_named_on_every_rank() -> None:
+    """A machine without a C compiler has no kernels, whose collectives are others than those of torch's forms."""
+    ranks: list[tuple[int, int, dict[str, Any]]] = [(rank, 3, {}) for rank in range(3)]
+    assert _check_startup(ranks, obstacles=[None, None, None]) == [None, None, None]
+    assert _check_startup(ranks, obstacles=["no compiler", "no GPU", "no compiler"]) == [None, None, None]
+    for obstacles, sentence in (
+        (
+            [None, None, "no compiler"],
+            "kernels cannot be used on rank 2 (no compiler) and can on rank 0; all ranks have",
+        ),
+        (
+            ["no compiler", "no GPU", None],
+            "kernels cannot be used on rank 0 (no compiler) and can on rank 2; all ranks",
+        ),
+    ):
+        errors = _check_startup(ranks, obstacles=obstacles)
+        assert all(isinstance(error, ConfigError) for error in errors)
+        (text,) = {str(error) for error in errors}
+        assert text.startswith(sentence)
 
 
 def test_F10_missing_ranks_are_named() -> None:

@@ -23,6 +23,7 @@ from megatron.core.context_parallel.planning import count_ranks_of_sample
 from megatron.core.dist_checkpointing.crash_points import arm
 from megatron.core.errors import ConfigError, explain_refused_memory, format_bytes
 from megatron.core.host_memory import keep_freed_host_memory
+from megatron.core.kernels.launching import find_obstacle
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -86,7 +87,8 @@ def initialize(config: RunConfig) -> Process:
         store = open_store(launch, timeout.total_seconds())
         # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
         gpu = device_module.identify_gpu(device) if backend == "nccl" else None
-        StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds()).check(config.flag_values(), gpu)
+        check = StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds())
+        check.check(config.flag_values(), gpu, {"kernels in Triton": find_obstacle(device)})
         # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
         # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
         # where those that are posted early can wait for each other for ever.

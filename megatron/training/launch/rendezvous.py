@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -116,13 +116,16 @@ class StartupCheck:
         self.timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
 
-    def check(self, flags: dict[str, Any], gpu: str | None = None) -> None:
+    def check(
+        self, flags: dict[str, Any], gpu: str | None = None, obstacles: Mapping[str, str | None] | None = None
+    ) -> None:
         """Wait for all ranks and compare.
 
         flags: flag -> value, JSON-able; must be equal on all ranks. gpu: what identifies the GPU that is this rank's
-        alone; None where it has none or may share it. Raises TemporaryError naming the ranks that did not come in time;
-        ConfigError, the same on all ranks, for a rank given twice, another world size or another flag, or two ranks on
-        one GPU.
+        alone; None where it has none or may share it. obstacles: what ranks compute with, in the plural -> why this one
+        cannot, None where it can; all can, or none. Raises TemporaryError naming the ranks that did not come in time;
+        ConfigError, the same on all ranks, for a rank given twice, another world size or another flag, two ranks on one
+        GPU, or means that only some of them have.
         """
         # `add` is atomic: of two processes with the same rank exactly one sees more than 1.
         if self.store.add(f"present/{self.rank}", 1) > 1:
@@ -131,9 +134,10 @@ class StartupCheck:
         if gpu is not None:
             self._check_gpu(gpu)
         self.store.set(f"flags/{self.rank}", json.dumps(flags, sort_keys=True))
+        self.store.set(f"obstacles/{self.rank}", json.dumps(dict(obstacles or {})))
         self.store.add("present", 1)
         self._wait_for_all("present", self._describe_missing_ranks)
-        difference = self._find_difference_to_first()
+        difference = self._find_difference_to_first() or self._find_other_means()
         if difference:
             self._abort(difference)
         # A second round: without it a rank could go on to its first collective while another still reports a
@@ -187,6 +191,18 @@ class StartupCheck:
                 return (
                     f"rank {self.rank} was started with {flag} {mine.get(flag)}, rank 0 with {flag} {first.get(flag)}; "
                     "start all ranks alike"
+                )
+        return None
+
+    def _find_other_means(self) -> str | None:
+        """Ranks that compute the same in different ways meet in other collectives, and wait for each other for ever."""
+        mine, first = (json.loads(self.store.get(f"obstacles/{rank}")) for rank in (self.rank, 0))
+        for means, reason in mine.items():
+            if (reason is None) != (first.get(means) is None):
+                failing, working = (self.rank, 0) if reason is not None else (0, self.rank)
+                return (
+                    f"{means} cannot be used on rank {failing} ({reason or first[means]}) and can on rank {working}; "
+                    "all ranks have to compute alike: install the same on all machines"
                 )
         return None
 
