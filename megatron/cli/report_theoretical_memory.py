@@ -3,10 +3,10 @@
 
     WORLD_SIZE=64 python tools/report_theoretical_memory.py <the flags of pretrain_gpt.py>
 
-Prints what a step of this program holds on the fullest stage of the pipeline (megatron/planner/step_memory.py says what
-counts), and then the figures of the reference system (megatron/planner/memory.py): the parameters of the model and of a
-process, and the bytes of weights with optimizer state and of activations on the most loaded process. WORLD_SIZE is the
-number of processes of the job.
+Prints the figures of the reference system (megatron/planner/memory.py): the parameters of the model and of a process,
+and the bytes of weights with optimizer state and of activations on the most loaded process; before that, on standard
+error, what a step of this program holds on the fullest stage of the pipeline (megatron/planner/step_memory.py says what
+counts). WORLD_SIZE is the number of processes of the job.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main() -> int:
         print(__doc__.strip())
         return 0
     config = read([item for item in sys.argv[1:] if item != "--traceback"], os.environ)
-    print(
-        describe_step_memory(predict_step_memory(config.model, config.ddp, config.optimizer, describe_workload(config)))
-    )
+    stages = predict_step_memory(config.model, config.ddp, config.optimizer, describe_workload(config))
+    # Apart from the report, which other programs read as they do the reference system's.
+    print(describe_step_memory(stages), file=sys.stderr)
     print(describe_memory(estimate(config), config.model))
     return 0

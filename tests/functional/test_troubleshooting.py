@@ -21,7 +21,7 @@ from tests.functional.pretrain_runs import TINY, metrics, run
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
 # Flags of other programs of this project, in the rows that name one.
-OF_TOOLS = {"--config", "--input", "--decode", "--write-sum", "--trace"}
+OF_TOOLS = {"--max-restarts", "--config", "--input", "--decode", "--write-sum", "--trace"}
 
 
 def read_rows(section: str) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def read_rows(section: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("section", "rows"),
-    [("Out of memory", 8), ("Low utilisation", 7), ("Diverging loss", 8), ("Communication", 8), ("Checkpoints", 5),
+    [("Out of memory", 8), ("Low utilisation", 7), ("Diverging loss", 8), ("Communication", 9), ("Checkpoints", 5),
      ("Pipeline imbalance", 6), ("Slow convergence", 8), ("Slower than expected", 3), ("Fragmented memory", 3),
      ("Slow data", 4), ("Data that cannot be used", 4), ("Exploding gradients", 4), ("Lost nodes", 4),
      ("Other formats", 4)],

@@ -55,7 +55,7 @@ def drop_plan(index: int, linear: str) -> Sabotage:
         layer = layer_of(model, index)
         if layer is not None:
             part = getattr(layer.mlp, linear)
-            part.plan = OutsideProduct(part.tp_group)
+            part.plan = OutsideProduct(part.tp_group, leave=lambda output, group: output)
 
     return change_model(change)
 

@@ -65,7 +65,7 @@ def test_the_small_run_has_no_problems(flags: str, world_size: int, processes: i
 
 
 def test_what_is_refused_at_full_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--fp4-format e2m1 is planned"):
-        read_small("--preset llama3-8b --fp4-format e2m1", 8)
+    with pytest.raises(ConfigError, match="--freeze-all-layers is planned"):
+        read_small("--preset llama3-8b --freeze-all-layers", 8)
     with pytest.raises(ConfigError, match="--no-such-flag"):
         read_small("--preset llama3-8b --no-such-flag", 8)
