@@ -183,9 +183,11 @@ def test_what_says_nothing_is_accepted_or_noted() -> None:
     home = offloaded_state.build_home(config.optimizer, torch.device("cpu"))
     assert home is not None and not home.pins_grads and not home.pins_params
     asked: list[bool] = []
-    with mock.patch.object(
+    allocate = mock.patch.object(
         offloaded_state, "allocate_host_memory", lambda numel, dtype, pinned: asked.append(pinned) or torch.zeros(numel)
-    ):
+    )
+    # As beside a GPU: nothing is pinned beside a CPU.
+    with allocate, mock.patch.object(offloaded_state, "is_cuda", lambda device: True):
         for flag in ("", "--no-pin-cpu-params --no-pin-cpu-grads"):
             home = offloaded_state.build_home(run_config(f"{OFFLOAD} {flag}").optimizer, torch.device("cpu"))
             assert home is not None

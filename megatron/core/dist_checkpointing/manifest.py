@@ -100,7 +100,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{path} was written in version {version} of the format; this program reads version {FORMAT_VERSION}. "
                 "Load it with a later release"
             )
-        manifest = _from_content(content)
+        manifest = _from_content(content, path)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is damaged: it is not a manifest any more") from None
     if not intact:
@@ -195,17 +195,17 @@ def _render(content: dict[str, Any]) -> bytes:
     return (json.dumps({"crc32": crc32, "content": content}, indent=1) + "\n").encode()
 
 
-def _from_content(content: Mapping[str, Any]) -> Manifest:
+def _from_content(content: Mapping[str, Any], path: Path) -> Manifest:
     if content["format"] != FORMAT:
         raise ValueError(content["format"])
-    files = {_inside(name): FileRecord(int(r["bytes"]), int(r["crc32"])) for name, r in content["files"].items()}
+    files = {_inside(name, path): FileRecord(int(r["bytes"]), int(r["crc32"])) for name, r in content["files"].items()}
     return Manifest(int(content["iteration"]), str(content["run_id"]), int(content["world_size"]), files)
 
 
-def _inside(name: str) -> str:
+def _inside(name: str, manifest: Path) -> str:
     """The name, when it is a path below the checkpoint's directory."""
     path = PurePosixPath(name)
     # A manifest comes with the checkpoint, from whoever made that: it must not make us read or trust files elsewhere.
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        raise CheckpointError(f"the manifest names the file {name!r}, which lies outside the checkpoint; refused")
+        raise CheckpointError(f"{manifest} names the file {name!r}, which lies outside the checkpoint; refused")
     return name
