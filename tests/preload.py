@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 
-from megatron.training.flags.parser import flags_by_spelling, formers_by_name
+from megatron.training.flags.declarations import flags_by_spelling
+from megatron.training.flags.flag import formers_by_name
 
 MODULES = """
     torch.distributed.fsdp torch.distributed.checkpoint numpy.random pretrain_gpt

@@ -21,8 +21,8 @@ if str(ROOT) not in sys.path:
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
 from megatron.core.setting import Status, describe_expected  # noqa: E402
-from megatron.training.flags.declarations import Flag, FormerFlag, declared_flags, former_flags, table_flags  # noqa: E402  # noqa: E402
-from megatron.training.flags.parser import program_flags  # noqa: E402
+from megatron.training.flags.declarations import declared_flags, program_flags  # noqa: E402
+from megatron.training.flags.flag import Flag, FormerFlag, former_flags, table_flags  # noqa: E402
 from megatron.training.flags.read import shown_value  # noqa: E402
 from tools.write_docs import WITHOUT_PROGRAMS, write_documents  # noqa: E402
 

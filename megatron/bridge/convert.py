@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.bridge.own_family import read_family
 from megatron.core.errors import ConfigError, MegatronError, command_line, say
-from megatron.training.flags.parser import path
+from megatron.training.flags.argument import path
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
 

@@ -15,7 +15,7 @@ import argparse
 
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.parser import FlagParser, path
+from megatron.training.flags.argument import FlagParser, path
 
 
 def make_parser() -> FlagParser:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import command_line, format_bytes
-from megatron.training.flags.parser import FlagParser, path
+from megatron.training.flags.argument import FlagParser, path
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.diagnosis import Diagnosis

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 from megatron.cli.commands import COMMANDS
 from megatron.core.errors import command_line
-from megatron.training.flags.declarations import Flag, declared_flags
-from megatron.training.flags.parser import program_flags
+from megatron.training.flags.declarations import declared_flags, program_flags
+from megatron.training.flags.flag import Flag
 from megatron.training.recipes.presets import PRESETS
 
 PROGRAMS = ("torchrun", "python", "python3", "megatron-train", "./pretrain_gpt.py")

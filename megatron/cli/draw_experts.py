@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.cli.heat_map import FILE_NAME, draw, read_metrics
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.parser import path
+from megatron.training.flags.argument import path
 
 
 def read_history(file: Path, metric: str) -> tuple[list[int], dict[int, list[float]]]:

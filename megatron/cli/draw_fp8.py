@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.cli.heat_map import FILE_NAME, draw, read_metrics
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.parser import path
+from megatron.training.flags.argument import path
 
 METRICS = ("fp8_sqnr", "fp8_amax", "fp8_overflow", "fp8_underflow")
 OPERANDS = ("input", "weight", "grad")

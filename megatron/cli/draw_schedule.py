@@ -24,7 +24,7 @@ from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages
 from megatron.core.optional_deps import require
 from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables
 from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate
-from megatron.training.flags.parser import path
+from megatron.training.flags.argument import path
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 COLOURS = {"F": ("#4c78a8", "#9ecae9"), "B": ("#54a24b", "#a8d8a0"), "W": ("#b279a2", "#dcbfd6")}

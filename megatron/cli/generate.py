@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.cli.chat import History, Messages, Text, read_lines, talk
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.parser import path
+from megatron.training.flags.argument import path
 
 if TYPE_CHECKING:
     from megatron.core.inference.sampling import Sampling

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import ConfigError, command_line, format_bytes
-from megatron.training.flags.parser import FlagParser, path
+from megatron.training.flags.argument import FlagParser, path
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ import sys
 from megatron.core.datasets.merging import merge, order_surprise, prefixes_in
 from megatron.core.datasets.preprocessing.output import output_lock
 from megatron.core.errors import command_line
-from megatron.training.flags.parser import FlagParser, path_text
+from megatron.training.flags.argument import FlagParser, path_text
 
 
 def make_parser() -> FlagParser:

@@ -28,7 +28,7 @@ from megatron.core.datasets.preprocessing.job import (
 from megatron.core.errors import ConfigError, command_line
 from megatron.core.tokenizers.build import tokenizer_from
 from megatron.training.config.data import TokenizerConfig
-from megatron.training.flags.parser import TokenizerFlags, ToolHelpFormatter, path_text
+from megatron.training.flags.argument import TokenizerFlags, ToolHelpFormatter, path_text
 
 SEARCH_DOCUMENTS = 100_000
 # Accepted, so that the flags of a training run can be handed over as they are.

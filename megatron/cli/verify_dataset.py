@@ -22,12 +22,7 @@ from megatron.core.datasets.inspection import DatasetFacts, check_vocabulary, do
 from megatron.core.errors import DataError, MegatronError, command_line, report_error
 from megatron.core.tokenizers.build import tokenizer_from
 from megatron.training.config.data import TokenizerConfig
-from megatron.training.flags.parser import (
-    FlagParser,
-    TokenizerFlags,
-    ToolHelpFormatter,
-    path_text,
-)
+from megatron.training.flags.argument import FlagParser, TokenizerFlags, ToolHelpFormatter, path_text
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import LONGEST, layer_pattern
-from megatron.training.flags.declarations import Flag, declared_flags
-from megatron.training.flags.parser import known_flags, unknown_flag
+from megatron.training.flags.declarations import declared_flags, known_flags
+from megatron.training.flags.flag import Flag
+from megatron.training.flags.parser import unknown_flag
 from megatron.training.flags.read import examine, read_run_config
 from tests.golden.flag_cases import rows
 

@@ -13,7 +13,7 @@ from megatron.core.mesh import VirtualStages
 from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables
 from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, UNDIVIDED, simulate
 from megatron.planner.memory import estimate_memory
-from megatron.training.flags.parser import flags_by_spelling
+from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import describe_gpt_workload
 from tests.functional.pretrain_runs import TINY, metrics, run

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.training.flags.declarations import Flag, declared_flags
+from megatron.training.flags.declarations import declared_flags
+from megatron.training.flags.flag import Flag
 from tests.faults.small_datasets import write_dataset
 from tests.functional.pretrain_runs import PRETRAIN, environment
 from tests.preprocess_runs import HF_FLAGS

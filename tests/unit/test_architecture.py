@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -175,8 +176,8 @@ def names_of(patterns: list[str]) -> list[str]:
     return names
 
 
-def loaded_by(modules: list[str]) -> dict[str, list[str]]:
-    """Module -> which of torch and numpy it had loaded, importing each in its own fresh interpreter state."""
+def loaded_by(modules: list[str], heavy: Sequence[str] = ("torch", "numpy")) -> dict[str, list[str]]:
+    """Module -> which of the heavy modules it had loaded, importing each in its own fresh interpreter state."""
     program = textwrap.dedent(
         """
         import importlib, json, os, sys
@@ -187,7 +188,7 @@ def loaded_by(modules: list[str]) -> dict[str, list[str]]:
             if child == 0:
                 try:
                     importlib.import_module(name)
-                    found = [heavy for heavy in ("torch", "numpy") if heavy in sys.modules]
+                    found = [heavy for heavy in sys.argv[2:] if heavy in sys.modules]
                 except BaseException as error:
                     found = [f"{type(error).__name__}: {error}"]
                 os.write(write, json.dumps(found).encode())
@@ -199,7 +200,7 @@ def loaded_by(modules: list[str]) -> dict[str, list[str]]:
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(modules)],
+        [sys.executable, "-c", program, json.dumps(modules), *heavy],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -218,6 +219,15 @@ def test_configs_and_flags_load_neither_torch_nor_numpy() -> None:
 def test_data_tools_and_tokenizers_do_not_load_torch() -> None:
     loaded = loaded_by(names_of(WITHOUT_TORCH))
     assert {name: found for name, found in loaded.items() if found not in ([], ["numpy"])} == {}
+
+
+def test_tools_that_take_flags_of_the_tokenizer_do_not_load_the_configs_of_training() -> None:
+    # They take most of the time in which such a tool starts.
+    configs = ("megatron.training.config.container", "megatron.core.transformer.transformer_config")
+    tools = ["megatron.cli.preprocess_data", "megatron.training.flags.argument"]
+    loaded = loaded_by([*tools, "megatron.training.flags.parser"], configs)
+    assert loaded.pop("megatron.training.flags.parser") == list(configs)
+    assert loaded == {name: [] for name in tools}
 
 
 # ---- the checks themselves can fail

@@ -17,8 +17,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.setting import Setting, find_field_problem
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.flags.declarations import declared_flags, parse_value
-from megatron.training.flags.parser import program_flags
+from megatron.training.flags.declarations import declared_flags, program_flags
+from megatron.training.flags.flag import parse_value
 
 CONFIGS: dict[type[CheckedConfig], dict[str, Any]] = {
     TransformerConfig: {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4},

@@ -15,8 +15,8 @@ import pytest
 
 from megatron.core.errors import ConfigError
 from megatron.core.setting import CHANGES_THE_RUN, explain_refusal
-from megatron.training.flags.declarations import Flag, declared_flags, former_flags, table_flags
-from megatron.training.flags.parser import flags_by_spelling, formers_by_name, program_flags
+from megatron.training.flags.declarations import declared_flags, flags_by_spelling, program_flags
+from megatron.training.flags.flag import Flag, former_flags, formers_by_name, table_flags
 from tests.golden.flag_cases import rows
 from tests.unit.run_flags import run_config
 

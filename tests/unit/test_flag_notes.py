@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
-from megatron.training.flags.declarations import former_flags
+from megatron.training.flags.flag import former_flags
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.launch.initialize import read_command_line
 from tests.unit.run_flags import SMALLEST_RUN, run_config

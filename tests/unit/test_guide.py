@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.training.flags.declarations import former_flags
-from megatron.training.flags.parser import flags_by_spelling
+from megatron.training.flags.declarations import flags_by_spelling
+from megatron.training.flags.flag import former_flags
 from tests.unit.source_code import ROOT
 from tools.write_docs import PART, show_output
 

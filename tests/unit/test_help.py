@@ -9,9 +9,8 @@ import re
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.training.flags.declarations import declared_flags
+from megatron.training.flags.declarations import declared_flags, flags_by_spelling, program_flags
 from megatron.training.flags.help import COMMON_FLAGS, asked_for_help, format_help
-from megatron.training.flags.parser import flags_by_spelling, program_flags
 from megatron.training.flags.read import read_run_config
 
 

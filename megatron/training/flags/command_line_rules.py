@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.training.config.container import RunConfig
 from megatron.training.config.layout_relations import are_parameters_divided, sharding_flag
-from megatron.training.flags.declarations import Flag
+from megatron.training.flags.flag import Flag
 
 
 class PlannedFlags:

@@ -1,50 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which flags there are: all that parsing, help, documentation and the status table need to know of each.
+"""Which flags the training program has: its own, those of the configs, and those that are planned or refused.
 
-fields of configs   the settings that have a place in a RunConfig
-flag_table.tsv      every other upstream flag: planned (with the coming capability) or not supported (with the reason
-                    and the alternative)
-former_flags.tsv    spellings of earlier releases that are accepted with a note because something equivalent exists, or
-                    refused with what replaced them
+What a flag is stands in flag.py, which does not load the configs: a tool that takes a few flags starts without them.
 """
 
 from __future__ import annotations
 
-import ast
-import csv
-import dataclasses
 import functools
-import inspect
-import re
-import sys
-import typing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
 
-from megatron.core.config_base import flag_spec, get_settings
-from megatron.core.flag_texts import decimal, integer, layer_pattern, window
-from megatron.core.setting import FieldKind, Setting, Status, describe_type_problem, find_value_problem
 from megatron.training.config.container import group_classes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag(Setting):
-    """A setting as the help and the documentation show it."""
-
-    metavar: str | tuple[str, ...] | None = None
-    group: str = ""
-    """Heading in the help: what the flags of one class have in common."""
-    config: str | None = None
-    """Group of RunConfig that holds the setting; None for the table's flags."""
-    owner: type | None = None
-    """Class that declares the field; None for the table's flags."""
-
-    @property
-    def help(self) -> str:
-        """The field's docstring. Found when asked for, because reading a command line does not need it."""
-        return "" if self.owner is None else field_docs(self.owner).get(self.dest, "")
+from megatron.training.config.program import ProgramFlags
+from megatron.training.flags.flag import Flag, flags_of, table_flags
 
 
 @functools.cache
@@ -56,175 +22,25 @@ def declared_flags() -> tuple[Flag, ...]:
     return tuple(flags)
 
 
-def flags_of(config_class: type, config: str) -> Iterator[Flag]:
-    """Yield a Flag for every field of the config that is not hidden."""
-    # The class that declares a field names its group in the help, also where another config inherits it.
-    owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
-    settings = get_settings(config_class)
-    for field in dataclasses.fields(config_class):
-        spec, owner = flag_spec(field), owners[field.name]
-        if not spec.hidden:
-            yield Flag(
-                **vars(settings[field.name]),
-                metavar=spec.metavar,
-                group=_read_heading(owner),
-                config=config,
-                owner=owner,
-            )
+@functools.cache
+def program_flags() -> tuple[Flag, ...]:
+    """Return the flags of the program itself: --config, --print-config, ..."""
+    return tuple(flags_of(ProgramFlags, "program"))
+
+
+def known_flags() -> tuple[Flag, ...]:
+    """Every flag of today: the program's, the configs', the table's."""
+    return program_flags() + declared_flags() + table_flags()
 
 
 @functools.cache
-def _read_heading(cls: type) -> str:
-    return (inspect.getdoc(cls) or cls.__name__).splitlines()[0].rstrip(".")
-
-
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string literal below each field of this class."""
-    # Python keeps no docstrings of fields, so the source is read: one text serves the reader of the code and --help.
-    body = _parse_fields(cls)
-    docs = {}
-    for statement, below in zip(body, body[1:], strict=False):
-        is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if is_doc and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = typing.cast(ast.Constant, typing.cast(ast.Expr, below).value).value
-            docs[statement.target.id] = " ".join(str(text).split())
-    return docs
-
-
-def _parse_fields(cls: type) -> list[ast.stmt]:
-    """The statements of a class up to its first method; fields stand before."""
-    # Not inspect.getsource, which tokenizes the whole file, and only the fields, because all that is parsed here is
-    # parsed at every --help.
-    _, header, rest = _read_source(cls.__module__).partition(f"\nclass {cls.__name__}(")
-    fields = re.split(_AFTER_FIELDS, rest, maxsplit=1)[0]
-    definition = ast.parse(header + fields).body[0]
-    return typing.cast(ast.ClassDef, definition).body
-
-
-# A method, a decorator, or the two empty lines behind a class.
-_AFTER_FIELDS = r"\n    (?:def |@)|\n\n\n"
-
-
-@functools.cache
-def _read_source(module_name: str) -> str:
-    return Path(str(sys.modules[module_name].__file__)).read_text(encoding="utf-8")
-
-
-def parse_value(flag: Flag, text: str) -> Any:
-    """One value of a flag. Raises ValueError with the sentence `--flag text is not …; give …`."""
-    try:
-        value = _choose_parser(flag.value_type, flag.parse)(text)
-    except ValueError:
-        # The parser's own words ("invalid literal for int()") say nothing to a user.
-        raise ValueError(describe_type_problem(flag, text)) from None
-    problem = find_value_problem(flag, value, text)
-    if problem is not None:
-        raise ValueError(problem)
-    return value
-
-
-_PARSERS: dict[type, Callable[[str], Any]] = {int: integer, float: decimal}
-
-
-def _choose_parser(value_type: type, parse: Callable[[str], Any] | None) -> Callable[[str], Any]:
-    # integer and decimal instead of int and float, which take "1_000", " 7" and "nan".
-    return parse or _PARSERS.get(value_type, str)
-
-
-_KINDS: dict[str, tuple[type, Any]] = {
-    "switch": (bool, None),
-    "int": (int, None),
-    "float": (float, None),
-    "str": (str, None),
-    "pattern": (str, layer_pattern),
-    "window": (str, window),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormerFlag:
-    """A spelling of another release, or a habit, and what it means here."""
-
-    name: str
-    nargs: int | str | None
-    """0: a switch; None: one value; "+": several."""
-    becomes: tuple[str, ...]
-    """The command line it stands for; `{}` is its value. Empty: nothing."""
-    text: str
-    """What the note, or the refusal, says after the flag's name."""
-    is_refused: bool
-    is_upstream: bool
-    """Upstream's parser of today still knows it."""
-
-    def replacement(self, values: list[str]) -> list[str]:
-        """Return the tokens of the command line that the flag with these values stands for."""
-        return [value for part in self.becomes for value in (values if part == "{}" else [part])]
-
-
-@functools.cache
-def table_flags() -> tuple[Flag, ...]:
-    """Read the flags of flag_table.tsv."""
-    return tuple(_table_flag(row) for row in _rows("flag_table.tsv"))
-
-
-@functools.cache
-def former_flags() -> tuple[FormerFlag, ...]:
-    """Read the flags of former_flags.tsv."""
-    return tuple(
-        FormerFlag(
-            name=row["flag"],
-            nargs=_nargs(row["nargs"]),
-            becomes=tuple(row["becomes"].split()),
-            text=row["text"],
-            is_refused=row["outcome"] == "refused",
-            is_upstream=row["upstream"] == "current",
-        )
-        for row in _rows("former_flags.tsv")
-    )
-
-
-def _rows(file_name: str) -> Iterator[dict[str, str]]:
-    with Path(__file__).with_name(file_name).open(encoding="utf-8", newline="") as file:
-        # Quotation marks are part of the sentences.
-        yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def _nargs(text: str) -> int | str | None:
-    return int(text) if text.isdecimal() else text or None
-
-
-def _table_flag(row: dict[str, str]) -> Flag:
-    value_type, parse = _KINDS[row["kind"]]
-    nargs = _nargs(row["nargs"])
-    choices = tuple(value_type(choice) for choice in row["choices"].split(",")) if row["choices"] else None
-    default, neutral = (_table_value(row[column], value_type, nargs, parse) for column in ("default", "neutral"))
-    return Flag(
-        dest=row["dest"],
-        names=tuple(row["options"].split()),
-        off_names=tuple(row["off"].split()),
-        value_type=value_type,
-        nargs=nargs,
-        choices=choices,
-        default=default,
-        parse=parse,
-        group=row["group"],
-        status=cast(Status, row["status"]),
-        explanation=row["capability_or_reason"],
-        alternative=row["alternative"],
-        neutral=() if neutral is None else (neutral,),
-        kind=cast(FieldKind, row["changes"]),
-    )
-
-
-def _table_value(text: str, value_type: type, nargs: int | str | None, parse: Callable[[str], Any] | None) -> Any:
-    """The value, or the list of values, that a cell of the table holds."""
-    if not text:
-        return None
-    if value_type is bool:
-        return text == "true"
-    read = _choose_parser(value_type, parse)
-    # A list of values in the table: "[a,b]".
-    if nargs is not None:
-        return [read(part) for part in text.strip("[]").split(",") if part]
-    return read(text)
+def flags_by_spelling() -> dict[str, Flag]:
+    """Every spelling this program knows, but for those of other releases."""
+    known: dict[str, Flag] = {}
+    for flag in known_flags():
+        for spelling in flag.spellings:
+            if spelling in known:
+                # A mistake of ours, not of the user; a test runs into it first.
+                raise AssertionError(f"{spelling} is declared twice: {known[spelling].dest} and {flag.dest}")
+            known[spelling] = flag
+    return known

@@ -31,8 +31,10 @@ from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.model import GPTModelFlags
-from megatron.training.flags.declarations import Flag, declared_flags
-from megatron.training.flags.parser import Given, ParsedFlags, Problem, read_command_line
+from megatron.training.flags.declarations import declared_flags
+from megatron.training.flags.flag import Flag
+from megatron.training.flags.given import Given, ParsedFlags, Problem
+from megatron.training.flags.parser import read_command_line
 from megatron.training.recipes.hf_config import (
     CONFIG_JSON,
     keep_stored_prediction,

@@ -17,16 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import group_classes
-from megatron.training.flags.declarations import Flag, declared_flags, former_flags, table_flags
-from megatron.training.flags.parser import (
-    ExtraFlags,
-    ParsedFlags,
-    build_parser,
-    flags_by_spelling,
-    format_values,
-    help_text,
-    program_flags,
-)
+from megatron.training.flags.argument import format_values, help_text
+from megatron.training.flags.declarations import declared_flags, flags_by_spelling, program_flags
+from megatron.training.flags.flag import Flag, former_flags, table_flags
+from megatron.training.flags.given import ParsedFlags
+from megatron.training.flags.parser import ExtraFlags, build_parser
 
 COMMON_FLAGS: dict[str, str] = {
     "Model": "--preset --preset-layout --num-layers --hidden-size --ffn-hidden-size --num-attention-heads "

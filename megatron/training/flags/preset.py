@@ -12,7 +12,8 @@ import difflib
 from collections.abc import Sequence
 
 from megatron.training.config.model import ACTIVATION_SWITCHES
-from megatron.training.flags.parser import Given, ParsedFlags, flags_by_spelling
+from megatron.training.flags.declarations import flags_by_spelling
+from megatron.training.flags.given import Given, ParsedFlags
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.layouts import LAYOUTS, choose_layout
 from megatron.training.recipes.presets import PRESETS, Preset

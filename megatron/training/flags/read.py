@@ -29,16 +29,12 @@ from megatron.training.flags.command_line_rules import (
     contradicting_flags,
     environment_problems,
 )
-from megatron.training.flags.declarations import Flag, declared_flags, table_flags
+from megatron.training.flags.declarations import declared_flags, program_flags
 from megatron.training.flags.derive import derive, idle_notes, schedule_notes
+from megatron.training.flags.flag import Flag, table_flags
+from megatron.training.flags.given import ParsedFlags, Problem
 from megatron.training.flags.help import asked_for_help, format_help
-from megatron.training.flags.parser import (
-    ExtraFlags,
-    ParsedFlags,
-    Problem,
-    program_flags,
-    read_command_line,
-)
+from megatron.training.flags.parser import ExtraFlags, read_command_line
 from megatron.training.flags.preset import LIST, add_preset_flags, format_presets
 
 _LARGEST_WORLD = 10_000_000

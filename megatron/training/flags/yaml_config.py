@@ -17,8 +17,10 @@ from typing import cast
 
 import yaml
 
-from megatron.training.flags.declarations import Flag
-from megatron.training.flags.parser import ParsedFlags, flags_by_spelling, formers_by_name, translate, unknown_flag
+from megatron.training.flags.declarations import flags_by_spelling
+from megatron.training.flags.flag import Flag, formers_by_name
+from megatron.training.flags.given import ParsedFlags, translate
+from megatron.training.flags.parser import unknown_flag
 
 # Far more than every flag with a long blend would take.
 LARGEST_FILE_BYTES = 2**17

@@ -31,7 +31,8 @@ from megatron.core.transformer.pipeline_layout import build_virtual_stages, find
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
-from megatron.training.flags.parser import ExtraFlags, flags_by_spelling
+from megatron.training.flags.declarations import flags_by_spelling
+from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.presence import Presence
