@@ -25,6 +25,7 @@ from megatron.core.tokenizers.byte_pair_conversion import (
     KNOWN,
     NotConvertible,
     convert,
+    join_alternatives,
     split_alternatives,
 )
 from megatron.core.tokenizers.encoders import (
@@ -146,6 +147,12 @@ def test_alternatives_of_a_pattern() -> None:
         assert all(split_alternatives(alternative) == [alternative] for alternative in known)
 
 
+def test_alternatives_join_in_groups_without_possessive_quantifiers() -> None:
+    assert join_alternatives(r" ?[^\s\p{L}]++[\r\n]*+|\p{N}|\s+(?!\S)|\s+") == (
+        r"(?: ?[^\s\p{L}]+[\r\n]*|\p{N})|\s+(?!\S)|(?:\s+)"
+    )
+
+
 @pytest.mark.parametrize("alternative", sorted(set().union(*KNOWN)))
 @settings(max_examples=20)
 @given(text=TEXTS)
@@ -156,7 +163,10 @@ def test_engines_agree_on_every_alternative(alternative: str, text: str) -> None
     pieces = pre_tokenizers.Split(Regex(f"{alternative}"), "removed").pre_tokenize_str(text)
     # With every byte a token, tiktoken returns what matched; the rest of the pattern matches nothing else.
     encoding = tiktoken.Encoding(
-        "x", pat_str=alternative, mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={}
+        "x",
+        pat_str=join_alternatives(alternative),
+        mergeable_ranks={bytes([b]): b for b in range(256)},
+        special_tokens={},
     )
     matched = bytes(encoding.encode_ordinary(text))
     assert len(matched) + sum(len(piece.encode()) for piece, _ in pieces) == len(text.encode())
@@ -215,6 +225,12 @@ def odd_priority(content: dict[str, Any]) -> None:
     merges.append(pair)
 
 
+def no_byte(content: dict[str, Any]) -> None:
+    """A soft hyphen, which is not among the characters that stand for bytes, although Latin-1 has it."""
+    content["model"]["vocab"] |= {"\xad": 9000, "a\xad": 9001}
+    content["model"]["merges"].append(["a", "\xad"])
+
+
 def unreachable(content: dict[str, Any]) -> None:
     """A token that merging never arrives at: its halves are merged apart before."""
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
@@ -233,6 +249,7 @@ def unreachable(content: dict[str, Any]) -> None:
     (lambda c: c["model"].update(dropout=0.1), "uses dropout"),
     (lambda c: c["model"].update(ignore_merges=True), "leave out pairs|no merge makes"),
     (lambda c: c["model"]["vocab"].pop("Ā"), "lacks 1 of the 256 bytes"),
+    (no_byte, "stands for no byte"),
     (odd_priority, "different priority"),
     (unreachable, "never arrives"),
 ])  # fmt: skip
