@@ -55,9 +55,17 @@ def sample_index_by_walking(
     drop_last=st.booleans(),
     seed=st.integers(0, 10),
     documents_at_once=st.sampled_from([1, 2, 5, 1000]),
+    int32_max=st.sampled_from([10, 2**31 - 1]),
 )
 def test_sample_index_equals_the_walk(
-    sizes: list[int], epochs: int, length: int, extra: bool, drop_last: bool, seed: int, documents_at_once: int
+    sizes: list[int],
+    epochs: int,
+    length: int,
+    extra: bool,
+    drop_last: bool,
+    seed: int,
+    documents_at_once: int,
+    int32_max: int,
 ) -> None:
     documents = np.random.RandomState(seed).permutation(np.tile(np.arange(len(sizes), dtype=np.int32), epochs))
     if sum(sizes) * epochs <= int(extra):
@@ -65,6 +73,7 @@ def test_sample_index_equals_the_walk(
     options = {"drop_last_partial": drop_last, "add_extra_token": extra}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(index_builders, "_DOCUMENTS_AT_ONCE", documents_at_once)
+        patched.setattr(index_builders, "_INT32_MAX", int32_max)
         ours = build_sample_index(np.array(sizes, dtype=np.int32), documents, length, **options)
     walked = sample_index_by_walking(sizes, documents.tolist(), length, int(extra), drop_last)
     assert ours.tolist() == walked

@@ -84,31 +84,40 @@ def build_sample_index(
     """
     extra = int(add_extra_token)
     sizes = np.require(sizes, requirements=["ALIGNED"])  # in an index file they are not; each take would copy them all
+    longest = int(sizes.max())
     # int32 halves the largest of the three arrays.
-    fits = max(len(document_index), int(sizes.max())) <= _INT32_MAX
-    numbers = np.arange(_DOCUMENTS_AT_ONCE, dtype=np.int32)
+    row_type: Any = np.int32 if max(len(document_index), longest) <= _INT32_MAX else np.int64
+    fits = longest * _DOCUMENTS_AT_ONCE + 2 * sequence_length <= _INT32_MAX
+    block_type: Any = np.int32 if fits else np.int64  # of what is counted from the beginning of a block
     pieces = []
     tokens = samples = 0
     for first in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
-        # Document numbers are valid: "wrap" only spares the check of each.
-        lengths = sizes.take(document_index[first : first + _DOCUMENTS_AT_ONCE], mode="wrap")
-        ends = np.cumsum(lengths, dtype=np.int64)
-        ends += tokens
-        tokens = int(ends[-1])
-        # The last start in each document or before it. With the extra token, a start at a document's end is the first
+        # numpy looks up by its own type of index. Document numbers are valid: "wrap" only spares the check of each.
+        documents = document_index[first : first + _DOCUMENTS_AT_ONCE].astype(np.intp)
+        lengths = sizes.take(documents, mode="wrap")
+        # Counted from the last start before the block, not from its first token.
+        before_block = tokens - extra - (samples - 1) * sequence_length
+        ends = np.cumsum(lengths, dtype=block_type)
+        ends += before_block
+        # The starts up to the end of each document. With the extra token, a start at a document's end is the first
         # token of the next document that has any; without it, the end of a sample is written as the end of the
         # document that holds its last token.
-        last_starts = (ends - extra) // sequence_length
-        positions = np.repeat(numbers[: len(ends)], np.diff(last_starts, prepend=samples - 1))
-        stop = int(last_starts[-1]) + 1
-        starts = np.arange(samples * sequence_length, stop * sequence_length, sequence_length, dtype=np.int64)
-        rows = np.empty((len(starts), 2), dtype=np.int32 if fits else np.int64)
+        starts = np.zeros(len(ends) + 1, dtype=block_type)
+        np.floor_divide(ends, sequence_length, out=starts[1:])
+        tokens += int(ends[-1]) - before_block
+        positions = np.flatnonzero(starts[1:] != starts[:-1])
+        count = int(starts[-1])
+        # Several samples can start in a long document.
+        if len(positions) < count:
+            positions = positions.repeat(starts[positions + 1] - starts[positions])
+        rows = np.empty((count, 2), dtype=row_type)
         np.add(positions, first, out=rows[:, 0], casting="unsafe")
         # How far into its document a sample starts: its token number less that of the document's first token.
         ends -= lengths
-        np.subtract(starts, ends[positions], out=rows[:, 1], casting="unsafe")
+        numbers = np.arange(1, count + 1) * sequence_length - extra
+        np.subtract(numbers, ends[positions], out=rows[:, 1], casting="unsafe")
         pieces.append(rows)
-        samples = stop
+        samples += count
     if not drop_last_partial and (tokens - extra) % sequence_length > 0:
         last = len(document_index) - 1
         pieces.append(np.array([[last, int(sizes[document_index[last]]) - extra]], dtype=pieces[0].dtype))
@@ -141,6 +150,7 @@ def build_shuffle_index(num_samples: int, total: int, random: np.random.RandomSt
 
 _WORDS_AT_ONCE = 1 << 14  # what a block works on stays in the cache of one core
 _PLAIN_UP_TO = 1 << 21  # with fewer values left, numpy is as fast
+_WIDENED_UP_TO = 1 << 17  # numpy swaps 8 bytes faster than 4, as long as they stay in the cache of one core
 _MOST_VALUES = 1 << 32  # above it numpy takes two words for a place
 
 
@@ -154,7 +164,12 @@ def shuffle(values: Array, random: np.random.RandomState) -> None:
         places = _draw_places(left - 1, random)
         _swap(values[:left], places)
         left -= len(places)
-    random.shuffle(values[:left])
+    if left <= _WIDENED_UP_TO:
+        widened = values[:left].astype(np.int64)
+        random.shuffle(widened)
+        values[:left] = widened
+    else:
+        random.shuffle(values[:left])
 
 
 def _draw_places(limit: int, random: np.random.RandomState) -> Array:
