@@ -187,9 +187,11 @@ def own_directory(root: str, places: Sequence[int] = (0, 0, 1, 1)) -> Path:
     return find_rank_directory(Path(root) / f"node{places[dist.get_rank()]}", dist.get_rank())
 
 
-def save_copies(root: str, iterations: list[int], fails_at: int | None = None) -> list[list[str]]:
+def save_copies(
+    root: str, iterations: list[int], fails_at: int | None = None, places: Sequence[int] = (0, 0, 1, 1)
+) -> list[list[str]]:
     """Save on two nodes, with copies; what went wrong with the copies of each save."""
-    directory, found = own_directory(root), []
+    directory, found = own_directory(root, places), []
     partners = COPYING.list_partners(dist.get_rank())
     directory.mkdir(parents=True, exist_ok=True)
     for iteration in iterations:
@@ -270,6 +272,19 @@ def test_a_lost_node_costs_nothing(copied: Path, tmp_path: Path) -> None:
     )
 
 
+def save_here_and_there(root: str) -> tuple[int | None, list[str], tuple[str, ...]]:
+    """Save while the ranks are at one place and then at another one, and load at the first."""
+    save_copies(root, [4], places=(1, 1, 0, 0))
+    save_copies(root, [5], places=(0, 0, 1, 1))
+    return load_copies(root, (1, 1, 0, 0))
+
+
+def test_a_newer_save_that_lies_elsewhere_is_taken_before_the_ranks_own(tmp_path: Path) -> None:
+    """Ranks that are where they were two saves ago see their own older parts there, and the newer ones nowhere."""
+    for iteration, passed_over, moved in run_distributed(save_here_and_there, 4, str(tmp_path)):
+        assert (iteration, passed_over, len(moved)) == (5, [], 4)
+
+
 def test_a_damaged_part_is_replaced_by_its_copy(copied: Path, tmp_path: Path) -> None:
     root = Path(lose(copied, tmp_path / "nodes", "node0/rank_00001"))
     damage(root / "node1/rank_00002/iter_0000005/__0_0.distcp")
@@ -290,9 +305,12 @@ def test_without_all_copies_the_last_copied_save_stays_beside_the_newest(tmp_pat
     assert problems[0] == [] and len(problems[1]) == 1 and len(problems[2]) == 1
     assert problems[1][0].startswith("rank 1 has no copy of the part of rank 3: ")
     assert problems[1][0].endswith("rank_00003/iter_0000005/state.json cannot be read: No such file or directory")
+    assert problems[2][0].startswith("rank 3 has no copy of the part of rank 1: ")
     assert problems[2][0].endswith("rank_00003/copy_of_rank_00001: File exists")
     assert {path.name for path in tmp_path.glob("node?/rank_*/iter_*")} == {"iter_0000004", "iter_0000006"}
-    assert len(list(tmp_path.glob("node?/rank_*/copy_of*/iter_0000004"))) == 3, "but for the one that was taken away"
+    for iteration in (4, 6):
+        copies = tmp_path.glob(f"node?/rank_*/copy_of*/iter_000000{iteration}")
+        assert sorted(path.parent.name[-1] for path in copies) == ["0", "2", "3"], "only rank 1's has no place"
 
 
 def test_who_keeps_copies_of_whom() -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup
 
 DOCUMENT = "local"
+_PART_OWNER = re.compile(r"(?:copy_of_)?rank_([0-9]{5,})")
 _ALONE = SingleRankGroup()
 
 
@@ -121,7 +123,12 @@ def save(
     sizes of the parallel axes. replicas: groups whose members divide what they all hold among themselves. lock: of
     `directory`. Raises StorageError on every member when one of them failed; earlier checkpoints stay as they are.
     """
-    numbers = all_gather_object(max((offer.number for offer in _list_offers(directory).values()), default=0), group)
+    # Those of the whole node: a rank that has just come to it has none of its own, and would begin to count anew.
+    seen = [
+        *_list_offers(directory).values(),
+        *(part.offer for part in _list_elsewhere(directory, range(group.size()))),
+    ]
+    numbers = all_gather_object(max((offer.number for offer in seen), default=0), group)
     identity, since = on_first_rank(group, lambda: (uuid.uuid4().hex, since))
     offer = Offer(1 + max(numbers), iteration, since, compute_layout(tensors, layout, group), bool(replicas))
     own = _list_whole(_divide(tensors, replicas).own_reads)
@@ -134,6 +141,7 @@ def save(
 def copy_to_partners(path: Path, directory: Path, copying: Copying, group: Group) -> list[str]:
     """Keep a copy of this rank's part `path`, which lies in its `directory`, with each of its partners; returns what
     went wrong on any rank. Every member of `group` calls this, with parts of the same save."""
+    partners = copying.list_partners(group.rank())
     transfers = [
         Transfer(rank, partner)
         for step in range(copying.factor - 1)
@@ -141,24 +149,29 @@ def copy_to_partners(path: Path, directory: Path, copying: Copying, group: Group
         for partner in [copying.list_partners(rank)[step]]
     ]
 
-    def prepare() -> str | None:
-        try:
-            for partner in copying.list_partners(group.rank()):
-                root = find_copies_directory(directory, partner)
-                root.mkdir(exist_ok=True)
-                settle_leftovers(root)
-        except OSError as error:
-            return f"{error.filename}: {error.strerror or error}"
-        return None
-
-    if problems := [problem for problem in all_gather_object(prepare(), group) if problem is not None]:
-        return problems
-    outcomes = transfer(transfers, lambda _: path, lambda item: find_copies_directory(directory, item.source), group)
+    own = {partner: _prepare(find_copies_directory(directory, partner)) for partner in partners}
+    # Only the copies that a rank has no place for are left out: its own part may need one most, and the others' are
+    # none of its business.
+    prepared = all_gather_object(own, group)
+    problems = {item: prepared[item.destination][item.source] for item in transfers}
+    possible = [item for item in transfers if problems[item] is None]
+    outcomes = transfer(possible, lambda _: path, lambda item: find_copies_directory(directory, item.source), group)
+    problems |= dict(zip(possible, outcomes, strict=True))
     return [
         f"rank {item.destination} has no copy of the part of rank {item.source}: {problem}"
-        for item, problem in zip(transfers, outcomes, strict=True)
+        for item, problem in problems.items()
         if problem is not None
     ]
+
+
+def _prepare(root: Path) -> str | None:
+    """Make a directory of copies, and tidy it up; why that failed, None where it did not."""
+    try:
+        root.mkdir(exist_ok=True)
+        settle_leftovers(root)
+    except OSError as error:
+        return f"{error.filename or root}: {error.strerror or error}"
+    return None
 
 
 def find_oldest(directory: Path, group: Group) -> int | None:
@@ -201,12 +214,12 @@ def find(
     """
     own = _list_offers(directory)
     everyone = all_gather_object(own, group)
-    known: dict[str, Offer] = {identity: offer for part in everyone for identity, offer in part.items()}
-    if not known:
-        # Every rank may be on another node than before.
-        seen = _list_elsewhere(directory, range(group.size()))
-        for part in all_gather_object({identity: offer for identity, _, offer, _ in seen}, group):
-            known |= part
+    # The newest save may lie on other nodes alone: where ranks have changed places, or come back to where they were
+    # before, what they have of their own is older, or nothing.
+    elsewhere = {part.save: part.offer for part in _list_elsewhere(directory, range(group.size()))}
+    known: dict[str, Offer] = {}
+    for offers in [*all_gather_object(elsewhere, group), *everyone]:
+        known |= offers
     passed_over: list[str] = []
     for identity in sorted(known, key=lambda identity: (known[identity].number, identity), reverse=True):
         offer = known[identity]
@@ -226,7 +239,7 @@ def find(
             passed_over.append(f"{ranks} no file of {what}; was a node replaced?")
             continue
         path = iteration_directory(directory, offer.iteration)
-        problem = _find_damage(path) if identity in own else None
+        problem = _find_damage(path, identity) if identity in own else None
         problems = {rank: text for rank, text in enumerate(all_gather_object(problem, group)) if text is not None}
         places |= _find_places(directory, identity, sorted(problems), group)
         moved, problems = _fetch(directory, dict.fromkeys(lacking, "") | problems, places, group)
@@ -295,8 +308,11 @@ def _list_offers(directory: Path) -> dict[str, Offer]:
     return offers
 
 
-def _find_damage(path: Path) -> str | None:
-    """Why a part's files are not as they were written; None where they are."""
+def _find_damage(path: Path, identity: str) -> str | None:
+    """Why a part's files are not as they were written for this save; None where they are."""
+    # What was fetched for another save, which then lacked something else, may have taken its place.
+    if identity not in _list_offers(path.parent):
+        return f"{path} was replaced by another save's"
     try:
         verify_files(path, read_manifest(path))
     except (CheckpointError, StorageError) as error:
@@ -315,17 +331,26 @@ class _Place(NamedTuple):
     path: Path
 
 
-def _list_elsewhere(directory: Path, owners: Iterable[int]) -> list[tuple[str, int, Offer, Path]]:
-    """Parts of these ranks that lie on this rank's node, but for those in its own directory that are its own: the save
-    that each is of, the rank whose part it is, what is said of it, and where it lies."""
+class _PartElsewhere(NamedTuple):
+    """A part that lies on this rank's node, outside its own directory or as a copy of another's."""
+
+    save: str
+    owner: int
+    """The rank whose part it is."""
+    offer: Offer
+    path: Path
+
+
+def _list_elsewhere(directory: Path, owners: Collection[int]) -> list[_PartElsewhere]:
+    """Parts of these ranks that lie on this rank's node, but for those in its own directory that are its own."""
     place = directory.parent
     found = []
-    for owner in owners:
-        copies = sorted(find_copies_directory(other, owner) for other in place.glob("rank_*"))
-        for root in (find_rank_directory(place, owner), *copies):
-            if root != directory:
-                offers = _list_offers(root).items()
-                found += [(save, owner, offer, iteration_directory(root, offer.iteration)) for save, offer in offers]
+    for root in sorted([*place.glob("rank_*"), *place.glob("rank_*/copy_of_rank_*")]):
+        owner = _PART_OWNER.fullmatch(root.name)
+        if owner is None or int(owner[1]) not in owners or root == directory:
+            continue
+        for save, offer in _list_offers(root).items():
+            found.append(_PartElsewhere(save, int(owner[1]), offer, iteration_directory(root, offer.iteration)))
     return found
 
 
@@ -334,9 +359,8 @@ def _find_places(directory: Path, identity: str, owners: Sequence[int], group: G
     if not owners:
         return {}
     rank = group.rank()
-    own = [
-        (owner, _Place(rank, path)) for save, owner, _, path in _list_elsewhere(directory, owners) if save == identity
-    ]
+    seen = _list_elsewhere(directory, owners)
+    own = [(part.owner, _Place(rank, part.path)) for part in seen if part.save == identity]
     places: dict[int, list[_Place]] = {}
     for owner, place in (entry for part in all_gather_object(own, group) for entry in part):
         places.setdefault(owner, []).append(place)

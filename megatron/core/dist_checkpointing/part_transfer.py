@@ -56,13 +56,15 @@ def transfer(
     directory of checkpoints, which exists, that gets it; one of the same iteration there is replaced.
     """
     rank = group.rank()
+    # Before the first piece: a receiver has to know how many pieces come, and how long each of them is.
     own = {i: _announce(find_source(item)) for i, item in enumerate(transfers) if item.source == rank}
     announced: dict[int, _Announced | str] = {}
     for said_by_one in all_gather_object(own, group):
         announced |= said_by_one
     problems = {i: said for i, said in announced.items() if isinstance(said, str)}
     sent = {i: said for i, said in announced.items() if not isinstance(said, str)}
-    found: dict[int, str] = {}
+    unread: dict[int, str] = {}
+    unwritten: dict[int, str] = {}
     for members in _list_rounds(transfers, sorted(sent)):
         outgoing = next((i for i in members if transfers[i].source == rank), None)
         incoming = next((i for i in members if transfers[i].destination == rank), None)
@@ -76,13 +78,19 @@ def transfer(
             arriving = _exchange(leaving, to, sizes, source, group)
         if incoming is not None:
             problem = _write(sent[incoming], find_root(transfers[incoming]), arriving)
-            found |= {incoming: problem} if problem is not None else {}
+            unwritten |= {incoming: problem} if problem is not None else {}
+        # What is still to be sent, or was sent to a rank that could not write it: its partners in this round send and
+        # receive in the same order, and would wait for the pieces left out.
         for _ in arriving:
-            pass  # what is still to be sent, or was sent to a rank that could not write it
+            pass
         if outgoing is not None and read_problems:
-            found[outgoing] = read_problems[0]
-    for found_by_one in all_gather_object(found, group):
-        problems |= found_by_one
+            unread[outgoing] = read_problems[0]
+    everyone = all_gather_object((unread, unwritten), group)
+    for _, found_at_destination in everyone:
+        problems |= found_at_destination
+    # A file that could not be read arrives as zeros, and is found damaged there: what its source says is the cause.
+    for found_at_source, _ in everyone:
+        problems |= found_at_source
     return [problems.get(i) for i in range(len(transfers))]
 
 
@@ -97,6 +105,8 @@ def _announce(path: Path) -> _Announced | str:
 def _list_rounds(transfers: Sequence[Transfer], indices: Sequence[int]) -> list[list[int]]:
     """The transfers in rounds in which each rank sends one at most, and receives one at most."""
     rounds: list[tuple[list[int], set[int], set[int]]] = []
+    # Each into the first round that has both ranks free. All members compute this for themselves and get the same,
+    # so that none of them waits for a partner who is in another round.
     for index in indices:
         item = transfers[index]
         for members, sources, destinations in rounds:
@@ -130,6 +140,7 @@ def _read(what: _Announced, problems: list[str]) -> Iterator[Tensor]:
         with contextlib.ExitStack() as stack:
             file = None
             for size in _cut(record.bytes):
+                # Sent also where nothing can be read: the receiver waits for so many bytes.
                 piece = torch.zeros(size, dtype=torch.uint8)
                 try:
                     file = file or stack.enter_context(open(path, "rb"))
@@ -144,7 +155,9 @@ def _exchange(
 ) -> Iterator[Tensor]:
     """Send all pieces that leave to member `to`, and give what arrives meanwhile from member `source`, in host memory.
     None: nothing leaves, or nothing arrives."""
+    # The group's backend may carry nothing but the memory of its devices, as NCCL does.
     where, expected = device.current_device(), iter(sizes)
+    # What leaves and what arrives need not have the same number of pieces.
     while True:
         sent, size = next(leaving, None), next(expected, None)
         if sent is None and size is None:
