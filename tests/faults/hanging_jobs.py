@@ -14,13 +14,13 @@ from megatron.training.launch.local_job import run_job_locally
 
 
 def hang(rank: int, pipe: Any) -> None:
-    """Send the process id and sleep for a minute."""
+    """Send the process id and sleep for ten minutes."""
     pipe.send_bytes(struct.pack("!i", os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def run_hanging(pipe: Any) -> None:
     """A program that compares layouts; its workers are forked by a server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
-    run_job_locally(hang, 2, (pipe,), 60.0, context)
+    run_job_locally(hang, 2, (pipe,), 600.0, context)

@@ -231,7 +231,7 @@ def running(source: Path, prefix: Path, *flags: str) -> Iterator[subprocess.Pope
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not children(process.pid):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.01)

@@ -47,14 +47,16 @@ def iterations(directory: Path) -> int:
     return max((row["iteration"] for row in rows(directory)), default=0)
 
 
-def kill_at(process: Program, directory: Path, iteration: int) -> None:
-    """SIGKILL as soon as the iteration shows in the metrics."""
+def kill_at(process: Program, directory: Path, iteration: int) -> bool:
+    """SIGKILL as soon as the iteration shows in the metrics; False where the run came to its end before."""
     deadline = time.monotonic() + 120
     while iterations(directory) < iteration and process.poll() is None:
         assert time.monotonic() < deadline, "the run does not get anywhere"
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, (directory / "log.txt").read_text()
+    code = process.wait()
+    assert code in (0, -signal.SIGKILL), (directory / "log.txt").read_text()
+    return code != 0
 
 
 def log_of(directory: Path) -> str:
@@ -63,16 +65,21 @@ def log_of(directory: Path) -> str:
 
 @pytest.mark.flags("--save", "--load", "--save-interval")
 def test_S26_killed_twice_and_resumed_is_bit_identical(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
     whole.mkdir()
-    parts.mkdir()
     assert start(whole).wait(timeout=200) == 0, log_of(whole)
 
     seed = random.SystemRandom().randrange(2**32)
     pick = random.Random(seed)
-    flags = ("--save", str(parts / "ckpt"), "--load", str(parts / "ckpt"), "--save-interval", "4")
-    for low, high in ((5, 12), (13, 20)):
-        kill_at(start(parts, *flags), parts, pick.randint(low, high))
+    # On a busy machine a run may come to its end before its kill does: then another one is begun.
+    for attempt in range(20):
+        parts = tmp_path / f"parts{attempt}"
+        parts.mkdir()
+        flags = ("--save", str(parts / "ckpt"), "--load", str(parts / "ckpt"), "--save-interval", "4")
+        if all(kill_at(start(parts, *flags), parts, pick.randint(*span)) for span in ((5, 12), (13, 20))):
+            break
+    else:
+        pytest.fail("the runs are too quick to be killed")
     assert start(parts, *flags).wait(timeout=200) == 0, log_of(parts)
 
     expected, found = rows(whole), rows(parts)

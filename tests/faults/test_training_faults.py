@@ -42,8 +42,10 @@ TENSOR_AND_SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 def wait_for_rows(directory: Path, number: int, process: Program, seconds: float = 120) -> None:
     """Until metrics.jsonl has `number` complete lines."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
+    deadline, is_ended = time.monotonic() + seconds, False
+    while time.monotonic() < deadline and not is_ended:
+        # Before the look: a run that ends between the two has written all of its rows.
+        is_ended = process.poll() is not None
         with contextlib.suppress(FileNotFoundError):
             if (directory / "metrics.jsonl").read_bytes().count(b"\n") >= number:
                 return
@@ -117,7 +119,7 @@ class Hanging(torch.utils.data.Dataset[Any]):
         self.pipe.send_bytes(struct.pack("!i", os.getpid()))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
-            time.sleep(60)
+            time.sleep(600)
 
 
 def read_hanging(pipe: Any) -> None:
@@ -140,7 +142,7 @@ def preprocess_hanging(pipe: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("parent", [read_hanging, preprocess_hanging, run_hanging])
 def test_no_worker_outlives_its_parent(parent: Any) -> None:
-    """Killed in the middle of work that takes a minute: all children are gone within five seconds."""
+    """Killed in the middle of work that takes ten minutes: all children are gone long before its end."""
     context = multiprocessing.get_context("fork" if parent is not run_hanging else "spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=parent, args=(theirs,))
@@ -152,7 +154,7 @@ def test_no_worker_outlives_its_parent(parent: Any) -> None:
     assert len(set(workers)) == 2 and all(map(alive, workers))
     process.kill()
     process.join()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     left = [worker for worker in workers if alive(worker)]
@@ -179,7 +181,8 @@ def test_ctrl_c_on_a_terminal_saves_once(tmp_path: Path) -> None:
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     flags = [*REAL_DATA, *WITH_DROPOUT, "--data-cache-path", str(tmp_path / "cache"), "--metrics-dir", tmp_path,
              "--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", "1000",
-             "--lr-decay-iters", "12"]  # fmt: skip
+             # An evaluation has loader processes of its own, which come and go.
+             "--lr-decay-iters", "12", "--eval-interval", "1000000"]  # fmt: skip
     ranks = [
         start([*flags, "--train-iters", "100000"], RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)
     ]
@@ -187,7 +190,9 @@ def test_ctrl_c_on_a_terminal_saves_once(tmp_path: Path) -> None:
     job = [pid for rank in ranks for pid in (rank.pid, *children(rank.pid))]
     assert len(job) == 2 + 2 * 2
     for pid in job:
-        os.kill(pid, signal.SIGINT)
+        # One rank's signal ends both, and the second one may have ended before its own comes.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 130, errors
