@@ -20,14 +20,15 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
-from megatron.core.dist_checkpointing.manifest import verify_files
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.state_dicts import load_tensors_metadata
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
 from megatron.core.process_groups_config import Group, SingleRankGroup
-from megatron.training.checkpoint.save_and_load import CONFIG, STATE
+from megatron.training.checkpoint.documents import STATE
+from megatron.training.checkpoint.save_and_load import CONFIG
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.hf_config import read_json
 from megatron.training.run import Progress
@@ -86,7 +87,7 @@ class OpenCheckpoint:
             raise CheckpointError(f"{root} {explain_no_directory(root) or 'holds no checkpoint'}")
         self.found: FoundCheckpoint = found
         self.path: Path = found.path
-        self.valid_rows: Mapping[str, int] = serialization.read_document(found.path, "tensors")["valid_rows"]
+        self.valid_rows: Mapping[str, int] = serialization.read_valid_rows(found.path)
         contents = load_tensors_metadata(found.path)
         self.contents: Mapping[str, ShardedTensor] = {
             key: tensor for key, tensor in contents.items() if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))
@@ -149,8 +150,17 @@ def fresh_directory(path: Path, asked_by: str = "--output-path", group: Group = 
 
 @contextlib.contextmanager
 def staged_directory(beside: Path, group: Group = ALONE) -> Iterator[Path]:
-    """An empty directory on the disk of the path `beside`, of all processes of `group`; it goes when the block ends."""
-    path = Path(on_first_rank(group, lambda: tempfile.mkdtemp(dir=beside.absolute().parent)))
+    """An empty directory on the disk of the path `beside`, where the result will be, of all processes of `group`; it
+    goes when the block ends. Raises ConfigError, on all, where `beside` is anything but missing or an empty directory.
+    """
+
+    def make() -> Path:
+        # Now, and not only when the result gets its name: what comes first may take hours.
+        _refuse_used(beside, "--output-path")
+        with storage_errors(f"making a directory beside {beside}"):
+            return Path(tempfile.mkdtemp(prefix=f"{beside.name}.tmp-", dir=beside.absolute().parent))
+
+    path = on_first_rank(group, make)
     try:
         yield path
     finally:
@@ -158,12 +168,16 @@ def staged_directory(beside: Path, group: Group = ALONE) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _make_beside(path: Path, asked_by: str) -> Path:
+def _refuse_used(path: Path, asked_by: str) -> None:
     problem = explain_unmakeable_directory(path)
     if problem is None and path.is_dir() and next(path.iterdir(), None) is not None:
         problem = "is not empty; give a directory that does not exist yet"
     if problem is not None:
         raise ConfigError(f"{asked_by} {path} {problem}")
+
+
+def _make_beside(path: Path, asked_by: str) -> Path:
+    _refuse_used(path, asked_by)
     # Beside its final name, because a rename is one step only within a file system.
     path = path.absolute()
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -201,10 +215,15 @@ def copy_checkpoint(checkpoint: OpenCheckpoint, output: Path) -> None:
     with fresh_directory(output) as temporary, storage_errors(f"writing {output}"):
         iteration = checkpoint.found.manifest.iteration
         copy = iteration_directory(temporary, iteration)
-        shutil.copytree(checkpoint.path, copy)
-        # copytree leaves the bytes with the operating system, from where a power cut would take them.
-        for file in (file for file in copy.rglob("*") if file.is_file()):
+        # What the manifest names, and nothing else: somebody may have put a link or a pipe beside it.
+        for name in (*checkpoint.found.manifest.files, MANIFEST_NAME):
+            file = copy / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.path / name, file)
+            # The bytes are still with the operating system, from where a power cut would take them.
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
+        for directory in (copy, *(entry for entry in copy.rglob("*") if entry.is_dir())):
+            sync_directory(directory)
         write_file(temporary / TRACKER_NAME, str(iteration).encode())
         verify_files(copy, checkpoint.found.manifest)

@@ -92,6 +92,10 @@ def _list_families(arguments: argparse.Namespace) -> Sequence[Family]:
     return FAMILIES if arguments.family is None else (read_family(arguments.family), *FAMILIES)
 
 
+# torch and the model are imported only by what does the work: --help, and a mistake in the command line, are answered
+# at once.
+
+
 def _from_hf(arguments: argparse.Namespace, group: Group) -> None:
     from megatron.bridge.checkpoints import staged_directory
     from megatron.bridge.conversion import import_model, open_source
@@ -100,6 +104,7 @@ def _from_hf(arguments: argparse.Namespace, group: Group) -> None:
 
     tensor_ranks, stages = _get_target_layout(arguments)
     families = _list_families(arguments)
+    # On every process, because each reads its share of the files; only an error is agreed upon.
     source = with_everyone(
         group,
         lambda: open_source(arguments.input_path, tensor_ranks=tensor_ranks, stages=stages, families=families),
@@ -139,10 +144,13 @@ def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
 
     families = _list_families(arguments)
     verify, place = not arguments.no_verify, (arguments.input_path, arguments.ckpt_step)
+    # Upstream's checkpoint becomes one of ours first, beside the result: there is one way from ours to each family, and
+    # none from each of upstream's formats.
     with as_ours(*place, arguments.output_path, verify=verify, group=group) as (root, iteration):
         model = open_model(root, iteration, families, group)
 
         def check(result: Path) -> None:
+            # Rounded weights compute other logits, by an amount that says nothing about the conversion.
             if arguments.fp8_weights:
                 say("verified: every weight bit for bit as it is rounded")
                 return
@@ -166,6 +174,8 @@ def _to_megatron(arguments: argparse.Namespace, group: Group) -> None:
     verify, sizes = not arguments.no_verify, _get_target_layout(arguments)
     place = (arguments.input_path, arguments.ckpt_step)
     source = None
+    # Only as torch_dist is upstream's checkpoint written straight to where it belongs; files of ranks are made of one
+    # of ours, below.
     if arguments.ckpt_format == "torch_dist":
         source = with_everyone(group, lambda: open_upstream(*place))
     if source is not None:
@@ -184,12 +194,14 @@ def _to_megatron(arguments: argparse.Namespace, group: Group) -> None:
         with_everyone(group, lambda: refuse_layout(checkpoint.read_config(), *sizes))
         given, saved = (arguments.source_tp, arguments.source_pp), checkpoint.read_saved_layout()
         for name, size, found in zip(("--source-tp", "--source-pp"), given, saved, strict=True):
+            # Not refused: commands for upstream's converter, which needs the right numbers, run here as they are.
             if size is not None and size != found:
                 note = f"{name} is {size}, and the checkpoint was saved with {found}; that makes no difference"
                 _say(group, f"note: {note}")
         if arguments.ckpt_format == "torch":
             _write_ranks(root, iteration, arguments.output_path, *sizes, group)
             return
+        # A checkpoint of ours has no layout, so what is asked for is the checkpoint itself, optimizer included.
         on_first_rank(group, lambda: copy_checkpoint(checkpoint, arguments.output_path))
     _note_layout(*sizes, group)
 
@@ -236,6 +248,7 @@ def _joined_job() -> Iterator[Group]:
     if not dist.is_torchelastic_launched():
         yield ALONE
         return
+    # Objects and host memory travel; a conversion needs no GPU where there is one.
     dist.init_process_group("gloo")
     try:
         group = dist.group.WORLD

@@ -79,9 +79,9 @@ def build_config_json(
     """
     number_format = str(dtype).removeprefix("torch.")
     if carried is not None:
-        # The older name is understood by all releases.
         # Weights were dequantised when they were read, and are not quantised again.
         carried = {name: value for name, value in carried.items() if name != "quantization_config"}
+        # Of the two names of the number format, all releases understand the older one.
         kept = {**carried, "vocab_size": vocab_size, "dtype" if "dtype" in carried else "torch_dtype": number_format}
         family = find_family_of(carried, Path("config.json"), families)
         # As long as it says what the model is, nothing in it needs another form.

@@ -15,6 +15,7 @@ import argparse
 
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import ConfigError, command_line
+from megatron.core.paths import explain_no_directory
 from megatron.training.flags.argument import FlagParser, path
 
 
@@ -43,6 +44,8 @@ def choose_iterations(arguments: argparse.Namespace) -> list[int]:
         return list(arguments.iterations)
     from megatron.core.dist_checkpointing.directory import saved_iterations
 
+    if problem := explain_no_directory(arguments.load):
+        raise ConfigError(f"--load {arguments.load} {problem}; give the directory of the run's checkpoints")
     saved = saved_iterations(arguments.load)
     if not 2 <= arguments.last <= len(saved):
         raise ConfigError(

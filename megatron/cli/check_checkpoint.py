@@ -37,7 +37,8 @@ def make_parser() -> FlagParser:
 def print_diagnosis(diagnosis: Diagnosis, *, quick: bool) -> None:
     """Print a line for each checkpoint, then each finding with its remedy, then what --load takes."""
     total = format_bytes(sum(condition.bytes for condition in diagnosis.checkpoints))
-    print(f"{diagnosis.root}: {len(diagnosis.checkpoints)} checkpoints, {total}")
+    count = len(diagnosis.checkpoints)
+    print(f"{diagnosis.root}: {count} checkpoint{'' if count == 1 else 's'}, {total}")
     for condition in diagnosis.checkpoints:
         checked = "complete (sizes only)" if quick else "complete, checksums fit"
         state = "DAMAGED" if condition.damage or condition.contradictions else checked

@@ -6,7 +6,7 @@
 
 | --loader                      | reads                                                           |
 |-------------------------------|-----------------------------------------------------------------|
-| core, mcore, megatron         | a checkpoint of ours                                            |
+| core, mcore, megatron         | a checkpoint of ours, or of upstream's: torch_dist or torch     |
 | llama_mistral, mixtral_hf, hf | a Hugging Face directory                                        |
 
 | --saver                       | writes                                                          |
@@ -15,19 +15,20 @@
 | torch_dist                    | our format, which has no layout                                 |
 | hf                            | a Hugging Face directory                                        |
 
-What does the work is python -m megatron.bridge.convert. Checkpoints of upstream's are loaded by pretrain_gpt.py, whose
---ckpt-convert-format saves them in each format.
+What does the work is python -m megatron.bridge.convert. The state of the optimizer is left out where the format
+changes; pretrain_gpt.py --load DIR --ckpt-convert-format keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.bridge.convert import convert, parse_arguments
-from megatron.core.errors import ConfigError, command_line
+from megatron.core.errors import ConfigError, MegatronError, command_line
 
 _OURS = ("core", "mcore", "megatron")
 LOADERS = dict.fromkeys(_OURS, "megatron") | dict.fromkeys(("llama_mistral", "mixtral_hf", "hf"), "hf")
@@ -40,6 +41,15 @@ REFUSED = {
 IGNORED = ("--megatron-path", "--max-queue-size", "--model-size", "--position-embedding-type", "--tokenizer-model",
            "--loader-transformer-impl", "--saver-transformer-impl", "--true-vocab-size", "--vocab-file")  # fmt: skip
 """Of upstream's programs: what the files say themselves, and how its two processes talk to each other."""
+_NAMES_HERE = {
+    "--input-path": "--load-dir",
+    "--output-path": "--save-dir",
+    "--target-tp": "--target-tensor-parallel-size",
+    "--target-pp": "--target-pipeline-parallel-size",
+    "--tensor-model-parallel-size": "--target-tensor-parallel-size",
+    "--pipeline-model-parallel-size": "--target-pipeline-parallel-size",
+}
+"""What this command line calls flags that an error of the conversion may name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,5 +102,16 @@ def translate(argv: Sequence[str]) -> list[str]:
 @command_line
 def main() -> int:
     """Translate the command line and convert."""
-    convert(parse_arguments(translate(sys.argv[1:])))
+    try:
+        convert(parse_arguments(translate(sys.argv[1:])))
+    except ConfigError as error:
+        raise type(error)([_rename_flags(problem) for problem in error.problems]) from error
+    except MegatronError as error:
+        raise type(error)(_rename_flags(str(error))) from error
     return 0
+
+
+def _rename_flags(text: str) -> str:
+    """The text in the words of this command line."""
+    # Whole flags, and none within a path.
+    return re.sub(r"(?<![\w/-])--[a-z-]+(?![\w-])", lambda found: _NAMES_HERE.get(found[0], found[0]), text)

@@ -74,10 +74,9 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """The inverse of `state_dict`; counts that an older checkpoint lacks stay as they are."""
-        for name, value in state.items():
-            # Checkpoints of later releases may hold counts that this one does not know.
-            if name != "target_iterations" and hasattr(self, name):
-                setattr(self, name, value)
+        # Checkpoints of later releases may hold counts that this one does not know.
+        for name in state.keys() & {count.name for count in dataclasses.fields(self)} - {"target_iterations"}:
+            setattr(self, name, state[name])
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, r
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import ALONE, content, find, save, tensors
+from tests.unit.tiny_training import prepare, train_tiny
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "state.json", "tensors.json")
 
@@ -225,3 +226,49 @@ def test_L13_malicious_torch_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="refused class|cannot be loaded"):
         read_rank_file(path)
     assert canary.read_text() == "alive"
+
+
+ODD_FIELDS: list[tuple[str, list[Any], Any]] = [
+    # document, where in it, what is put there; ... takes the field away
+    ("state", [], [1]),
+    ("state", ["progress"], None),
+    ("state", ["progress", "iteration"], "2"),
+    ("state", ["progress", "consumed_train_samples"], -1),
+    ("state", ["optimizer"], ...),
+    ("state", ["optimizer", "step_count"], 1.5),
+    ("state", ["optimizer", "grad_scaler"], 1),
+    ("state", ["scheduler"], None),
+    ("state", ["scheduler", "num_steps"], ...),
+    ("state", ["hooks"], 1),
+    ("rng", [], "x"),
+    ("rng", ["layout"], {"tp": None}),
+    ("rng", ["ranks"], {}),
+    ("rng", ["ranks", 0], None),
+    ("rng", ["ranks", 0, "torch"], ...),
+    ("rng", ["ranks", 0, "python", 1], [1]),
+    ("rng", ["ranks", 0, "numpy", 1, 7], 2**32),
+    ("tensors", [], []),
+    ("tensors", ["valid_rows"], {"embedding.word_embeddings.weight": "all"}),
+]
+
+
+def test_documents_that_fit_their_manifest_and_say_something_odd_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "iter_0000002"
+    train_tiny("--save", tmp_path, "--exit-interval", "2")
+    records = json.loads((checkpoint / MANIFEST_NAME).read_text())["content"]["files"]
+    for name, place, value in ODD_FIELDS:
+        path = checkpoint / f"{name}.json"
+        written = path.read_bytes()
+        whole = {"": json.loads(written)}
+        *above, last = ["", *place]
+        part: Any = whole
+        for step in above:
+            part = part[step]
+        part.pop(last) if value is ... else part.__setitem__(last, value)
+        path.write_text(json.dumps(whole[""]))
+        rewrite_manifest(checkpoint, files=records | {path.name: record_file(path)._asdict()})
+        with pytest.raises(CheckpointError, match=f"{path} is not as (this program writes it|it was written): "):
+            prepare("--load", tmp_path)
+        path.write_bytes(written)
+    rewrite_manifest(checkpoint, files=records)
+    assert prepare("--load", tmp_path).progress.iteration == 2

@@ -398,6 +398,7 @@ def test_one_tensor_of_the_sources_is_in_memory_at_a_time(
         ("--iterations 10 15 --save out", "run holds no iteration 15; saved iterations: 20, 10"),
         ("--iterations 10 10 --save out", "--iterations 10 10: give two or more, each once"),
         ("--last 3 --save out", "--last 3: run holds 2 checkpoints"),
+        ("--last 2 --save out --load none", "--load none does not exist; give the directory of the run's checkpoints"),
         ("--last 2 --weights 1 --save out", "--weights has 1 numbers for 2 iterations"),
         ("--last 2 --weights 1 nan --save out", "give finite numbers from 0 on"),
         ("--last 2 --weights 0 0 --save out", "not all of them 0"),

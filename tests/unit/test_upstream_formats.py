@@ -241,10 +241,10 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path, tool: Tool) -> None
     files.add("model.module.decoder.final_layernorm.weight", [0], torch.ones(24), [24])
     files.objects["args"] = {}
     files.finish()
-    with pytest.raises(CheckpointError, match="upstream's format fsdp_dtensor, which is not read; have"):
+    with pytest.raises(CheckpointError, match="upstream's format fsdp_dtensor, the only .* with --load hf:DIR"):
         prepare(*DENSE, "--load", tmp_path, "--no-load-optim", "--auto-detect-ckpt-format")
     code, out, _ = tool("doctor.py", tmp_path)
-    assert code == 1 and "format fsdp_dtensor, which is not read" in out
+    assert code == 1 and "format fsdp_dtensor, the only one" in out and "export it with Megatron-Bridge" in out
     found = tool.read_json("inspect_checkpoint.py", tmp_path)
     assert found["format"] == "fsdp_dtensor (upstream)" and len(found["tensors"]) == 1
 

@@ -16,8 +16,10 @@ import torch
 from megatron.bridge.convert import convert as bridge_convert
 from megatron.bridge.convert import parse_arguments
 from megatron.cli import convert_checkpoint as convert
+from megatron.core.dist_checkpointing.averaging import average_checkpoints
 from megatron.core.dist_checkpointing.legacy_write import RankTensor, arrange, build_models, name_rank_directory
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata, read_restricted
+from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
 from megatron.core.errors import CheckpointError, ConfigError, StorageError
 from megatron.training.flags.read import read_run_config
@@ -171,6 +173,12 @@ def test_a_damaged_file_is_passed_over(file_format: str, tmp_path: Path, capsys:
         prepare("--load", tmp_path, "--ckpt-step", "6")
     assert prepare("--load", tmp_path).progress.iteration == 3
     assert "is damaged: its checksum is" in capsys.readouterr().err
+    # It has a manifest, as ours have, and not the rest of theirs.
+    found = open_checkpoint(tmp_path, 3)
+    assert found.format == f"{file_format.removeprefix('upstream_')} (upstream)"
+    assert {"embedding.word_embeddings.weight"} <= {tensor.key for tensor in found.tensors}
+    with pytest.raises(CheckpointError, match=r"\(upstream\), and only this program's own is averaged; convert each"):
+        average_checkpoints(tmp_path, [3, 6], None, tmp_path / "averaged")
 
 
 DEEPSEEK = """--swiglu --ffn-hidden-size 32 --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
@@ -341,6 +349,18 @@ def assert_weights(run: Any, expected: dict[str, torch.Tensor]) -> None:
 def test_what_upstream_s_converter_is_told(command: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_arguments(convert.translate([*command.split(), "--load-dir", "a", "--save-dir", "b"]))
+
+
+def test_its_errors_name_its_own_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "python tools/checkpoint/convert.py --model-type GPT"
+    for flags, sentence in (
+        (f"--loader hf --load-dir {tmp_path}/no--input-path", f"error: --load-dir {tmp_path}/no--input-path does not"),
+        ("--load-dir a --target-tensor-parallel-size 0", "error: --target-tensor-parallel-size 0 must be at least 1"),
+    ):
+        assert run_convert(monkeypatch, f"{program} {flags} --save-dir {tmp_path}/new") == 2
+        assert capsys.readouterr().err.startswith(sentence)
 
 
 def test_a_layout_that_the_model_cannot_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.manifest import read_manifest, verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.stored_tensors import (
+    OUR_FORMAT,
     StoredCheckpoint,
     StoredTensor,
     count_bytes,
@@ -115,11 +116,27 @@ def average_checkpoints(
         lock.release()
 
 
+def _open(root: Path, iteration: int) -> StoredCheckpoint:
+    """The checkpoint of an iteration. Raises CheckpointError where there is none, or it is not in our own format."""
+    path = iteration_directory(root, iteration)
+    if not path.is_dir():
+        saved = ", ".join(map(str, saved_iterations(root))) or "none"
+        raise CheckpointError(f"--load {root} holds no iteration {iteration}; saved iterations: {saved}")
+    checkpoint = open_checkpoint(path)
+    if checkpoint.format != OUR_FORMAT:
+        raise CheckpointError(
+            f"{path} is in the format {checkpoint.format}, and only this program's own is averaged; convert each "
+            f"of them first: pretrain_gpt.py --load {root} --ckpt-step {iteration} --ckpt-convert-format {OUR_FORMAT} "
+            "--ckpt-convert-save NEW, with the flags of its model"
+        )
+    return checkpoint
+
+
 def count_work_bytes(root: Path, iterations: Sequence[int]) -> int:
     """Bytes that average_checkpoints will report. Raises CheckpointError."""
     total = 0
     for iteration in iterations:
-        checkpoint = open_checkpoint(root, iteration)
+        checkpoint = _open(root, iteration)
         total += sum(record.bytes for record in read_manifest(checkpoint.path).files.values())
         total += sum(count_bytes(tensor) for tensor in _weights(checkpoint).values())
     return total
@@ -139,12 +156,9 @@ def _find_shares(iterations: Sequence[int], weights: Sequence[float] | None) -> 
 
 
 def _open_verified(root: Path, iteration: int, on_bytes: Callable[[int], None]) -> StoredCheckpoint:
-    path = iteration_directory(root, iteration)
-    if not path.is_dir():
-        saved = ", ".join(map(str, saved_iterations(root))) or "none"
-        raise CheckpointError(f"--load {root} holds no iteration {iteration}; saved iterations: {saved}")
-    verify_files(path, read_manifest(path), on_bytes)
-    return open_checkpoint(path)
+    checkpoint = _open(root, iteration)
+    verify_files(checkpoint.path, read_manifest(checkpoint.path), on_bytes)
+    return checkpoint
 
 
 def _weights(checkpoint: StoredCheckpoint) -> dict[str, StoredTensor]:

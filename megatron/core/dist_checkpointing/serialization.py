@@ -261,10 +261,9 @@ def load(
     are not verified yet are so on the way. Raises CheckpointError on every member, DamagedCheckpointError where a file
     is damaged; the tensors may then hold anything.
     """
-    valid_rows = read_document(checkpoint.path, TENSORS_DOCUMENT)["valid_rows"]
     return read_tensors(
-        checkpoint.path, tensors, group, valid_rows=valid_rows, may_lack=may_lack, may_have_more=may_have_more,
-        unverified=checkpoint.unverified, replicas=replicas,
+        checkpoint.path, tensors, group, valid_rows=read_valid_rows(checkpoint.path), may_lack=may_lack,
+        may_have_more=may_have_more, unverified=checkpoint.unverified, replicas=replicas,
     )  # fmt: skip
 
 
@@ -277,6 +276,15 @@ def read_document(checkpoint: Path, name: str) -> Any:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_valid_rows(checkpoint: Path) -> dict[str, int]:
+    """Rows without padding of the padded tensors in a checkpoint, by key. Raises CheckpointError."""
+    document = read_document(checkpoint, TENSORS_DOCUMENT)
+    rows = document.get("valid_rows") if isinstance(document, dict) else None
+    if not isinstance(rows, dict) or not all(type(count) is int and count >= 0 for count in rows.values()):
+        raise CheckpointError(f"{checkpoint / TENSORS_DOCUMENT}.json is not as it was written: it holds no valid_rows")
+    return rows
 
 
 def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:

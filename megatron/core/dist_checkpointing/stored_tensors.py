@@ -15,10 +15,10 @@ torch's restricted unpickler.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,12 +35,15 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manife
 from megatron.core.dist_checkpointing.mapping import RNG_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
-from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT, read_document
+from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT, read_valid_rows
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.dist_checkpointing.upstream_dist import name_format
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
+
+OUR_FORMAT = "torch_dist"
+"""`StoredCheckpoint.format` of what this program saves for itself."""
 
 
 class StoredTensor(Protocol):
@@ -130,18 +133,19 @@ def _iteration_in_name(directory: Path) -> int | None:
 
 def _open_torch_dist(path: Path) -> StoredCheckpoint:
     metadata = read_metadata(path / METADATA_NAME)
-    is_ours = (path / MANIFEST_NAME).exists()
-    manifest = read_manifest(path) if is_ours else None
-    valid_rows = read_document(path, TENSORS_DOCUMENT)["valid_rows"] if is_ours else {}
+    manifest = read_manifest(path) if (path / MANIFEST_NAME).exists() else None
+    # What we save for upstream has a manifest, too; only our own format has this document.
+    is_ours = manifest is not None and f"{TENSORS_DOCUMENT}.json" in manifest.files
+    valid_rows = read_valid_rows(path) if is_ours else {}
     entries = metadata.state_dict_metadata
     tensors: list[StoredTensor] = [
-        _Shards(path, key, entry, metadata, _own_valid_rows(key, valid_rows))
+        _Shards(path, key, entry, metadata, valid_rows.get(key))
         for key, entry in sorted(entries.items())
         if isinstance(entry, TensorStorageMetadata)
     ]
     return StoredCheckpoint(
         path,
-        "torch_dist" if is_ours else _name_foreign(path, metadata),
+        OUR_FORMAT if is_ours else _name_foreign(path, metadata),
         _iteration_in_name(path) if manifest is None else manifest.iteration,
         None if manifest is None else manifest.world_size,
         tensors,
@@ -152,11 +156,6 @@ def _open_torch_dist(path: Path) -> StoredCheckpoint:
 def _name_foreign(path: Path, metadata: Metadata) -> str:
     found = name_format(path, metadata)
     return "of torch.distributed.checkpoint" if found is None else f"{found} (upstream)"
-
-
-def _own_valid_rows(key: str, valid_rows: Mapping[str, Any]) -> int | None:
-    rows = valid_rows.get(key)
-    return rows if isinstance(rows, int) else None
 
 
 @dataclass(frozen=True)

@@ -347,8 +347,9 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
     found = name_format(path, metadata)
     if found == FSDP_DTENSOR:
         raise CheckpointError(
-            f"{path} is in upstream's format {found}, which is not read; have upstream save it with --ckpt-format "
-            "torch_dist or torch, or convert it to Hugging Face there and that here"
+            f"{path} is in upstream's format {found}, the only one that its --use-megatron-fsdp saves, and that is not "
+            "read here; export it with Megatron-Bridge (examples/conversion/mfsdp/convert_checkpoints_fsdp.py export "
+            "--megatron-path ... --hf-path DIR), and take the weights with --load hf:DIR"
         )
     if found == PLAIN_MODULE:
         return {}

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import StorageError, report_error
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
+from megatron.training.checkpoint.documents import RNG
 from megatron.training.checkpoint.run_tensors import select_tensors
 from megatron.training.checkpoint.save_directories import (
     find_global_directory,
@@ -25,9 +26,6 @@ from megatron.training.checkpoint.save_directories import (
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.run import Run
 
-RNG_DOCUMENT = "rng"
-"""Beside the tensors: Python's and numpy's generators."""
-
 
 def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, Any]) -> Path:
     """Save this rank's part on its node, and remove those before when all ranks have theirs; every rank calls this.
@@ -37,10 +35,10 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
     root = settings.save
     directory = find_rank_directory(find_local_directory(settings, root), groups.world.rank())
     documents = dict(documents)
-    if rng := documents.get(RNG_DOCUMENT):
+    if rng := documents.get(RNG):
         # Those of all ranks in the files of each would grow with the square of their number.
         own = [entry if rank == groups.world.rank() else None for rank, entry in enumerate(rng["ranks"])]
-        documents[RNG_DOCUMENT] = {**rng, "ranks": own}
+        documents[RNG] = {**rng, "ranks": own}
     said = on_first_rank(groups.world, lambda: non_persistent.build_document(Path(root)))
     path = local_checkpoints.save(
         tensors, directory, run.progress.iteration, documents=documents, since=said["since"],

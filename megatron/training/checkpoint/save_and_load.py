@@ -47,8 +47,9 @@ from megatron.training.checkpoint.differences import (
     list_changes,
     refuse_another_function,
 )
+from megatron.training.checkpoint.documents import RNG, STATE, read_rng, read_state
 from megatron.training.checkpoint.filling import fill_tensors, list_replicas
-from megatron.training.checkpoint.local_saves import RNG_DOCUMENT, find_local_part, load_locally, save_locally
+from megatron.training.checkpoint.local_saves import find_local_part, load_locally, save_locally
 from megatron.training.checkpoint.run_tensors import (
     build_sharded_fp8_state,
     build_sharded_model_state,
@@ -63,7 +64,7 @@ from megatron.training.config.checkpoint import FOR_UPSTREAM, HF_PREFIX, Checkpo
 from megatron.training.recipes.recipe import ForeignModel
 from megatron.training.run import Run
 
-STATE, RNG, CONFIG = "state", RNG_DOCUMENT, "config"
+CONFIG = "config"
 
 
 # ---- saving
@@ -246,7 +247,7 @@ def _restore(
     if from_dense := upcycling.begins(run, changes, found.path):
         changes, weights_only = upcycling.leave_out_expert_settings(changes), True
     refuse_another_function(changes, str(found.path), is_overridden=settings.override_model_settings)
-    state = serialization.read_document(found.path, STATE)
+    state = with_everyone(world, lambda: read_state(found.path))
     with_optimizer = not (weights_only or settings.no_load_optim)
     with_rng = not (weights_only or settings.no_load_rng)
     if with_optimizer and state["optimizer"] is None:
@@ -455,7 +456,7 @@ def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | Non
     world = run.groups.world
     if f"{RNG}.json" not in found.manifest.files:
         raise CheckpointError(f"{found.path} was saved with --no-save-rng; pass --no-load-rng or --finetune")
-    document: dict[str, Any] = serialization.read_document(found.path, RNG)
+    document = with_everyone(world, lambda: read_rng(found.path, world.rank()))
     reason = rng_state.explain_unrestorable_state(document, world, describe_layout(run.groups.grid))
     if reason is not None:
         warn_once(world, f"random numbers start from --seed instead of continuing: {reason}")
