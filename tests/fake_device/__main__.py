@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.fake_device.device import install
+from tests.fake_device.device import install, leave
 
 
 def main() -> None:
@@ -34,6 +34,7 @@ def main() -> None:
         except Exception:
             answers[name] = traceback.format_exc()
     print(json.dumps(answers))
+    leave()
 
 
 if __name__ == "__main__":

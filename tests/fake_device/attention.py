@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.fake_device.device import install
+from tests.fake_device.device import install, leave
 
 LENGTH, EARLIER, HEADS, GROUPS, WIDTH = 65536, 512, 16, 4, 128
 KINDS: dict[str, dict[str, Any]] = {
@@ -71,6 +71,7 @@ def main() -> None:
                 "bytes": recorder.peak_bytes - before,
             }  # fmt: skip
     print(json.dumps(answers))
+    leave()
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ Triton's kernels need values.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import runpy
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.fake_device import device
 
@@ -138,6 +142,22 @@ def main() -> None:
     library, *words = sys.argv[1:]
     os.environ["FAKE_CUDA"] = library
     prepare(Path(library))
+    code = 0
+    try:
+        _run(words)
+    except SystemExit as stop:
+        # As the interpreter does: a sentence goes to standard error.
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    device.leave(code)
+
+
+def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -150,7 +170,25 @@ def main() -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+class _Leaving:
+    """pytest's process, too, ends at once, after everything else."""
+
+    exit_code = 0
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.exit_code = int(exitstatus)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        device.leave(self.exit_code)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Called where pytest loads this module as a plug-in."""
+    config.pluginmanager.register(_Leaving())
+
+
 if __name__ == "__main__":
     main()
-elif os.environ.get("FAKE_CUDA") and "pytest" in sys.modules:
+elif os.environ.get("FAKE_CUDA"):
     prepare(Path(os.environ["FAKE_CUDA"]))
