@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 from megatron.core.config_base import CheckedConfig, derived, flag
 from megatron.core.setting import Needs
 
+# A command line is checked, and --help printed, without waiting seconds for torch.
 if TYPE_CHECKING:
     import torch
 
-DENSE_LAYOUTS = "the dense parallel layouts"
-
+# What a flag needs to have an effect: without it, a note says that it has none.
 _TP_OVERLAP = Needs("--tp-comm-overlap", lambda run: run.tp_comm_overlap)
 _HYBRID = Needs("--hybrid-context-parallel", lambda run: run.hybrid_context_parallel)
 
@@ -90,6 +90,7 @@ class ModelParallelConfig(CheckedConfig):
 
     def derive(self) -> None:
         super().derive()
+        # Filled in before any check, so that rules and layouts never meet None.
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
 
@@ -108,6 +109,7 @@ class ModelParallelConfig(CheckedConfig):
                 "--tp-comm-overlap needs --sequence-parallel and a tensor-parallel size above 1 "
                 f"(now {self.say('tensor_model_parallel_size')})"
             )
+        # Upstream's rule; and the fused collectives that take the chunks over between GPUs promise no order of sums.
         if self.tp_comm_overlap and self.deterministic_mode:
             yield f"{self.say('tp_comm_overlap')} is not deterministic; leave it out with --deterministic-mode"
         yield from self._planned_ranks_have_their_needs()

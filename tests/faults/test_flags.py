@@ -336,7 +336,7 @@ def with_file(path: Path, text: str | bytes) -> list[str]:
         ("lr: [1, 2]", 1, "takes 1 value"),
         ("? [a]\n: 1", 1, "name of a flag"),
         ("lr: !!python/object/apply:os.system [true]", 1, "lr"),
-        ("mtp-hsm: true", 1, "planned"),
+        ("log-straggler: true", 1, "planned"),
     ],
 )
 @pytest.mark.flags("--config")
@@ -451,7 +451,7 @@ def test_help_is_grouped() -> None:
     result = program("--help", "all")
     assert result.returncode == 0
     assert "--micro-batch-size N" in result.stdout and "--no-persist-layer-norm" in result.stdout
-    assert "--mtp-hsm" not in result.stdout, "planned flags are in docs/flags.md"
+    assert "--log-straggler" not in result.stdout, "planned flags are in docs/flags.md"
 
 
 def test_reading_flags_does_not_import_torch() -> None:

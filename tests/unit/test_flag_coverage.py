@@ -181,7 +181,8 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--mtp-hsm", "it is part of the model, and no other flag gives the same one until then"),
+        ("--mtp-hsm", "--mtp-num-layers without it trains the published form"),
+        ("--mtp-hybrid-override-pattern M*", "use --mtp-num-layers, whose layers are transformer layers"),
         (
             "--freeze-all-layers",
             "it is part of what is computed, and no other flag gives the same run until then",

@@ -15,10 +15,12 @@ _STATE_DICTS = "megatron.core.dist_checkpointing.state_dicts"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 
+# Modules are given as strings and imported when a name is used: `import megatron.core` loads none of them.
 def _in(module: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, module)
 
 
+# Only names that users' programs import, as public scripts show; private ones (`_get_main_grad_attr`) among them.
 DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.backwards_compatibility_decorators": _in(_FUNCTIONS, "deprecated"),
     "megatron.core.config": _in(_FUNCTIONS, "set_experimental_flag", "is_experimental_enabled"),
@@ -99,6 +101,7 @@ DEFINED: dict[str, dict[str, str]] = {
     | _in(_BATCHES, "flatten_batch_for_packed_sequences", "get_batch_on_this_cp_rank", "get_batch_on_this_tp_rank"),
 }
 
+# Each is the rest of a sentence, "MODULE is not part of this system: ...", and says what to do instead.
 _MULTIMODAL = "models are of text only; build your own from the layers, as examples/custom_model.py does"
 _HYBRID = "it waits for hybrid models (Mamba); GPTModel has attention layers"
 _TE = "layers get Transformer Engine by --transformer-impl; take ColumnParallelLinear and RowParallelLinear"
@@ -106,6 +109,7 @@ _OTHER_ATTENTION = "attention is SelfAttention or MLASelfAttention; give one of 
 _REPLAY = "routes are recorded by --moe-routing-trace-path, and replayed with --moe-enable-routing-replay"
 _DTENSOR = "gradients and parameters are plain tensors here, also with FSDP; its sharding is that of PyTorch's FSDP2"
 
+# A row hides what it names, a file of ours too: whoever builds such a module removes its row.
 ABSENT: dict[str, str] = {
     "megatron.core.datasets.indexed_dataset._IndexReader": "it is private; use IndexedDataset",
     "megatron.core.datasets.multimodal_dataset": _MULTIMODAL,

@@ -86,11 +86,13 @@ class DumpHook(Hook):
 
     def is_due(self, run: Run, *, is_counted: bool) -> bool:
         """Whether this step's tensors are dumped. is_counted: the step is among the iterations done."""
+        # Hooks before the update see the number of iterations done, which lacks this one.
         return (run.progress.iteration + (not is_counted)) % self._interval == 0
 
     def dump(self, run: Run, tensors: ShardedStateDict, *, is_counted: bool) -> None:
         """Write what this process has of them; every rank calls this."""
         iteration = run.progress.iteration + (not is_counted)
+        # Below --save a dump, like a checkpoint, is written only while this run still holds the lock.
         lock = next((lock for lock in run.save_locks if lock.covers(self._root)), None)
         try:
             serialization.save(tensors, self._root, iteration, documents={}, group=run.groups.world, lock=lock)
@@ -124,6 +126,7 @@ class WeightGradsDumpHook(DumpHook):
 
 def build_sharded_grads(run: Run) -> ShardedStateDict:
     """The gradients under the parameters' names: whole shards, or the slices that this process has summed up."""
+    # Buffers hold gradients of the scaled loss until the update divides them.
     scale = float(run.optimizer.loss_scale)
     held: list[tuple[Tensor, Placement]] = []
     starts: dict[str, int] = {}
@@ -221,6 +224,7 @@ def place_records(run: Run, records: list[PointRecord], part: str) -> ShardedSta
             values, channels = _sum_shares(run, record, values)
         held[key] = (values, tokens, channels)
         runs = tuple((first, number) for _, first, number in _find_runs(sorted(channels.tolist())))
+        # Ranks compare which tokens they have, without sending the numbers of millions of them.
         which = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         extents[key] = _Extent(int(tokens.max()), len(tokens), which, runs, found is None)
     everyone: list[dict[str, _Extent]] = all_gather_object(extents, run.groups.world)
@@ -308,6 +312,7 @@ class TokensPerExpertDumpHook(DumpHook):
             return
         self._stop()
         for counts in self._counts.values():
+            # Over tensor-parallel ranks, too: experts divide tokens among them, also without --sequence-parallel.
             all_reduce(counts, run.groups.tp_dp_cp)
         self.dump(
             run, {name: ShardedTensor.whole(name, counts) for name, counts in self._counts.items()}, is_counted=True

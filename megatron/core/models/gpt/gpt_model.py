@@ -63,13 +63,7 @@ class GPTModel(LanguageModule):
         multi-token prediction (`get_gpt_mtp_block_spec`), built on the stage where it lies.
         """
         super().__init__(config, pg_collection)
-        if fp16_lm_cross_entropy:
-            raise ConfigError("fp16_lm_cross_entropy is not supported: the loss is computed in float32; leave it False")
-        if position_embedding_type not in ("learned_absolute", "rope", "yarn", "none"):
-            raise ConfigError(
-                f"--position-embedding-type {position_embedding_type} is not supported; "
-                "use learned_absolute, rope, yarn or none"
-            )
+        _check_arguments(fp16_lm_cross_entropy, position_embedding_type)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -92,15 +86,7 @@ class GPTModel(LanguageModule):
             self.temperature = AttentionTemperature.from_config(config) if has_rotary else None
         with torch.device("meta" if config.init_model_with_meta_device else current_device()):
             if (pre_process or self.predicts_further) and self.embedding_owner_chunk is None:
-                self.embedding = LanguageModelEmbedding(
-                    config,
-                    vocab_size,
-                    max_sequence_length,
-                    add_position_embedding=position_embedding_type == "learned_absolute",
-                    tp_group=self.pg_collection.tp,
-                )
-                if embedding_holders > 1:
-                    self.share_gradient(self.embedding.word_embeddings.weight, is_copy=not pre_process)
+                self.embedding = self._build_embedding(embedding_holders)
             self.decoder = TransformerBlock(
                 config,
                 transformer_layer_spec,
@@ -141,6 +127,20 @@ class GPTModel(LanguageModule):
         process, beside the embedding, and tied weights are one tensor. None where this chunk needs none, or has one."""
         self._finds_embedding = self.pre_process or self.predicts_further or self.embedding_owner_chunk is not None
         return len(use.ranks)
+
+    def _build_embedding(self, holders: int) -> LanguageModelEmbedding:
+        """This stage's embedding. holders: how many processes of the pipeline have one, whose gradients are summed."""
+        embedding = LanguageModelEmbedding(
+            self.config,
+            self.vocab_size,
+            self.max_sequence_length,
+            add_position_embedding=self.position_embedding_type == "learned_absolute",
+            tp_group=self.pg_collection.tp,
+        )
+        if holders > 1:
+            # The first stage's counts in norms and checkpoints; the one beside multi-token prediction is its copy.
+            self.share_gradient(embedding.word_embeddings.weight, is_copy=not self.pre_process)
+        return embedding
 
     def _initialise(self) -> None:
         """Name and fill the parameters as the config says, and freeze those that --freeze-base-for-mtp does not train:
@@ -362,6 +362,17 @@ class GPTModel(LanguageModule):
         """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return int(hidden_states.shape[0]) * parts * sequence.size()
+
+
+def _check_arguments(fp16_lm_cross_entropy: bool, position_embedding_type: str) -> None:
+    """Raises ConfigError for values of upstream's arguments that this model does not have."""
+    if fp16_lm_cross_entropy:
+        raise ConfigError("fp16_lm_cross_entropy is not supported: the loss is computed in float32; leave it False")
+    if position_embedding_type not in ("learned_absolute", "rope", "yarn", "none"):
+        raise ConfigError(
+            f"--position-embedding-type {position_embedding_type} is not supported; "
+            "use learned_absolute, rope, yarn or none"
+        )
 
 
 def _check_prediction(

@@ -12,6 +12,7 @@ from megatron.core.config_base import flag
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
+# What a flag needs to have an effect: without it, a note says that it has none.
 _FP8 = Needs("--fp8-format", lambda run: run.fp8 is not None)
 _FP4 = Needs("--fp4-format", lambda run: run.fp4 is not None)
 _FEW_BITS = Needs("--fp8-format or --fp4-format", lambda run: run.fp8 is not None or run.fp4 is not None)
@@ -27,6 +28,7 @@ LINEAR_LAYERS = (
 )
 """The linear layers that a transformer layer may have, by their names in it."""
 
+# A block of one scale is never cut in two; of recipes with one scale per tensor GPU kernels read 16 values at a time.
 MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Recipe -> what the widths of linear layers must be multiples of."""
 
@@ -108,6 +110,7 @@ class PrecisionFields(ArchitectureFields):
         """Bytes of one value of a linear layer's input that waits for backward in 8 or 4 bits, with its share of a
         scale; None where weight gradients are computed from inputs as they were."""
         recipe = self.few_bits_recipe
+        # Without fp8_wgrad, backward multiplies by the input as it was, which is kept in place of the rounded one.
         if recipe is None or not self.fp8_wgrad:
             return None
         return {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": (1 + 1 / 8) / 2}.get(recipe, 1.0)
@@ -132,6 +135,7 @@ class PrecisionFields(ArchitectureFields):
             yield f"{self.say('fp8')} and {self.say('fp4')} contradict each other; keep one"
         if self.few_bits_recipe is None:
             return
+        # Upstream's rule, kept so that a command line means the same here as there.
         if self.first_last_layers_bf16 and self.few_bits_recipe == "delayed":
             yield (
                 "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
@@ -140,6 +144,7 @@ class PrecisionFields(ArchitectureFields):
 
     def _patterns_name_layers(self) -> Iterator[str]:
         """A pattern of --fp8-bf16-layers that no name can match is a mistake."""
+        # Names are made up from the settings, because a command line is checked before any model exists.
         stacks = [f"decoder.layers.{index}" for index in range(self.num_layers)]
         further = [f"mtp.layers.{index}" for index in range(getattr(self, "mtp_num_layers", None) or 0)]
         names = [f"{stack}.{name}" for stack in stacks for name in LINEAR_LAYERS]
