@@ -23,6 +23,7 @@ OPTIONAL: dict[str, str] = {
     "matplotlib": "matplotlib",
     "nltk": "nltk",
     "psutil": "psutil",
+    "pynvml": "nvidia-ml-py",
     "rich": "rich",
     "safetensors": "safetensors",
     "starlette": "starlette",

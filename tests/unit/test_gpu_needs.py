@@ -33,6 +33,7 @@ WISHES: list[tuple[str, str, dict[str, Any]]] = [
     ("--distributed-backend nccl", "--distributed-backend", {"distributed_backend": None}),
     ("--flash-attention-version 3", "--flash-attention-version", {"flash_attention_version": None}),
     ("--profile", "--profile", {"use_pytorch_profiler": True}),
+    ("--log-energy", "--log-energy", {"log_energy": False}),
     ("--record-memory-history", "--record-memory-history", {"record_memory_history": False}),
     ("--high-priority-stream-groups tp", "--high-priority-stream-groups", {}),
     ("--flight-recorder-dump-path records/rank", "--flight-recorder-dump-path", {}),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -133,6 +134,63 @@ def test_log_memory_interval(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(
         r" \[rank 0\] memory \(MB\) after iteration 4: allocated \d+ \| peak \d+ \| used on .* \d+", line
     )
+
+
+class EnergyCounter(types.ModuleType):
+    """NVML as far as it is needed: each reading is 1.5 J above the one before, and one may fail."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__("pynvml")
+        self.readings, self.fails_at = 0, fails_at
+
+    def nvmlInit(self) -> None:  # noqa: N802 (NVML's name)
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:  # noqa: N802
+        return name
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
+        assert handle == "GPU-of-this-test"
+        self.readings += 1
+        if self.readings == self.fails_at:
+            raise self.NVMLError("GPU is lost")
+        return 1_000_000 + 1500 * self.readings
+
+
+@pytest.mark.flags("--log-energy")
+def test_log_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megatron.core.device.identify_gpu", lambda device: "of-this-test")
+    monkeypatch.setattr("megatron.training.launch.initialize.replace_gpu_settings", lambda config: [])
+    monkeypatch.setitem(sys.modules, "pynvml", EnergyCounter())
+    half_seconds = itertools.count()
+    clock = types.SimpleNamespace(monotonic=lambda: next(half_seconds) / 2)
+    monkeypatch.setattr("megatron.training.hooks.energy.time", clock)
+    flags = ("--log-interval", "2", "--train-iters", "4", "--metrics-dir", tmp_path)
+    assert not any("energy" in line for line in printed(capsys, *flags))
+    lines = [line for line in printed(capsys, *flags, "--log-energy") if "energy per GPU" in line]
+    assert len(lines) == 2 and all(
+        "| energy per GPU (J/iter/GPU): 1.5 | power per GPU (W/GPU): 3.0 |" in x for x in lines
+    )
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("iter-energy/gpu") for row in rows] == [None, 1.5, None, 1.5]
+    assert [row.get("power/gpu") for row in rows] == [None, 3.0, None, 3.0]
+
+
+def test_a_counter_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training goes on without; a package that is missing is an error before it begins."""
+    monkeypatch.setattr("megatron.core.device.identify_gpu", lambda device: "of-this-test")
+    monkeypatch.setattr("megatron.training.launch.initialize.replace_gpu_settings", lambda config: [])
+    for reading in (1, 7):
+        monkeypatch.setitem(sys.modules, "pynvml", EnergyCounter(fails_at=reading))
+        train_tiny("--log-energy", "--log-interval", "2", "--train-iters", "4")
+        output = capsys.readouterr()
+        assert output.err.count("GPU-of-this-test cannot be read (GPU is lost); training goes on") == 1
+        assert output.out.count("energy per GPU") == (reading == 7)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ConfigError, match="--log-energy needs the Python package"):
+        train_tiny("--log-energy")
 
 
 @pytest.mark.flags("--log-device-memory-used")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
-from megatron.core.setting import Needs, PathText
+from megatron.core.setting import Needs, NeedsGPU, PathText
 
 # TensorBoard and Weights & Biases are given the same curves, so either is enough.
 _CURVES = Needs("--tensorboard-dir", lambda run: run.tensorboard_dir is not None or run.wandb_project is not None)
@@ -59,6 +59,11 @@ class LoggerConfig(CheckedConfig):
     """Iterations between lines with each rank's memory."""
     log_device_memory_used: bool = False
     """Also log the memory that all processes together use of the first rank's GPU, or of its machine."""
+    log_energy: bool = flag(
+        False, gpu=NeedsGPU(lambda run: run.log_energy, "no energy is logged", {"log_energy": False})
+    )
+    """Add to the progress line the energy that an iteration takes and the power, as means over the GPUs; needs the
+    package nvidia-ml-py."""
     logging_level: int | None = flag(None, minimum=0, maximum=50)
     """Level of Python's logging for libraries and for scripts of your own: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: int = flag(0, choices=(0, 1, 2))

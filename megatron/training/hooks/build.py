@@ -14,6 +14,7 @@ from megatron.training.hooks.dumps import (
     TokensPerExpertDumpHook,
     WeightGradsDumpHook,
 )
+from megatron.training.hooks.energy import EnergyHook
 from megatron.training.hooks.evaluation import EvaluationHook, NonLossDataHook
 from megatron.training.hooks.exits import ExitHook
 from megatron.training.hooks.fp8_measures import FP8Hook
@@ -41,8 +42,8 @@ from megatron.training.run import Hook, HookContext
 HOOKS: tuple[type[Hook], ...] = (
     # Phase.MEASURE; values appear in the log in this order
     StepHook, PredictionHook,
-    ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, TimingHook,
-    MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
+    ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, EnergyHook,
+    TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL
