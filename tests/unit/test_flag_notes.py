@@ -214,3 +214,27 @@ def test_bad_weights_of_a_blend_need_no_data_to_be_seen() -> None:
     with pytest.raises(ConfigError, match="--data-path: the weight of b is -1") as found:
         read_run_config([*argv, "--data-path", "1", "a", "-1", "b", "--split", "0,0"], {})
     assert len(found.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "no flag names data: pretrain_gpt.py will need --data-path"),
+        ("", "no flag names a tokenizer: pretrain_gpt.py will need one"),
+        ("--tokenizer-type NullTokenizer", "will need --vocab-size for --tokenizer-type NullTokenizer"),
+        ("--vocab-file v.json", "no flag names a tokenizer"),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file v.json", "will need --merge-file for --tokenizer-type GPT2"),
+        ("--tokenizer-type TikTokenizer", "will need --tokenizer-model for --tokenizer-type TikTokenizer"),
+        ("--vocab-file v.json --merge-file m.txt", None),
+        ("--tokenizer-metadata metadata.json", None),
+        ("--tokenizer-type NullTokenizer --vocab-size 8", None),
+    ],
+)
+def test_what_a_run_will_need_of_data_and_tokenizer(flags: str, expected: str | None) -> None:
+    """--print-config works without either, and says so."""
+    model = SMALLEST_RUN.partition(" --mock-data")[0]
+    notes = run_config(flags, base=model).notes
+    if expected is None:
+        assert not any("tokenizer" in note for note in notes)
+    else:
+        assert any(expected in note for note in notes), notes

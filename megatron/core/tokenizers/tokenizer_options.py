@@ -16,6 +16,13 @@ WORKING_TYPES = (
 )  # fmt: skip
 UNSUPPORTED_TYPES = ("MultimodalTokenizer", "NullMultimodalTokenizer")
 DEFAULT_TYPE = "GPT2BPETokenizer"
+_NEEDED = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""What a tokenizer is made from; of other types, of their --tokenizer-model."""
 
 
 @dataclass(kw_only=True)
@@ -78,3 +85,8 @@ class TokenizerOptions(CheckedConfig):
     )
     """How SFTTokenizer writes conversations: nemotron-h-aligned, identity (the contents alone), or default (the
     tokenizer's own chat template)."""
+
+    def list_missing(self) -> list[str]:
+        """The flags that this type of tokenizer needs and that are not given."""
+        fields = _NEEDED.get(self.tokenizer_type or DEFAULT_TYPE, ("tokenizer_model",))
+        return [self.flag(field) for field in fields if getattr(self, field) is None]

@@ -14,6 +14,7 @@ from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import decimal
 from megatron.core.num_microbatches_calculator import sort_step_schedule
+from megatron.core.tokenizers.tokenizer_options import DEFAULT_TYPE
 from megatron.training.config.container import Fields, RunConfig, group_classes
 from megatron.training.config.layout_relations import sharding_flag
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
@@ -256,12 +257,26 @@ def _data(run: RunConfig) -> Iterator[str]:
     if data.split is not None and data.split != data.split.strip("'\""):
         yield f"--split {data.split} is written with quotes; they are taken off"
         data.split = data.split.strip("'\"")
-    tokenizer = run.tokenizer
-    if tokenizer.tokenizer_type is None and tokenizer.metadata_path is None:
-        tokenizer.tokenizer_type = "GPT2BPETokenizer"
+    yield from _tokenizer(run)
     names = ("mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
     if not any(getattr(data, name) for name in names) and data.dataloader_type != "external":
         yield "no flag names data: pretrain_gpt.py will need --data-path, or --mock-data to try the settings out"
+
+
+def _tokenizer(run: RunConfig) -> Iterator[str]:
+    tokenizer = run.tokenizer
+    if tokenizer.metadata_path is not None:
+        return  # it may say which tokenizer it is, and where
+    missing = tokenizer.list_missing()
+    if tokenizer.tokenizer_type is None:
+        tokenizer.tokenizer_type = DEFAULT_TYPE
+        if missing:
+            yield (
+                "no flag names a tokenizer: pretrain_gpt.py will need one, such as --tokenizer-type "
+                "HuggingFaceTokenizer --tokenizer-model DIRECTORY"
+            )
+    elif missing:
+        yield f"pretrain_gpt.py will need {' and '.join(missing)} for --tokenizer-type {tokenizer.tokenizer_type}"
 
 
 def _is_number(text: str) -> bool:
