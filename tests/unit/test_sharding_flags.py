@@ -197,3 +197,20 @@ def test_what_is_gathered_together() -> None:
     assert fine == [[f"{n}.attention"] for n in range(5)] + units(network)
     network.share_embeddings_and_output_weights = True  # type: ignore[assignment]
     assert units(network) == [["0"], ["1"], ["2"], ["3"], ["4"]]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "--pipeline-schedule zb-h1",
+        "--defer-embedding-wgrad-compute",
+        "--num-experts 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear "
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+    ],
+)
+def test_later_weight_gradients_are_refused_by_what_was_written(later: str) -> None:
+    """FSDP2 itself switches the fusion of gradients off, of which the user need not know."""
+    flags = f"--num-layers 4 --pipeline-model-parallel-size 2 --use-torch-fsdp2 {later}"
+    with pytest.raises(ConfigError) as error:
+        run_config(flags, world_size=4)
+    assert "--use-torch-fsdp2" in str(error.value) and "accumulation-fusion" not in str(error.value)

@@ -152,7 +152,10 @@ def _sharding(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if not ddp.use_torch_fsdp2:
         yield from _without_divided_parameters(run, asked)
         return
-    run.model.gradient_accumulation_fusion = False  # gradients are whole only until they are summed
+    # Gradients are whole only until they are summed. What computes them later is refused with FSDP2 by its own name,
+    # and nobody is to be told, beside that, of a switch that was never written.
+    if not any(run.model.deferral_problems("--use-torch-fsdp2")):
+        run.model.gradient_accumulation_fusion = False
     if ddp.use_megatron_fsdp:
         yield from _as_torch_does_it(run, asked)
     if run.is_divisible and run.data_parallel_size * run.model.context_parallel_size == 1:
