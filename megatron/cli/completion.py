@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from megatron.cli.commands import COMMANDS
 from megatron.core.errors import command_line
+from megatron.training.flags.argument import FlagParser
 from megatron.training.flags.declarations import declared_flags, program_flags
 from megatron.training.flags.flag import Flag
 from megatron.training.recipes.presets import PRESETS
@@ -83,7 +84,7 @@ def format_completion(shell: str) -> str:
 @command_line
 def main() -> int:
     """Print the script for the shell that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("shell", choices=("bash", "zsh"))
     sys.stdout.write(format_completion(parser.parse_args().shell))
     return 0

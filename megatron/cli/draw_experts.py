@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.cli.heat_map import FILE_NAME, draw, read_metrics
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.argument import path
+from megatron.training.flags.argument import FlagParser, path
 
 
 def read_history(file: Path, metric: str) -> tuple[list[int], dict[int, list[float]]]:
@@ -44,7 +44,7 @@ def read_history(file: Path, metric: str) -> tuple[list[int], dict[int, list[flo
 @command_line
 def main() -> int:
     """Read, then draw in the terminal or into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("directory", type=path, metavar="METRICS_DIR")
     parser.add_argument("--metric", default="expert_load", help="default: expert_load")
     parser.add_argument("--output", type=path, metavar="FILE", help=".png, .svg or .pdf")

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.cli.heat_map import FILE_NAME, draw, read_metrics
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.argument import path
+from megatron.training.flags.argument import FlagParser, path
 
 METRICS = ("fp8_sqnr", "fp8_amax", "fp8_overflow", "fp8_underflow")
 OPERANDS = ("input", "weight", "grad")
@@ -64,7 +64,7 @@ def _read_number(value: Any) -> float:
 @command_line
 def main() -> int:
     """Read, then draw in the terminal or into a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("directory", type=path, metavar="METRICS_DIR")
     parser.add_argument("--metric", default="fp8_sqnr", choices=METRICS, help="default: fp8_sqnr")
     parser.add_argument("--operand", choices=OPERANDS, help="default: all three")

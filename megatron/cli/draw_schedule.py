@@ -24,7 +24,7 @@ from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages
 from megatron.core.optional_deps import require
 from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables
 from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate
-from megatron.training.flags.argument import path
+from megatron.training.flags.argument import FlagParser, path
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 COLOURS = {"F": ("#4c78a8", "#9ecae9"), "B": ("#54a24b", "#a8d8a0"), "W": ("#b279a2", "#dcbfd6")}
@@ -221,7 +221,7 @@ def _draw(axis: Any, drawing: Drawing, ranks: int, longest: float, points_per_un
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises ConfigError for numbers that make no pipeline."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description="Draw a pipeline schedule.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron.core.errors import ConfigError, command_line
+from megatron.training.flags.argument import FlagParser
 
 Network = Literal["nvlink", "infiniband", "efa", "ethernet"]
 NETWORKS: dict[Network, str] = {
@@ -82,7 +83,7 @@ def find_network() -> Network:
 @command_line
 def main() -> int:
     """Print the variables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--network", choices=NETWORKS, help="; ".join(f"{k}: {v}" for k, v in NETWORKS.items()))
     parser.add_argument("--interface", metavar="NAME", help="network interface of the nodes' addresses, such as eth0")
     parser.add_argument("--adapters", metavar="NAMES", help="InfiniBand adapters of the GPUs, such as mlx5_0,mlx5_1")

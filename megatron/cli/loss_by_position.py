@@ -15,10 +15,10 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigError, DataError, command_line
+from megatron.training.flags.argument import FlagParser, path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,8 +80,8 @@ def list_bins(length: int) -> list[tuple[int, int]]:
 @command_line
 def main() -> int:
     """Load the model, read the data, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", metavar="DIR", required=True, type=Path, help="directory of checkpoints")
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data-path", metavar="PREFIX", help="a .bin/.idx dataset of the model's tokenizer")

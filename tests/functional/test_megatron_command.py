@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -50,6 +51,18 @@ def test_it_lists_every_program_and_runs_one_by_name(tmp_path: Path) -> None:
 def test_a_name_that_does_not_exist_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="preproces: there is no program of this name; did you mean preprocess?"):
         find_command("preproces")
+
+
+# `train` leaves the process itself, and is asked by the test of the list above.
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"train"}))
+def test_every_program_answers_a_mistake_in_sentences(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flag that there is not: exit code 2, and no usage or traceback around the sentence."""
+    monkeypatch.setattr(sys, "argv", [name, "--no-such-flag", "3"])
+    assert importlib.import_module(ALL[name].module).main() == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith("error: ") for line in lines), lines
 
 
 def test_every_tool_has_a_name() -> None:
