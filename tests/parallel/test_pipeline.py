@@ -60,6 +60,19 @@ def test_pipeline_is_the_same_run(style: str, layout: str) -> None:
     assert_same_run(style, layout)
 
 
+@pytest.mark.parametrize(
+    ("style", "layout"),
+    [
+        ("tied", "pp3,--pipeline-model-parallel-layout=E||ttttL"),
+        ("untied", "pp2,--pipeline-model-parallel-layout=E||tttt|L"),
+        ("untied", "pp3,dp2,fsdp2,--pipeline-model-parallel-layout=E||ttttL"),
+    ],
+)
+def test_a_stage_without_layers_hands_on(style: str, layout: str) -> None:
+    """A process, or one of its chunks, without a single parameter."""
+    assert_same_run(style, layout)
+
+
 @pytest.mark.parametrize(("schedule", "batch"), [("1f1b", 1), ("gpipe", 2), ("1f1b", 5), ("zb-h1", 2)])
 def test_few_and_odd_microbatches(schedule: str, batch: int) -> None:
     """Fewer microbatches than stages: part of the pipeline never works at the same time."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import current_device
 from megatron.core.distributed.bucket import Reduction
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import BufferLayout
@@ -78,8 +79,8 @@ class ModelChunk(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters lie; nothing of it need be trained."""
-        return next(self.module.parameters()).device
+        """Where its parameters lie; nothing of it need be trained, and a layout may leave a stage without any."""
+        return next((param.device for param in self.module.parameters()), current_device())
 
     # ---- gradients
 

@@ -80,7 +80,9 @@ class TorchFullyShardedDataParallel(ModelChunk):
         as_divided = _as_divided_optimizer(ddp_config)
         dense = choose_reduction(config, as_divided, self.groups)
         self.reductions = {False: dense, True: choose_expert_reduction(dense, as_divided, self.groups)}
-        self.formats = Formats.build(ddp_config, next(module.parameters()).dtype)
+        # A stage that a layout leaves without layers has nothing to divide, in any number format.
+        self._param_dtype = next((param.dtype for param in module.parameters()), torch.float32)
+        self.formats = Formats.build(ddp_config, self._param_dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
         # Read now: fully_shard replaces the parameters by new ones without our attributes.
         placements = [(get_placement(param, name), param.dtype) for name, param in module.named_parameters()]
@@ -93,7 +95,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         ddp_config = self.ddp_config
         # The network itself decides about the number format of what goes into a layer.
         policy = MixedPrecisionPolicy(
-            param_dtype=next(module.parameters()).dtype, reduce_dtype=self.formats.sent, cast_forward_inputs=False
+            param_dtype=self._param_dtype, reduce_dtype=self.formats.sent, cast_forward_inputs=False
         )
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
         frees = ddp_config.torch_fsdp2_reshard_after_forward and not self.keeps_gathered
