@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, TemporaryError, command_line  # noqa: E402
+from megatron.core.line_files import read_rows  # noqa: E402
 from megatron.training.config.container import RunConfig  # noqa: E402
 from megatron.training.flags.read import read_run_config  # noqa: E402
 
@@ -83,7 +84,7 @@ def train(flags: Sequence[str], directory: Path, steps: int) -> float:
 def read_losses(directory: Path) -> list[float]:
     """The loss of each step so far. A loss that is no number counts as infinitely bad."""
     path = directory / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_rows(path)[0] if path.exists() else []
     return [math.inf if row["lm loss"] is None else row["lm loss"] for row in rows if "eval" not in row]
 
 

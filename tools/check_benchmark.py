@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import DataError, command_line  # noqa: E402
+from megatron.core.line_files import read_rows  # noqa: E402
 from megatron.training.flags.read import examine  # noqa: E402
 
 SCHEMA = ROOT / "benchmarks/contributed/schema.json"
@@ -120,9 +121,11 @@ def find_problems(path: Path) -> list[str]:
 def describe_run(metrics: Path, command: str, left_out: int) -> dict[str, Any]:
     """An entry of a run that has ended here. Raises DataError for one with too few steps."""
     try:
-        rows = [json.loads(line) for line in (metrics / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows, note = read_rows(metrics / "metrics.jsonl")
     except (OSError, ValueError) as error:
         raise DataError(f"--from-metrics {metrics}: {error}") from error
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     steps = [row for row in rows if "eval" not in row]
     kept = steps[left_out:]
     if len(steps) < 10 or not kept:

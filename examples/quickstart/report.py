@@ -8,7 +8,6 @@ how frequent each token is. A model whose loss is well below it has learnt to us
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.line_files import read_rows
 
 
 def compute_unigram_entropy(prefix: str) -> float:
@@ -47,8 +47,7 @@ class Curves:
 def read_metrics(folder: Path) -> Curves:
     """The losses in metrics.jsonl."""
     curves = Curves()
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_rows(folder / "metrics.jsonl")[0]:  # without a last line that is not finished
         # A value that is not known or not finite is null in the file; the key is there all the same.
         if "eval" in row and row["split"] == "validation":
             curves.validation.append((row["iteration"], row["eval"]["lm loss"]))

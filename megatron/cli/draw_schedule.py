@@ -52,6 +52,8 @@ def measured(directory: Path, iteration: int | None) -> list[Drawing]:
     Raises DataError for a directory without a trace.
     """
     step = read_trace(directory, iteration)
+    for note in step.notes:
+        print(f"note: {note}", file=sys.stderr)
     # Played with the measured mean times, so that plan and measurement differ only by waiting.
     tables = build_tables(
         step.schedule,

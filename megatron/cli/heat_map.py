@@ -6,14 +6,15 @@ File of metrics: metrics.jsonl of --metrics-dir, one object of names and values 
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.core.line_files import read_rows
 from megatron.core.optional_deps import require
 
 FILE_NAME = "metrics.jsonl"
@@ -21,13 +22,16 @@ SHADES = " .:-=+*#%@"
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file of metrics. Raises ConfigError."""
+    """The rows of a file of metrics; prints a note of an unfinished last line. Raises ConfigError."""
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows, note = read_rows(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; give the --metrics-dir of a run") from None
     except ValueError as error:
         raise ConfigError(f"{file} is no file of metrics: {error}") from None
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
+    return rows
 
 
 def draw(iterations: Sequence[int], rows: Mapping[str, Sequence[float]], title: str, output: Path | None) -> None:

@@ -86,3 +86,16 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
         read_trace(tmp_path)
     result = draw("--trace", tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr
+
+
+def test_an_iteration_whose_end_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    header = {"schedule": "1f1b", "stages": 1, "chunks": 1, "folded": False, "group_size": None}
+    action = {"microbatch": 0, "chunk": 0, "start": 0.0, "end": 0.1}
+    rows = [header, *({"iteration": n, "kind": kind} | action for n in (1, 2) for kind in "FB")]
+    file = tmp_path / "stage-0.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert read_trace(tmp_path).iteration == 2
+    file.write_text(file.read_text()[:-3])
+    step = read_trace(tmp_path)
+    assert step.iteration == 1
+    assert step.notes == (f"{file} ends in an unfinished line, which is left out with iteration 2",)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.heat_map import read_metrics
 from megatron.core.errors import ConfigError
 from megatron.training.hooks.writers import MetricsFile
 
@@ -49,6 +50,25 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '{"iteration": 2, "lm lo')
     _write(tmp_path, 2, {"iteration": 3})
     assert [row["iteration"] for row in _rows(tmp_path)] == [1, 2, 3]
+
+
+def test_readers_leave_an_unfinished_last_line_out_and_refuse_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, whole = tmp_path / "metrics.jsonl", '{"iteration": 1, "word": "é"}\n{"iteration": 2}'
+    expected = [{"iteration": 1, "word": "é"}, {"iteration": 2}]
+    for end in ("", "\n"):  # an object that can be read is whole, with or without an end of line
+        file.write_text(whole + end, encoding="utf-8")
+        assert read_metrics(file) == expected and not capsys.readouterr().err
+    torn = f'{whole}\n{{"iteration": 3, "word": "é'.encode()
+    for end_bytes in (torn, torn[:-1]):  # also within a character
+        file.write_bytes(end_bytes)
+        assert read_metrics(file) == expected
+        assert capsys.readouterr().err == f"note: {file} ends in an unfinished line, which is left out\n"
+    for damaged in (b'{"iteration": 1}\n{"iter\n{"iteration": 3}', b'{"iter\n', b"7\n"):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is no file of metrics: line [12] is no JSON object"):
+            read_metrics(file)
 
 
 def test_final_evaluations_go_when_the_run_goes_on(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from megatron.core import line_files
 from megatron.core.errors import StorageError, report_error, say
-from megatron.training.hooks import line_files, outages
+from megatron.core.line_files import append_lines
+from megatron.training.hooks import outages
 from megatron.training.hooks.dispatch import Hooks
-from megatron.training.hooks.line_files import append_lines
 from megatron.training.metrics import Row
 from megatron.training.run import Hook, Phase, Run, StepResult
 from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment

@@ -14,13 +14,13 @@ Measured: what --pipeline-trace-dir wrote, a file for each stage.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.errors import DataError
+from megatron.core.line_files import read_rows
 from megatron.core.mesh import VirtualStages
 from megatron.core.pipeline_parallel.schedules import Action, ScheduleName, find_end_beside
 
@@ -179,6 +179,8 @@ class MeasuredStep(NamedTuple):
     """Mean times of the actions; transfers are not measured apart."""
     side_by_side: bool
     delays_weights: bool
+    notes: tuple[str, ...] = ()
+    """What was left out."""
 
 
 def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
@@ -187,10 +189,11 @@ def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
     Raises DataError for a directory without a complete trace.
     """
     # The first line of a file describes the pipeline, the others are actions.
-    header, *_ = _rows(directory / "stage-0.jsonl")
+    header, *_ = _read_rows(directory / "stage-0.jsonl")[0]
+    notes: list[str] = []
     try:
         shape = VirtualStages(int(header["stages"]), int(header["chunks"]), bool(header["folded"]))
-        by_stage = [_by_iteration(_rows(directory / f"stage-{stage}.jsonl")[1:]) for stage in range(shape.stages)]
+        by_stage = [_read_iterations(directory / f"stage-{stage}.jsonl", notes) for stage in range(shape.stages)]
         # A run that was ended in a step has written it on some stages only.
         common = set.intersection(*map(set, by_stage))
         chosen = max(common, default=0) if iteration is None else iteration
@@ -202,28 +205,34 @@ def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:
         timeline = _timeline(tables, shape)
         return MeasuredStep(
             chosen, header["schedule"], shape, header["group_size"], microbatches, timeline, _costs(timeline.events),
-            bool(header.get("side_by_side")), bool(header.get("delays_weights")),
+            bool(header.get("side_by_side")), bool(header.get("delays_weights")), tuple(notes),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory} holds no trace of a pipeline ({type(error).__name__}: {error})") from error
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows, note = read_rows(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); give a --pipeline-trace-dir") from error
     except ValueError as error:
         raise DataError(f"{path} is not a trace of a pipeline: {error}") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
+    if not rows:
         raise DataError(f"{path} is not a trace of a pipeline")
-    return rows
+    return rows, note
 
 
-def _by_iteration(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+def _read_iterations(path: Path, notes: list[str]) -> dict[int, list[dict[str, Any]]]:
+    """Iteration -> its actions on a stage; what is left out is added to the notes."""
+    rows, note = _read_rows(path)
     found: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
+    for row in rows[1:]:
         found[row["iteration"]].append(row)
+    if note is not None:
+        # The line that is cut may be one of several that the last iteration lacks.
+        cut = found.popitem()[0] if found else None
+        notes.append(note if cut is None else f"{note} with iteration {cut}")
     return found
 
 

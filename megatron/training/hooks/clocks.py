@@ -18,6 +18,7 @@ from torch import nn
 from megatron.core.collectives import all_gather_object
 from megatron.core.device import NamedRange
 from megatron.core.errors import ConfigError
+from megatron.core.line_files import append_lines
 from megatron.core.pipeline_parallel.action_clock import TimedAction
 from megatron.core.pipeline_parallel.schedules import Action, find_end_beside
 from megatron.core.placement import get_placement
@@ -25,7 +26,6 @@ from megatron.core.timers import TimingOption
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.profiling import ProfilingConfig
-from megatron.training.hooks.line_files import append_lines
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 _TIMER_NAMES = {"F": "forward-compute", "B": "backward-compute", "W": "weight-grad-compute"}

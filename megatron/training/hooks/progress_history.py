@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core.line_files import append_lines
 from megatron.training.config.container import RunConfig
-from megatron.training.hooks.line_files import append_lines
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run
 
 FILE_NAME = "progress.txt"

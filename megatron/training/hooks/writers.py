@@ -22,9 +22,9 @@ from typing import Any
 
 from megatron.core import optional_deps
 from megatron.core.errors import ConfigError
+from megatron.core.line_files import append_lines
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
-from megatron.training.hooks.line_files import append_lines
 from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files that grow by whole lines: what a full disk or a kill has cut off is removed before anything follows it."""
+"""Text files that grow by whole lines: readers leave out what a full disk or a kill has cut off, and writers remove it
+before anything follows it."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron.core.errors import StorageError
 
@@ -53,3 +56,33 @@ def _cut_torn_line(file: io.FileIO) -> int:
     whole = start + os.pread(file.fileno(), end - start, start).rfind(b"\n") + 1
     file.truncate(whole)
     return whole
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """The JSON objects that the lines hold, and a note where the last line is unfinished and left out.
+
+    Its writer may have been killed, or be writing right now. Raises OSError, and ValueError naming the line that holds
+    no JSON object.
+    """
+    *whole, last = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(whole, 1):
+        row = _parse_row(line)
+        if row is None:
+            raise ValueError(f"line {number} is no JSON object")
+        rows.append(row)
+    # An object that was cut anywhere lacks its closing bracket: what can be read is complete but for the end of line.
+    row = _parse_row(last)
+    if row is not None:
+        rows.append(row)
+    elif last:
+        return rows, f"{path} ends in an unfinished line, which is left out"
+    return rows, None
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
