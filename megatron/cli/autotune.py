@@ -4,22 +4,24 @@
     python tools/autotune.py --trial-steps 5 --minutes 10 <the flags of pretrain_gpt.py>
     python tools/autotune.py --processes 8 --json tuned.json <the flags of pretrain_gpt.py>
 
-Each trial is a few steps of the real training in a fresh process, so that one that runs out of memory takes nothing
-with it; nothing is saved or loaded. The memory formula (tools/report_theoretical_memory.py) says with which micro-batch
-to begin; from there it goes up while the memory lasts, and down while that is faster. Recomputation is tried only for
-micro-batches that do not fit without. Last, one after the other, kernels that a flag chooses: what is faster by more
-than 2 % stays. Micro-batch and recomputation that are given give way to those that are tried, a kernel that is given
-stays; what the trials train is the same run otherwise: the global batch stays what it is.
+Each trial is a few steps of the real training in a fresh process, so that one that runs out of memory, or hangs, takes
+nothing with it; nothing is saved or loaded. The memory formula (tools/report_theoretical_memory.py) says with which
+micro-batch to begin; from there it goes up while the memory lasts, and down while that is faster. Recomputation is
+tried only for micro-batches that do not fit without. Last, one after the other, kernels that a flag chooses: what is
+faster by more than 2 % stays. Micro-batch and recomputation that are given give way to those that are tried, a kernel
+that is given stays; what the trials train is the same run otherwise: the global batch stays what it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +49,8 @@ from megatron.training.run import Hook, Phase, Run, Step
 if TYPE_CHECKING:
     from megatron.core.device import Mark
 
+_GRACE_SECONDS = 40.0
+"""Between the request to end and the end by force: torchrun, whose ranks have sessions of their own, gives them 30."""
 _WORTH_KEEPING = 1.02
 """A kernel stays when steps are faster by more than what measurements of a few steps differ by."""
 
@@ -318,17 +322,48 @@ def start_trial(flags: Sequence[str], arguments: argparse.Namespace, candidate: 
         command = [sys.executable, *(launcher if arguments.processes > 1 else []), *find_program()]
         command += ["--trial", str(path), "--trial-steps", str(arguments.trial_steps)]
         command += ["--warm-up-steps", str(arguments.warm_up_steps), *flags, *candidate.flags]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        status, said = _run_with_limit(command, 60 * arguments.trial_minutes, Path(directory))
         if path.exists():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return found
+    if status is None:
+        text = f"not done after {arguments.trial_minutes:g} min and ended; --trial-minutes gives more"
+        return {"state": "failed", "text": text}
     # The system kills a process that takes the last of the machine's memory.
-    if done.returncode in (-9, 137):
+    if status in (-9, 137):
         return {"state": "out of memory", "text": "the system has killed the process"}
-    lines = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
+    lines = (said or "it said nothing").splitlines()
     # torchrun says more behind the sentence of the process that has failed.
     said = next((line for line in reversed(lines) if "rror: " in line), lines[-1])
-    return {"state": "failed", "text": f"exit code {done.returncode}: {said}"}
+    return {"state": "failed", "text": f"exit code {status}: {said}"}
+
+
+def _run_with_limit(command: Sequence[str], seconds: float, directory: Path) -> tuple[int | None, str]:
+    """The exit status, None for one that took longer and was ended, and what it said: its errors, else its output."""
+    # Files: a pipe would stay open, and be waited for, as long as any process that it has started lives.
+    outputs = [directory / "stderr", directory / "stdout"]
+    with outputs[0].open("wb") as errors, outputs[1].open("wb") as output:
+        # A session of its own, so that what it starts can be ended with it.
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            _end(process)
+    texts = [path.read_text(encoding="utf-8", errors="replace").strip() for path in outputs]
+    return status, texts[0] or texts[1]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process with what it has started in its session; returns when it is gone."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # Also where it has ended by itself: its children may be left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    process.wait()
 
 
 def find_program() -> list[str]:
@@ -412,6 +447,9 @@ def main() -> int:
     parser.add_argument("--warm-up-steps", type=int, default=2, help="steps before them (default: 2)")
     parser.add_argument("--minutes", type=float, default=30.0, help="after which no trial begins (default: 30)")
     parser.add_argument(
+        "--trial-minutes", type=float, default=10.0, help="after which a trial is ended that hangs (default: 10)"
+    )
+    parser.add_argument(
         "--processes", type=int, default=1, help="of this machine, as torchrun starts them (default: 1)"
     )
     parser.add_argument("--most-micro-batch", type=int, help="the largest micro-batch to try")
@@ -424,6 +462,9 @@ def main() -> int:
         if getattr(arguments, name) < 1:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} {getattr(arguments, name)} is too few; give at least 1")
+    # Written so that nan is refused.
+    if not arguments.trial_minutes > 0:
+        raise ConfigError(f"--trial-minutes {arguments.trial_minutes:g} leaves no time; give 10, or any number above 0")
     found = tune(arguments, words)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

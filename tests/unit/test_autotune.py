@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,20 +161,69 @@ def test_any_rank_says_that_it_lacks_memory_and_ends_the_others(
     assert json.loads((tmp_path / "found.json").read_text()) == {"state": "out of memory", "text": "short of 3 GB"}
 
 
+def trial_arguments(**given: Any) -> Any:
+    defaults = {"processes": 1, "trial_steps": 3, "warm_up_steps": 1, "trial_minutes": 10.0}
+    return autotune.argparse.Namespace(**defaults | given)
+
+
 def test_a_trial_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], *given: Any) -> tuple[int, str]:
         seen.append(command)
-        return subprocess.CompletedProcess(command, -9, "", "")
+        return -9, ""
 
-    monkeypatch.setattr(autotune.subprocess, "run", run)
-    arguments = autotune.argparse.Namespace(processes=4, trial_steps=3, warm_up_steps=1)
-    found = autotune.start_trial(["--bf16"], arguments, Candidate(2))
+    monkeypatch.setattr(autotune, "_run_with_limit", run)
+    found = autotune.start_trial(["--bf16"], trial_arguments(processes=4), Candidate(2))
     assert found["state"] == "out of memory"
     assert seen[0][:6] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     assert seen[0][-3:] == ["--bf16", "--micro-batch-size", "2"]
     said = "error: x.idx: no such file\nE1122 elastic: failed (exitcode: 2)\n=========="
-    monkeypatch.setattr(autotune.subprocess, "run", lambda *a, **b: subprocess.CompletedProcess([], 1, "", said))
-    text = autotune.start_trial(["--bf16"], arguments, Candidate(2))["text"]
+    monkeypatch.setattr(autotune, "_run_with_limit", lambda *given: (1, said))
+    text = autotune.start_trial(["--bf16"], trial_arguments(), Candidate(2))["text"]
     assert text == "exit code 1: error: x.idx: no such file"
+
+
+def test_what_a_trial_says_is_read_from_its_errors_or_else_from_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    for print_it, text in (("print('a error: b')", "a error: b"), ("sys.exit('error: c')", "error: c")):
+        monkeypatch.setattr(autotune, "find_program", lambda p=print_it: ["-c", f"import sys; {p}; sys.exit(3)"])
+        status = 1 if "exit" in print_it else 3
+        found = autotune.start_trial([], trial_arguments(), Candidate(1))
+        assert found == {"state": "failed", "text": f"exit code {status}: {text}"}
+
+
+def test_a_trial_that_hangs_is_ended_with_all_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignores the request to end. Its child, as itself, holds a lock as long as it lives."""
+    lock, ready = tmp_path / "lock", tmp_path / "ready"
+    lock.touch()
+    program = f"""import fcntl, os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+file = open({str(lock)!r})
+fcntl.flock(file, fcntl.LOCK_EX)
+os.fork()
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(10000)
+"""
+
+    class Patient(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            while self.poll() is None and not ready.exists():
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(autotune.subprocess, "Popen", Patient)
+    monkeypatch.setattr(autotune, "find_program", lambda: ["-c", program])
+    monkeypatch.setattr(autotune, "_GRACE_SECONDS", 0.01)
+    found = autotune.start_trial([], trial_arguments(trial_minutes=1e-4), Candidate(1))
+    text = "not done after 0.0001 min and ended; --trial-minutes gives more"
+    assert found == {"state": "failed", "text": text} and ready.exists()
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # for ever, if one of them lived
+
+
+def test_a_trial_needs_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for minutes in ("0", "nan"):
+        monkeypatch.setattr(sys, "argv", ["autotune", "--trial-minutes", minutes, *FLAGS])
+        assert autotune.main() == 2 and f"--trial-minutes {minutes} leaves no time" in capsys.readouterr().err
