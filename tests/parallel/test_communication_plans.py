@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,11 @@ from megatron.core.mesh import RankGrid
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue, attach_queue
 from megatron.core.process_groups_config import PretendGroup, ProcessGroupCollection, SingleRankGroup
 from megatron.core.tensor_parallel import communication_plans, fused_collectives
-from megatron.core.tensor_parallel.fused_collectives import FusedCollectives, choose_fused_collectives
+from megatron.core.tensor_parallel.fused_collectives import (
+    FusedCollectives,
+    can_fuse_collectives,
+    choose_fused_collectives,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, normal
@@ -170,6 +173,18 @@ def test_collectives_inside_of_products_are_the_same_layers() -> None:
                 torch.testing.assert_close(fused[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
 
 
+def choose_where(possible: list[int]) -> bool:
+    fused_collectives.can_fuse_collectives = lambda group: dist.get_rank() in possible
+    chosen = choose_fused_collectives(dist.group.WORLD)
+    assert chosen is None or chosen.group_name == dist.group.WORLD.group_name
+    return chosen is not None
+
+
+def test_ranks_that_see_other_links_choose_alike() -> None:
+    assert run_distributed(choose_where, 2, [0, 1]) == [True, True]
+    assert run_distributed(choose_where, 2, [1]) == [False, False]
+
+
 def test_symmetric_memory_is_for_linked_gpus_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight GPUs, of which the first four and the last four are linked; sixteen ranks on two such machines."""
 
@@ -180,31 +195,31 @@ def test_symmetric_memory_is_for_linked_gpus_of_one_machine(monkeypatch: pytest.
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(fused_collectives, "torch_group", lambda group: SimpleNamespace(group_name="of four"))
     detector = "_detect_dma_connectivity"
     monkeypatch.setattr(torch._C._distributed_c10d, detector, lambda device, kind: Connectivity, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
 
-    def choose(*ranks: int, local_rank: int | None = None) -> FusedCollectives | None:
+    def can(*ranks: int, local_rank: int | None = None) -> bool:
         monkeypatch.setenv("LOCAL_RANK", str(ranks[0] % 8 if local_rank is None else local_rank))
-        return choose_fused_collectives(PretendGroup(ranks, ranks[0]))
+        return can_fuse_collectives(PretendGroup(ranks, ranks[0]))
 
-    assert choose(0, 1, 2, 3) == choose(12, 13, 14, 15) == FusedCollectives("of four")
-    assert choose(2, 3, 4, 5) is None, "not linked"
-    assert choose(6, 7, 8, 9) is None, "on two machines"
-    assert choose(0, 1, local_rank=5) is None, "ranks are not numbered by machines"
+    assert can(0, 1, 2, 3) and can(12, 13, 14, 15)
+    assert choose_fused_collectives(PretendGroup((0, 1, 2, 3), 0)) is None, "nobody is there"
+    assert not can(2, 3, 4, 5), "not linked"
+    assert not can(6, 7, 8, 9), "on two machines"
+    assert not can(0, 1, local_rank=5), "ranks are not numbered by machines"
     assert choose_fused_collectives(SingleRankGroup()) is None
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert choose(0, 1, 2, 3) is None, "one queue"
+    assert not can(0, 1, 2, 3), "one queue"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    assert choose(0, 1, 2, 3) is not None
+    assert can(0, 1, 2, 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose(0, 1, 2, 3) is None, "each process is shown one"
+    assert not can(0, 1, 2, 3), "each process is shown one"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.delattr(torch._C._distributed_c10d, detector)
-    assert choose(0, 1, 2, 3) is None, "nobody can tell"
+    assert not can(0, 1, 2, 3), "nobody can tell"
     monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
-    assert choose(0, 1, 2, 3) is None
+    assert not can(0, 1, 2, 3)
 
 
 class Logged:

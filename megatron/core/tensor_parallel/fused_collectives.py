@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from megatron.core.device import are_linked, find_own_gpus, has_several_queues
-from megatron.core.process_groups_config import Group, SingleRankGroup, group_ranks, torch_group
+from megatron.core.collectives import all_reduce
+from megatron.core.device import are_linked, current_device, find_own_gpus, has_several_queues
+from megatron.core.process_groups_config import Group, PretendGroup, SingleRankGroup, group_ranks, torch_group
 
 _FIRST_RELEASE = "2.11"
 """Earlier ones want each group to be enabled first, by a function that this one deprecates."""
@@ -49,16 +50,24 @@ class FusedCollectives:
 
 def choose_fused_collectives(group: Group) -> FusedCollectives | None:
     """Those of a group whose members have one GPU each on this machine, linked by NVLink, with several hardware queues;
-    None elsewhere. The answer is the same on all members: nothing is asked of them."""
-    if (
-        isinstance(group, SingleRankGroup)
-        or not has_several_queues()
-        or TorchVersion(torch.__version__) < _FIRST_RELEASE
-    ):
+    None elsewhere. Waits for the group's other members: all get the same answer, because ranks that communicate in
+    other ways would wait for each other for ever. Asked where layers are made, never in a step."""
+    if isinstance(group, SingleRankGroup | PretendGroup):
         return None
+    members = torch_group(group)  # not metered: what is counted is what steps send
+    is_possible = torch.full((), int(can_fuse_collectives(group)), device=current_device())
+    all_reduce(is_possible, members, "min")
+    return FusedCollectives(members.group_name) if is_possible.item() else None
+
+
+def can_fuse_collectives(group: Group) -> bool:
+    """Whether it is possible as far as this process sees: its environment, its PyTorch, the links that its driver
+    tells of."""
+    if not has_several_queues() or TorchVersion(torch.__version__) < _FIRST_RELEASE:
+        return False
     ranks = group_ranks(group)
     gpus = find_own_gpus(ranks, ranks[group.rank()])
-    return FusedCollectives(torch_group(group).group_name) if gpus is not None and are_linked(gpus) else None
+    return gpus is not None and are_linked(gpus)
 
 
 def _own(result: Tensor) -> Tensor:
