@@ -29,6 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, installed or not
 
 import argparse
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -74,14 +75,17 @@ class Bytes(NamedTuple):
 
 # Peak counters of an allocator would also count temporaries; here only what autograd keeps is asked for.
 class KeptForBackward:
-    """Counts the memory that autograd keeps, by hooks for saved tensors.
+    """Counts the memory that is there for backward, by hooks for saved tensors.
 
-    Of hooks inside hooks torch asks the innermost only, so those that recomputation installs are made to count, too.
+    What autograd holds counts until it lets go. What it asked hooks to hold in another way counts until the memory is
+    given back: a hook that forgets nothing, or whoever else keeps the value, saves none. Of hooks inside hooks torch
+    asks the innermost only, so those that recomputation installs are made to count, too.
     """
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self.holders: dict[int, int] = {}
+        self._watched: set[int] = set()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -94,9 +98,12 @@ class KeptForBackward:
                 if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
                     return pack(tensor)
                 while_packing = _Kept(self, tensor)  # recomputation ends with the last tensor that it packs
-                packed = self.count(pack(tensor))
+                packed = pack(tensor)
+                if not any(_is_view_of(part, tensor) for part in _list_tensors(packed)):
+                    self._watch(tensor.untyped_storage())
+                counted = self.count(packed)
                 del while_packing
-                return packed
+                return counted
 
             install(hooks, pack_counted, lambda kept: unpack(_uncounted(kept)))
 
@@ -112,12 +119,26 @@ class KeptForBackward:
 
     def add(self, storage: torch.UntypedStorage, by: int) -> None:
         """Count a reference to a piece of memory (by = 1), or its end (by = -1)."""
+        self._change(storage.data_ptr(), storage.nbytes(), by)
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        """Count a piece of memory once more until it is given back."""
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self._watched:
+            self._watched.add(place)
+            self._change(place, size, 1)
+            weakref.finalize(storage, self._forget, place, size)
+
+    def _forget(self, place: int, size: int) -> None:
+        self._watched.remove(place)
+        self._change(place, size, -1)
+
+    def _change(self, place: int, size: int, by: int) -> None:
         # By memory, not by tensor: several views of one piece are counted once.
-        place = storage.data_ptr()
         before = self.holders.get(place, 0)
         self.holders[place] = before + by
         if before == 0 or before + by == 0:
-            self.now += storage.nbytes() * by
+            self.now += size * by
             self.peak = max(self.peak, self.now)
 
 
@@ -128,6 +149,16 @@ class _Kept:
 
     def __del__(self) -> None:
         self.count.add(self.tensor.untyped_storage(), -1)
+
+
+def _list_tensors(packed: Any) -> list[Tensor]:
+    if isinstance(packed, tuple):
+        return [tensor for part in packed for tensor in _list_tensors(part)]
+    return [packed] if isinstance(packed, Tensor) else []
+
+
+def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _uncounted(packed: Any) -> Any:

@@ -174,6 +174,28 @@ def test_what_is_kept() -> None:
         assert found == ends + count * X + (LAYERS - count) * layer
 
 
+@pytest.mark.parametrize("hoards", [False, True])
+def test_what_a_hook_keeps_to_itself_is_counted(hoards: bool) -> None:
+    """A way that lets nothing wait, but whose function still refers to the value, saves no memory."""
+    x, count = torch.ones(1000, requires_grad=True), KeptForBackward()
+    hoard: list[torch.Tensor] = []
+
+    def forward() -> torch.Tensor:
+        value = x * 2
+        if hoards:
+            hoard.append(value)
+        with keep_as(value, Recomputed(lambda: x.detach() * 2)):
+            return value.sin().sum()
+
+    with count.counting():
+        result = forward()
+        assert count.now == (4000 if hoards else 0) and count.peak == 4000
+        result.backward()
+    hoard.clear()
+    assert count.now == 0
+    torch.testing.assert_close(x.grad, 2 * torch.full((1000,), 2.0).cos())
+
+
 def test_units_of_a_stage() -> None:
     """The numbers are those of a pipeline stage, or virtual stage: each builds its own units."""
 
