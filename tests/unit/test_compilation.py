@@ -205,3 +205,21 @@ def test_generated_code_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         output.square().sum().backward()
         found.append((output.detach(), x.grad))
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_norms_of_many_widths_are_compiled_in_training_evaluation_and_for_one_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are one function. Latent vectors have widths of their own."""
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
+    flags = """--multi-latent-attention --position-embedding-type rope --q-lora-rank 13 --kv-lora-rank 11 --v-head-dim 5
+        --qk-head-dim 6 --qk-pos-emb-head-dim 4 --qk-layernorm --normalization RMSNorm --disable-bias-linear --bf16
+        --num-layers 1 --compile"""
+    model = build_model(flags)
+    compile_regions(model)
+    for batch in (2, 1):
+        ids, positions, labels = token_batch(batch)
+        model(ids, positions, labels=labels).mean().backward()
+        with torch.no_grad():
+            model(ids, positions, labels=labels)
+    assert count_graphs() > 8

@@ -35,6 +35,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Function = TypeVar("Function", bound=Callable[..., Any])
 Compile = Callable[[Function], Function]
 
+MOST_VARIANTS = 64
+"""Of a region's code: for numbers of dimensions, number formats, with and without gradients, one token or sequence and
+several. Unless told otherwise the compiler gives up on a function with more than 8; all norms of a model are one."""
+
 BACKEND = "inductor"
 """Of torch.compile; "aot_eager" traces the same graphs without generating code, for tests."""
 
@@ -66,6 +70,8 @@ def compile_regions(model: nn.Module, backend: str | None = None) -> int:
     # Dropout draws what it draws without the compiler, so that a run does not depend on it, nor recomputation.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     made: dict[Any, Any] = {}
+    limits: Any = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
 
     def compiled(function: Function) -> Function:
         if function not in made:
