@@ -21,6 +21,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def _run_item(item: Item, directory: Path, limit: float, python: Sequence[str], 
     command = [*python, "-m", "benchmarks.gpu_parts", item.name, "--out", str(path), "--seconds", str(round(limit, 1))]
     command += ["--python", shlex.join(python), *(["--tiny"] if is_tiny else [])]
     began_at = time.monotonic()
-    with log.open("w") as output:
+    # One that is cut removes nothing itself, and a checkpoint is large.
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as scratch, log.open("w") as output:
+        command += ["--scratch", scratch]
         # A session of its own, so that whatever it starts can be ended with it.
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=_environment()

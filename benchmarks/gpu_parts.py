@@ -25,8 +25,7 @@ import socket
 import subprocess
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -38,6 +37,7 @@ from benchmarks.curves import compare_curves
 from benchmarks.gpu import ROOT, write_atomically
 from benchmarks.measurements import FLOP_FORMULA, Measurement, choose_dtype
 from benchmarks.packed_documents import build_packed_datasets
+from benchmarks.step_profile import Watch, list_kernels
 from benchmarks.training import (
     PRESETS,
     Preset,
@@ -56,7 +56,7 @@ from megatron.core.optional_deps import available
 from megatron.core.transformer.core_attention.interface import AttentionOptions
 from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
-from megatron.training.run import Hook, Phase, Run, Step
+from megatron.training.run import Hook, Phase, Run
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
@@ -67,8 +67,11 @@ _LAST_STEPS_SHARE = 0.8
 class Part:
     """What an item may use, and where its findings go."""
 
-    def __init__(self, path: Path, seconds: float, python: Sequence[str], *, is_tiny: bool) -> None:
-        self.path, self.python, self.is_tiny = path, list(python), is_tiny
+    def __init__(
+        self, path: Path, seconds: float, python: Sequence[str], *, is_tiny: bool, scratch: Path | None = None
+    ) -> None:
+        """scratch: for files that nobody needs afterwards; whoever gave it removes it. The system's when None."""
+        self.path, self.python, self.is_tiny, self.scratch = path, list(python), is_tiny, scratch
         self.seconds = seconds
         self.began_at = time.monotonic()
         self.found: dict[str, Any] = {"state": "running", "conditions": describe_conditions(), "results": {}}
@@ -130,13 +133,20 @@ def run_tests(part: Part) -> None:
     names = [str(path.relative_to(ROOT)) for path in files]
     command = [*part.python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *names]
     part.note(command=shlex.join(command))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    print(done.stdout, done.stderr, sep="\n")
-    lines = done.stdout.strip().splitlines()
+    lines = ["pytest printed nothing"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        # At once: when the time is over before the tests are, the log says how far they came.
+        print(line, end="", flush=True)
+        if line.strip():
+            lines.append(line.strip())
+            part.note(lines[-1].strip("= "))
+    code = process.wait()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    part.note(lines[-1].strip("= ") if lines else "pytest printed nothing", failed=failed)
-    if done.returncode:
-        raise RuntimeError(f"pytest ended with {done.returncode}: {failed[0] if failed else done.stderr[-200:]}")
+    part.note(failed=failed)
+    if code:
+        raise RuntimeError(f"pytest ended with {code}: {failed[0] if failed else lines[-1][-200:]}")
 
 
 # ---- curves
@@ -157,59 +167,15 @@ def draw_curves(part: Part) -> None:
 # ---- profile
 
 
-class Watch(Hook):
-    """Waits of the host in one step, and the kernels of the next."""
-
-    phase = Phase.SAVE
-
-    def __init__(self) -> None:
-        self.waits: list[str] = []
-        self.profile: torch.profiler.profile | None = None
-
-    def wrap_step(self, step: Step) -> Step:
-        """The second step is watched for waits, the third is profiled."""
-
-        def watched(run: Run, batches: Iterator[Any]) -> None:
-            if run.progress.iteration == 1:
-                with warnings.catch_warnings(record=True) as caught, _sync_warnings():
-                    warnings.simplefilter("always")
-                    step(run, batches)
-                self.waits = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchron" in str(w.message)]
-            elif run.progress.iteration == 2:
-                device_module.synchronize()
-                with torch.profiler.profile(activities=device_module.list_profiler_activities()) as self.profile:
-                    step(run, batches)
-                    device_module.synchronize()
-            else:
-                step(run, batches)
-
-        return watched
-
-
-@contextlib.contextmanager
-def _sync_warnings() -> Iterator[None]:
-    on_device = not device_module.is_cpu(device_module.current_device())
-    if on_device:
-        torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        if on_device:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 def profile_step(part: Part) -> None:
     """Waits, and the kernels that take longest, of steps of a 1B model."""
     watch, clock = Watch(), StepClock(part.deadline())
     preset = part.preset("1b")
     train_here(part.flags(dataclasses.replace(preset, global_batch=preset.micro_batch), 4), [watch, clock])
-    assert watch.profile is not None
+    if watch.profile is None:
+        raise RuntimeError("the time was over before the step that is profiled; give more --minutes")
     on_device = not device_module.is_cpu(device_module.current_device())
-    rows = []
-    for entry in watch.profile.key_averages():
-        seconds = (entry.self_device_time_total if on_device else entry.self_cpu_time_total) / 1e6
-        rows.append({"name": entry.key, "calls": entry.count, "seconds": seconds})
-    rows.sort(key=lambda row: -row["seconds"])
+    rows = list_kernels(watch.profile.key_averages(), on_device=on_device)
     busy = sum(row["seconds"] for row in rows)
     seconds = summarise("profiled", clock, 3).seconds
     said = f"{len(watch.waits)} waits of the host; kernels take {1e3 * busy:.0f} ms of a step of {1e3 * seconds:.0f} ms"
@@ -375,7 +341,7 @@ def train_in_two_processes(part: Part) -> None:
 
 def _start_job(part: Part, flags: Sequence[str], processes: int) -> list[dict[str, float]]:
     """Train with so many processes on this machine's first GPU; the rows of the first rank."""
-    with tempfile.TemporaryDirectory(prefix="two-processes-") as directory:
+    with tempfile.TemporaryDirectory(prefix="two-processes-", dir=part.scratch) as directory:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -434,7 +400,7 @@ def save_and_load(part: Part) -> None:
     """1B with its optimizer state to this machine's temporary directory, and back."""
     preset = part.preset("1b")
     preset = dataclasses.replace(preset, micro_batch=1, global_batch=1)
-    with tempfile.TemporaryDirectory(prefix="checkpoint-") as directory:
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=part.scratch) as directory:
         saving = Saving(f"{directory}/a")
         train_here(part.flags(preset, 1), [saving])
         assert saving.path is not None
@@ -474,11 +440,15 @@ def main() -> int:
     parser.add_argument("name", choices=[*PARTS, "rank"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=600.0, help="what the item may take (default: 600)")
+    parser.add_argument("--scratch", type=Path, help="an empty directory (default: the system's)")
     parser.add_argument("--python", default=sys.executable, help="what starts Python")
     parser.add_argument("--flags", default="", help="of a rank: the flags of pretrain_gpt.py")
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     arguments = parser.parse_args()
-    part = Part(arguments.out, arguments.seconds, shlex.split(arguments.python), is_tiny=arguments.tiny)
+    part = Part(
+        arguments.out, arguments.seconds, shlex.split(arguments.python), is_tiny=arguments.tiny,
+        scratch=arguments.scratch,
+    )  # fmt: skip
     part.note()
     try:
         if arguments.name == "rank":

@@ -169,6 +169,8 @@ def train_here(flags: Sequence[str], hooks: Sequence[Hook] = (), **recipe_parts:
     recipe_parts: functions that stand in for those of the GPT recipe, such as build_datasets.
     """
     log = io.StringIO()
+    # Also what an earlier run has left that failed: when it ended, its error still held its memory.
+    free()
     device_module.reset_peak_memory()
     try:
         with contextlib.redirect_stdout(log):

@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks import gpu, gpu_parts
+from benchmarks.step_profile import list_kernels
 from megatron.core.errors import ConfigError
 from tests.programs import Program
 
@@ -29,7 +32,9 @@ if name == "tests":
     raise ValueError("no such kernel")
 if name == "curves":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    json.dump({"headline": "3 of 9", "results": {"child": child.pid}}, open(out, "w"))
+    scratch = sys.argv[sys.argv.index("--scratch") + 1]
+    open(f"{scratch}/large", "w").close()
+    json.dump({"headline": "3 of 9", "results": {"child": child.pid, "scratch": scratch}}, open(out, "w"))
     time.sleep(600)
 """
 
@@ -60,6 +65,7 @@ def test_it_stops_in_time_and_keeps_what_was_found(outcomes: dict[str, Any]) -> 
     assert failed["state"] == "failed" and failed["error"] == "ValueError: no such kernel"
     assert cut["state"] == "cut" and cut["headline"] == "3 of 9" and "were over" in cut["error"]
     assert not is_alive(cut["results"]["child"]), "what an item starts ends with it"
+    assert not Path(cut["results"]["scratch"]).exists(), "and what it leaves behind"
     assert outcomes["seconds"] < 60
     directory = outcomes["at"] / "out"
     summary = json.loads((directory / "summary.json").read_text())
@@ -129,6 +135,20 @@ def check_two_processes(results: dict[str, Any]) -> None:
 
 def check_profile(results: dict[str, Any]) -> None:
     assert any("mm" in row["name"] for row in results["kernels"])
+
+
+def test_each_kernel_is_counted_once() -> None:
+    def entry(key: str, device_type: DeviceType, seconds: float, *, is_range: bool = False) -> SimpleNamespace:
+        times = {"self_device_time_total": 1e6 * seconds, "self_cpu_time_total": 1e6}
+        return SimpleNamespace(key=key, count=2, device_type=device_type, is_user_annotation=is_range, **times)
+
+    entries = [
+        entry("aten::mm", DeviceType.CPU, 3.0), entry("add", DeviceType.CUDA, 1.0), entry("gemm", DeviceType.CUDA, 3.0),
+        entry("layer 1", DeviceType.CUDA, 4.0, is_range=True),
+    ]  # fmt: skip
+    rows = list_kernels(entries, on_device=True)
+    assert [(row["name"], row["seconds"]) for row in rows] == [("gemm", 3.0), ("add", 1.0)]
+    assert len(list_kernels(entries, on_device=False)) == 4
 
 
 CHECKS = {"curves": check_curves, "two-processes": check_two_processes, "profile": check_profile}

@@ -145,6 +145,15 @@ def test_float32_peak_is_tf32_where_torch_may_use_it() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_the_cpu_has_its_own_clock_also_after_a_gpu_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    earlier, later = device.mark(), device.mark()
+    assert isinstance(earlier, float) and device.measure_seconds_between(earlier, later) >= 0
+    device.synchronize()
+    assert not device.allocate_host_memory(4, torch.float32, pinned=True).is_pinned()
+
+
 def test_random_states_go_back_and_forth() -> None:
     states, dropout = device.get_rng_state(), device.get_device_rng_state()
     first = torch.rand(4)
