@@ -134,10 +134,13 @@ def run_tests(part: Part) -> None:
     command = [*part.python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *names]
     part.note(command=shlex.join(command))
     lines = ["pytest printed nothing"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # At once, line by line: when the time is over before the tests are, the log says how far they came.
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
-        # At once: when the time is over before the tests are, the log says how far they came.
         print(line, end="", flush=True)
         if line.strip():
             lines.append(line.strip())
