@@ -19,7 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fp8 import E4M3, Operand, find_amax, split_into_blocks
+from megatron.core.fp8 import (
+    E4M3,
+    Operand,
+    find_amax,
+    find_block_amax,
+    is_turned,
+    join_blocks,
+    split_into_blocks,
+    spread_over_blocks,
+    widen,
+)
 
 BLOCK = 16
 """Values along the sum that share a scale; tokens that are transformed together."""
@@ -35,13 +45,17 @@ def round_to_e2m1(x: Tensor, fractions: Tensor | None = None) -> Tensor:
     fractions: in [0, 1), shaped as x; with them a value is rounded up where its distance to the lower neighbour, in
     steps, and its fraction make 1 together: at random, where fractions are.
     """
-    size = x.abs().clamp_(max=LARGEST)
-    # Steps between neighbours, so that values are whole numbers of steps: even ones are those with an even last bit.
-    half, one = torch.full_like(size, 0.5), torch.ones_like(size)
-    step = torch.where(size < 2, half, torch.where(size < 4, one, 2 * one))
-    steps = size / step
-    rounded = steps.round() if fractions is None else (steps + fractions).floor_()
-    return torch.copysign(rounded.mul_(step), x)
+    # The step between neighbours is half of the power of two below a value, of 1 for values below that.
+    power = x.abs().clamp_(1.0, LARGEST)
+    power.view(torch.int32).bitwise_and_(0x7F800000)
+    # Values become whole numbers of steps, of which those with an even code are even. 0x7F800000 less the bits of 2^n
+    # are those of 2^(1 - n).
+    per_step = (0x7F800000 - power.view(torch.int32)).view(torch.float32)
+    step = power.mul_(0.5)
+    if fractions is None:
+        return x.clamp(-LARGEST, LARGEST).mul_(per_step).round_().mul_(step)
+    steps = x.abs().clamp_(max=LARGEST).mul_(per_step).add_(fractions).floor_()
+    return steps.mul_(step).copysign_(x)
 
 
 def quantise_nvfp4(x: Tensor, block: tuple[int, int], *, at_random: bool = False) -> Operand:
@@ -50,37 +64,49 @@ def quantise_nvfp4(x: Tensor, block: tuple[int, int], *, at_random: bool = False
     The E2M1 values are kept in E4M3, which has all of them. at_random: see round_to_e2m1; what is added is a function
     of place and amax alone, so that a step that is repeated gives the same numbers.
     """
+    turned = is_turned(x)
+    x, block = (x.transpose(-2, -1), (block[1], block[0])) if turned else (x, block)
     amax = find_amax(x)
     # Where nothing, or nothing finite, was found, the scale is 1; of values too small for it, the largest there is.
     largest = torch.full_like(amax, LARGEST * torch.finfo(E4M3).max)
     scale = torch.where((amax > 0) & amax.isfinite(), largest / amax, torch.ones_like(amax))
     factor = 1.0 / scale.clamp(max=torch.finfo(torch.float32).max)
-    blocks = split_into_blocks(x.float(), block)  # [..., rows / block, block rows, columns / block, block columns]
-    of_blocks = blocks.abs().amax((-3, -1)) if blocks.numel() else blocks.sum((-3, -1))
+    blocks = split_into_blocks(x, block)  # [..., rows / block, block rows, columns / block, block columns]
+    of_blocks = find_block_amax(blocks)
     # Infinities are cut off, NaN must stay: their block's scale is NaN.
-    stored = (of_blocks / LARGEST / factor).clamp_(max=torch.finfo(E4M3).max).to(E4M3).float()
+    stored = widen((of_blocks / LARGEST / factor).clamp_(max=torch.finfo(E4M3).max).to(E4M3))
     encode = torch.where(stored == 0, torch.zeros_like(stored), 1.0 / (stored * factor))
-    fractions = _draw_fractions(blocks, amax) if at_random else None
-    values = round_to_e2m1(blocks.mul_(encode.unsqueeze(-1).unsqueeze(-3)), fractions).to(E4M3)
-    values = values.flatten(-4, -3).flatten(-2)[..., : x.shape[-2], : x.shape[-1]]
-    return Operand(values, stored, block, factor)
+    fractions = _draw_fractions(blocks, amax, turned=turned) if at_random else None
+    encode = spread_over_blocks(encode)
+    scaled = blocks * encode if blocks.dtype == torch.float32 else blocks.float().mul_(encode)
+    rounded = Operand(join_blocks(round_to_e2m1(scaled, fractions).to(E4M3), x.shape), stored, block, factor)
+    return rounded.transposed if turned else rounded
 
 
-def _draw_fractions(like: Tensor, seed: Tensor) -> Tensor:
-    """Numbers in [0, 1) for every place of a tensor, from a seed: a float32 scalar on its device."""
+def _draw_fractions(blocks: Tensor, seed: Tensor, *, turned: bool = False) -> Tensor:
+    """Numbers in [0, 1) for every place of [..., rows, block rows, columns, block columns], from a seed: a float32
+    scalar on its device. turned: the same place has the same number as in the transpose of the matrix."""
+    dims = range(blocks.dim())
+    order = [*dims[:-4], *dims[-2:], *dims[-4:-2]] if turned else [*dims]
+    *outer, length = (blocks.shape[dim] for dim in order)
     mixed = seed.view(torch.int32)
-    for length in like.shape:
-        place = torch.arange(length, dtype=torch.int32, device=like.device)
-        mixed = _mix(mixed.unsqueeze(-1) ^ place)
-    return (mixed & 0xFFFFFF).float().mul_(2.0**-24)
+    for size in outer:
+        mixed = _mix(mixed.unsqueeze(-1) ^ torch.arange(size, dtype=torch.int32, device=blocks.device))
+    places = torch.arange(length, dtype=torch.int32, device=blocks.device)
+    if not turned:
+        bits = mixed.unsqueeze(-1) ^ places
+    else:
+        # In the order in memory of what they are added to; exchanged twice, dimensions are where they were.
+        bits = mixed.unsqueeze(-1).permute(order).contiguous() ^ places.view(-1, 1, 1)
+    return _mix(bits).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Change half of the bits of int32 numbers for any bit that changes (the last steps of MurmurHash3)."""
+    """Change, in place, half of the bits of int32 numbers for any bit that changes (the last steps of MurmurHash3)."""
     # The shifts of signed numbers fill with the sign, which the masks take away; products keep their last 32 bits.
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * (0x85EBCA6B - 2**32)
-    bits = (bits ^ ((bits >> 13) & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
-    return bits ^ ((bits >> 16) & 0xFFFF)
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x85EBCA6B - 2**32)
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(0xC2B2AE35 - 2**32)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
 def transform(x: Tensor) -> Tensor:
@@ -88,14 +114,27 @@ def transform(x: Tensor) -> Tensor:
 
     It is orthogonal: a product over that dimension is the same after both operands are transformed.
     """
-    missing = -x.shape[-1] % BLOCK
-    parts = F.pad(x.float(), (0, missing)).unflatten(-1, (-1, BLOCK))
-    parts = parts * torch.tensor(_SIGNS, dtype=torch.float32, device=x.device)
+    if is_turned(x):
+        return _transform_rows(x.transpose(-2, -1)).transpose(-2, -1)
+    # Along the rows sums are those of whole vectors.
+    return _transform_rows(x.transpose(-2, -1).contiguous()).transpose(-2, -1)
+
+
+def _transform_rows(x: Tensor) -> Tensor:
+    """[..., n, columns] transformed over n."""
+    signs = torch.tensor(_SIGNS, dtype=torch.float32, device=x.device).unsqueeze(-1)
+    missing = -x.shape[-2] % BLOCK
+    parts = (F.pad(x, (0, 0, 0, missing)) if missing else x).float().unflatten(-2, (-1, BLOCK)) * signs
+    results = torch.empty_like(parts)
     # Sums and differences of pairs, four times over: the same sums on every device, which a matrix product is not.
     for width in (1, 2, 4, 8):
-        left, right = parts.unflatten(-1, (-1, 2, width)).unbind(-2)
-        parts = torch.stack((left + right, left - right), dim=-2).flatten(-3)
-    return parts.flatten(-2).mul_(BLOCK**-0.5)
+        (left, right), (total, difference) = (
+            tensor.unflatten(-2, (-1, 2, width)).unbind(-3) for tensor in (parts, results)
+        )
+        torch.add(left, right, out=total)
+        torch.sub(left, right, out=difference)
+        parts, results = results, parts
+    return parts.flatten(-3, -2).mul_(BLOCK**-0.5)
 
 
 # ---- in bytes
@@ -105,18 +144,21 @@ def pack(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors to keep of an operand in NVFP4 [rows, columns]: two values in a byte, block scales in E4M3, and the
     tensor scale."""
     assert operand.factor is not None, "no operand in NVFP4"
-    bits = operand.values.view(torch.uint8)
-    # E4M3 has the exponent bias 7 and E2M1 the bias 1: the same bits from 1 on, 6 exponents apart.
-    size = bits & 0x7F
-    code = torch.where(size >= 0x38, ((size - 0x30) >> 2) & 7, (size == 0x30).to(torch.uint8))
-    code = code | ((bits >> 4) & 8)
-    return code[..., 0::2] | (code[..., 1::2] << 4), operand.inverse.to(E4M3), operand.factor
+    # Two bytes at a time. E4M3 has the exponent bias 7 and E2M1 the bias 1, so that from 1 on the lowest bit of the
+    # code is bit 2 of the byte, the next one bit 3, the third bit 6; 0.5 is 0x30. The sign is bit 7.
+    bits = operand.values.contiguous().view(torch.int16)
+    half = (bits >> 5).bitwise_and_((bits >> 3).bitwise_not_()).bitwise_and_(0x0101)
+    codes = (bits >> 2).bitwise_and_(0x0303).bitwise_or_((bits >> 4).bitwise_and_(0x0C0C)).bitwise_or_(half)
+    packed = (codes | (codes >> 4)).bitwise_and_(0xFF).to(torch.uint8)
+    return packed, operand.inverse.to(E4M3), operand.factor
 
 
 def unpack(kept: tuple[Tensor, ...], block: tuple[int, int]) -> Operand:
     """The operand that `pack` made tensors of. A block's NaN are found in its scale."""
     packed, scales, factor = kept
-    code = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=packed.device).to(E4M3)
-    values = table.view(torch.uint8)[code.int()].view(E4M3)
-    return Operand(values, scales.float(), block, factor)
+    # The two values of every byte that there is.
+    of_bytes = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    of_codes = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=packed.device).to(E4M3).view(torch.uint8)
+    pairs = of_codes[torch.stack((of_bytes & 15, of_bytes >> 4), dim=-1).int()].view(torch.int16).flatten()
+    values = pairs.index_select(0, packed.flatten().int()).view(packed.shape).view(E4M3)
+    return Operand(values, widen(scales), block, factor)

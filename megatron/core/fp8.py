@@ -22,7 +22,6 @@ and Mishra et al., "Recipes for pre-training LLMs with MXFP8", 2025 (scales roun
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,22 +85,25 @@ class Operand:
 
     def dequantise(self) -> Tensor:
         """The values that are meant, in float32 and the shape of `values`."""
-        return self._apply_inverse() if self.factor is None else self._apply_inverse() * self.factor
+        return self.apply_inverse() if self.factor is None else self.apply_inverse().mul_(self.factor)
 
-    def _apply_inverse(self) -> Tensor:
+    def apply_inverse(self) -> Tensor:
         """All but the second factor."""
+        if is_turned(self.values):
+            return self.transposed.apply_inverse().transpose(-2, -1)
         wide = widen(self.values)
         if self.block is None:
-            return wide * self.inverse
-        blocks = split_into_blocks(wide, self.block).mul_(self.inverse.unsqueeze(-1).unsqueeze(-3))
-        return blocks.flatten(-4, -3).flatten(-2)[..., : wide.shape[-2], : wide.shape[-1]]
+            return wide.mul_(self.inverse)
+        blocks = split_into_blocks(wide, self.block).mul_(spread_over_blocks(self.inverse))
+        return join_blocks(blocks, wide.shape)
 
 
 def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x * scale, computed in float32 and rounded to the nearest value of an 8-bit format; what is greater than its
     greatest value becomes that, infinity too. NaN stays NaN."""
     largest = torch.finfo(dtype).max
-    return (x.float() * scale).clamp_(-largest, largest).to(dtype)
+    wide = x * scale if x.dtype == torch.float32 else x.float().mul_(scale)
+    return wide.clamp_(-largest, largest).to(dtype)
 
 
 def find_amax(x: Tensor) -> Tensor:
@@ -119,23 +121,27 @@ def compute_scale(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = Fals
     amax: float32, of any shape. power_of_two: round the scale down to one.
     """
     # Divided by tensors: torch turns a division of or by a Python number into a product, which rounds twice.
-    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax / 2.0**margin
+    scale = torch.full_like(amax, torch.finfo(dtype).max).div_(amax)
+    if margin:
+        scale.div_(2.0**margin)
     # Of values so small that their scale is no float32, the greatest one that is.
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    scale.clamp_(max=torch.finfo(torch.float32).max)
     if power_of_two:
         # Its mantissa without its last 23 bits; the sign is 0.
-        scale = ((scale.view(torch.int32) >> 23) << 23).view(torch.float32)
-    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
+        scale.view(torch.int32).bitwise_right_shift_(23).bitwise_left_shift_(23)
+    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
 
 
 def compute_mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two by which values are multiplied in the microscaling format; its inverse is what E8M0 stores."""
     # The exponent of amax / largest, rounded up: rounded down, as the specification has it, greatest values saturate.
-    of_largest, largest_exponent = math.frexp(torch.finfo(dtype).max)  # both mantissas are in [0.5, 1)
-    mantissa, exponent = torch.frexp(amax)
-    exponent = (exponent - largest_exponent + (mantissa > of_largest)).clamp(_SMALLEST_EXPONENT, 127)
-    scale = torch.ldexp(torch.ones_like(amax), -exponent)
-    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
+    of_largest, largest_exponent = math.frexp(torch.finfo(dtype).max)  # 0.875 of 448 and of 57344, times 2^9 and 2^16
+    # A greater mantissa than that of the largest value, 23 bits behind the exponent, carries into the exponent.
+    carry = 0x7FFFFF - int((2 * of_largest - 1) * 2**23)
+    bits = amax.view(torch.int32).add(carry).bitwise_right_shift_(23)  # the exponent + 127, rounded up
+    bits = bits.neg_().add_(2 * 127 + largest_exponent - 1).clamp_(max=127 - _SMALLEST_EXPONENT)
+    scale = bits.bitwise_left_shift_(23).view(torch.float32)
+    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
 
 
 def quantise_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Operand:
@@ -146,19 +152,49 @@ def quantise_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Operand:
 def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, mx: bool = False) -> Operand:
     """Each block of rows and columns by a scale of its own; blocks at the end may be smaller. mx: see
     compute_mx_scale; otherwise powers of two of compute_scale."""
-    blocks = split_into_blocks(x.float(), block)  # [..., rows / block, block rows, columns / block, block columns]
-    amax = torch.maximum(-blocks.amin((-3, -1)), blocks.amax((-3, -1))) if blocks.numel() else blocks.sum((-3, -1))
+    if is_turned(x):
+        return quantise_blocks(x.transpose(-2, -1), dtype, (block[1], block[0]), mx=mx).transposed
+    blocks = split_into_blocks(x.float() if x.dtype == torch.float16 else x, block)
+    amax = find_block_amax(blocks)
     scale = compute_mx_scale(amax, dtype) if mx else compute_scale(amax, dtype, power_of_two=True)
-    values = round_to(blocks, scale.unsqueeze(-1).unsqueeze(-3), dtype).flatten(-4, -3).flatten(-2)
-    return Operand(values[..., : x.shape[-2], : x.shape[-1]], 1.0 / scale, block)
+    # By powers of two bfloat16 is multiplied exactly: what falls below its range becomes 0 in 8 bits anyway.
+    scaled = blocks * spread_over_blocks(scale.to(blocks.dtype))
+    largest = torch.finfo(dtype).max
+    return Operand(join_blocks(scaled.clamp_(-largest, largest).to(dtype), x.shape), 1.0 / scale, block)
+
+
+def is_turned(x: Tensor) -> bool:
+    """Whether the last two dimensions are exchanged in memory, where it is faster to work on the transpose."""
+    return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 
 def split_into_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[..., rows, columns] -> a new [..., rows / block, block rows, columns / block, block columns], with zeros where
-    the last blocks are not full."""
+    """[..., rows, columns] -> [..., rows / block, block rows, columns / block, block columns]: a view, or a copy with
+    zeros where the last blocks are not full."""
     rows, columns = (-size % length for size, length in zip(x.shape[-2:], block, strict=True))
-    x = F.pad(x, (0, columns, 0, rows)) if rows or columns else x.clone(memory_format=torch.contiguous_format)
+    x = F.pad(x, (0, columns, 0, rows)) if rows or columns else x
     return x.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+
+
+def join_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
+    """The matrices of this shape that split_into_blocks made blocks of."""
+    return blocks.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
+
+
+def spread_over_blocks(scales: Tensor) -> Tensor:
+    """Scales [..., rows / block, columns / block] in a shape that multiplies blocks."""
+    return scales.unsqueeze(-1).unsqueeze(-3)
+
+
+def find_block_amax(blocks: Tensor) -> Tensor:
+    """The greatest absolute value of each block that split_into_blocks has made: float32 [..., rows, columns]."""
+    if not blocks.numel():
+        return blocks.sum((-3, -1), dtype=torch.float32)
+    if blocks.dtype == torch.bfloat16:
+        # Without their sign, bits are ordered as the values, with infinity and NaN behind; comparing them is faster.
+        return (blocks.view(torch.int16) & 0x7FFF).amax((-3, -1)).view(torch.bfloat16).float()
+    # Of zeros either may be negative.
+    return torch.maximum(-blocks.amin((-3, -1)), blocks.amax((-3, -1))).float().abs_()
 
 
 # ---- rows that travel
@@ -193,9 +229,22 @@ def multiply_emulated(a: Operand, b: Operand) -> Tensor:
     # Products of 8-bit values are exact in float32, so that scales of whole matrices act on the finished sum, as tensor
     # cores have it.
     if a.block is None and b.block is None:
-        product = widen(a.values) @ widen(b.values).t()
-        return product.mul_(a.inverse * b.inverse)
-    return a.dequantise() @ b.dequantise().t()
+        return _multiply_wide(widen(a.values), widen(b.values).t()).mul_(a.inverse * b.inverse)
+    product = _multiply_wide(a.apply_inverse(), b.apply_inverse().t())
+    return product if a.factor is None or b.factor is None else product.mul_(a.factor * b.factor)
+
+
+def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two float32 matrices whose values bfloat16 has, too: 8-bit values times powers of two, and 4-bit
+    values times scales in E4M3."""
+    # A CPU with products in bfloat16 may thus use them; it still sums in float32.
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return a @ b
+    finally:
+        matmul.fp32_precision = before
 
 
 def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
@@ -225,16 +274,17 @@ def _make_contiguous(values: Tensor) -> Tensor:
 
 
 def widen(values: Tensor) -> Tensor:
-    """8-bit values in float32, exactly."""
-    if values.dtype == E4M3 and is_cpu(values):
-        if values.dim() > 1 and not values.is_contiguous() and values.transpose(-2, -1).is_contiguous():
-            return widen(values.transpose(-2, -1)).transpose(-2, -1)
-        # The CPU's conversion of e4m3 takes several times as long as looking up 256 values.
-        index = values.contiguous().view(torch.uint8).flatten().int()
-        return _list_e4m3().index_select(0, index).view(values.shape)
-    return values.float()
-
-
-@functools.cache
-def _list_e4m3() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3).float()
+    """8-bit values in float32, exactly; in new memory."""
+    if not is_cpu(values):
+        return values.float()
+    if is_turned(values):
+        return widen(values.transpose(-2, -1)).transpose(-2, -1)
+    # The CPU's own conversion takes up to ten times as long as that of float16, which has the bits of either format in
+    # it: e5m2 is its first byte.
+    bits = values.contiguous().view(torch.int8).to(torch.int16)
+    if values.dtype == E5M2:
+        return bits.mul_(256).view(torch.float16).float()
+    # e4m3 has one bit of exponent less, and a bias smaller by 8: behind the sign goes a 0, or a 1 to NaN (all ones).
+    # Bit 7, a copy of the sign, is what this exchanges.
+    bits.bitwise_xor_((bits + 1).bitwise_and_(0x80))
+    return bits.mul_(128).view(torch.float16).float().mul_(256.0)
