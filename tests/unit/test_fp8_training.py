@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel.fp8_products import OPERANDS, FP8Matmul
+from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.run import Run
 from tests.unit.tiny_training import SEQUENCE, VOCABULARY, differing, finish, prepare, train_tiny
 
@@ -190,6 +191,22 @@ def test_a_layer_that_misbehaves_goes_over_to_bfloat16(tmp_path: Path, capfd: py
     assert differing(plain, whole) != []
     again = train_tiny(*strict[:-4], "--load", tmp_path, "--ckpt-step", 3)
     assert differing(whole, again) == [] and "multiplies in 16 bits" not in capfd.readouterr().out
+    # Who generates text from a checkpoint, or evaluates it without an optimizer, multiplies as the run did.
+    generating = load_trained_model(tmp_path).model
+    evaluating = prepare(*strict[:-4], "--load", tmp_path, "--no-load-optim", "--skip-train")
+    for model in (generating, evaluating.model[0].module):
+        assert [p.falls_back for p in model.modules() if isinstance(p, FP8Matmul)] == [True] * 8
+    finish(evaluating)
+
+
+def test_without_an_optimizers_state_a_layer_that_fell_back_is_saved_too(tmp_path: Path) -> None:
+    flags = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-fallback-sqnr", 1, "--log-interval", 9]
+    run = prepare(*flags, "--save", tmp_path, "--exit-interval", 1, "--no-save-optim")
+    fallen = run.model[0].module.decoder.layers[1].mlp.linear_fc1.product
+    fallen.fall_back()
+    finish(run)
+    products = [p for p in load_trained_model(tmp_path).model.modules() if isinstance(p, FP8Matmul)]
+    assert sum(product.falls_back for product in products) == 1
 
 
 # ---- the drawing

@@ -20,7 +20,7 @@ here an operand without a history is scaled by its own amax. The other recipes l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -412,6 +412,14 @@ def _is_same_memory(left: Tensor, right: Tensor) -> bool:
 def add_statistics(left: Tensor, right: Tensor) -> Tensor:
     """STATISTICS of two sets of values together, [..., 6]."""
     return torch.cat((torch.maximum(left[..., :1], right[..., :1]), left[..., 1:] + right[..., 1:]), dim=-1)
+
+
+def recall_fallbacks(modules: Iterable[nn.Module]) -> None:
+    """Let the layers inside the modules fall back of which a checkpoint, just loaded, says that they have."""
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FP8Matmul):
+                part.recall_fallback()
 
 
 def end_step(products: Sequence[FP8Matmul], group: Group) -> None:

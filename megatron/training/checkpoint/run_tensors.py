@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
@@ -59,15 +60,24 @@ def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
 def build_sharded_fp8_state(run: Run) -> ShardedStateDict:
     """The scales of FP8 products and what they follow from, the same on all processes of a pipeline stage; a run with
     scales that finds none in a checkpoint begins with those of the operands."""
-    state: ShardedStateDict = {}
-    for chunk in run.model:
-        for name, module in chunk.module.named_modules():
-            if isinstance(module, FP8Matmul):
-                layer = find_global_name(chunk.module, name.removesuffix(".product"))
-                for kind, data in module.named_buffers(recurse=False):
+    return {key: tensor for key, tensor, _ in _list_fp8_state(chunk.module for chunk in run.model)}
+
+
+def build_sharded_fallbacks(modules: Iterable[nn.Module]) -> ShardedStateDict:
+    """Of that, which layers multiply in 16 bits: it belongs to whoever has the weights, without an optimizer as well.
+    What was loaded has its effect with `recall_fallbacks`."""
+    return {key: tensor for key, tensor, kind in _list_fp8_state(modules) if kind == "fallen_back"}
+
+
+def _list_fp8_state(modules: Iterable[nn.Module]) -> Iterator[tuple[str, ShardedTensor, str]]:
+    """Key, tensor and name of each buffer of FP8 products."""
+    for module in modules:
+        for name, product in module.named_modules():
+            if isinstance(product, FP8Matmul):
+                layer = find_global_name(module, name.removesuffix(".product"))
+                for kind, data in product.named_buffers(recurse=False):
                     key = f"{OPTIMIZER_PREFIX}fp8_{kind}.{layer}"
-                    state[key] = dataclasses.replace(ShardedTensor.whole(key, data), is_optional=True)
-    return state
+                    yield key, dataclasses.replace(ShardedTensor.whole(key, data), is_optional=True), kind
 
 
 def select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:

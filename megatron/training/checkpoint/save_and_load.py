@@ -39,6 +39,7 @@ from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.training.checkpoint import from_upstream, rng_state, upcycling
 from megatron.training.checkpoint.differences import (
     Change,
@@ -51,6 +52,7 @@ from megatron.training.checkpoint.documents import RNG, STATE, read_rng, read_st
 from megatron.training.checkpoint.filling import fill_tensors, list_replicas
 from megatron.training.checkpoint.local_saves import find_local_part, load_locally, save_locally
 from megatron.training.checkpoint.run_tensors import (
+    build_sharded_fallbacks,
     build_sharded_fp8_state,
     build_sharded_model_state,
     build_sharded_optimizer_state,
@@ -95,6 +97,8 @@ def save_checkpoint(
         tensors |= build_sharded_optimizer_state(run) | build_sharded_fp8_state(run)
         state["optimizer"] = run.optimizer.state_dict()
         state["scheduler"] = run.scheduler.state_dict()
+    else:
+        tensors |= build_sharded_fallbacks(chunk.module for chunk in run.model)
     if hooks := run.hooks.state_dict():
         state["hooks"] = hooks
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
@@ -258,7 +262,8 @@ def _restore(
     # Asked before anything is loaded: a refusal must leave the run as it was.
     random_numbers = _read_rng_document(found, run) if with_rng else None
 
-    tensors = select_tensors(run, with_optimizer=with_optimizer)
+    modules = [chunk.module for chunk in run.model]
+    tensors = select_tensors(run, with_optimizer=with_optimizer) | build_sharded_fallbacks(modules)
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
     if part is None:
@@ -274,6 +279,7 @@ def _restore(
             f"start again with --ckpt-step {found.manifest.iteration}, so that they begin with their initial values"
         )
 
+    recall_fallbacks(modules)
     if with_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
         run.optimizer.after_load()

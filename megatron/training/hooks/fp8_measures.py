@@ -51,8 +51,6 @@ class FP8Hook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Agree on the names."""
-        for _, product in _list_products(run):
-            product.recall_fallback()
         own = [name for name, product in _list_products(run) if not product.falls_back]
         of_ranks = all_gather_object(own, run.groups.world)
         self.names = list(dict.fromkeys(name for names in of_ranks for name in names))
