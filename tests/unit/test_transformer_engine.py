@@ -33,7 +33,7 @@ from tests.unit.gpt_models import (
     token_batch,
 )
 from tests.unit.pretend_groups import pretend
-from tests.unit.tiny_training import train_tiny
+from tests.unit.tiny_training import differing, finish, prepare, train_tiny
 from tests.unit.transformer_engine_stand_in import SIGNATURES, Engine, install
 
 ASKED = "--transformer-impl transformer_engine"
@@ -151,6 +151,31 @@ def test_recipes_are_the_packages(engine: Engine, flags: str, recipe: str) -> No
         has = engine.passes[0]["recipe"][1]
         assert (has["margin"], has["amax_history_len"], has["amax_compute_algo"]) == (2, 8, "max")
         assert has["fp8_format"].name == "HYBRID"
+
+
+def test_delayed_scales_go_on_where_they_were_saved(engine: Engine, tmp_path: Path) -> None:
+    flags = (
+        f"{LLAMA} {EXPERTS} --moe-layer-freq 2 --ffn-hidden-size 48 --bf16 --lr-decay-iters 6 --fp8-format hybrid "
+        f"--fp8-amax-history-len 4 --fp8-amax-compute-algo max {ASKED}"
+    ).split()
+    whole = train_tiny(*flags)
+    train_tiny(*flags, "--save", tmp_path, "--exit-interval", 3)
+    resumed = train_tiny(*flags, "--load", tmp_path)
+    assert differing(whole, resumed) == []
+    assert {"LayerNormLinear", "Linear", "LayerNormMLP", "GroupedLinear"} <= engine.kinds()
+    states = [
+        {name: data for name, data in run.model[0].module.named_buffers() if "engine_scales" in name}
+        for run in (whole, resumed)
+    ]
+    # Two projections of each layer, two products of experts, one dense MLP; two tensors for each direction.
+    assert len(states[0]) == 7 * 4 and all(torch.equal(data, states[1][name]) for name, data in states[0].items())
+    assert all((data != 1).any() for name, data in states[0].items() if "_scale_" in name)
+    # A history of another length begins anew.
+    flags[flags.index("--fp8-amax-history-len") + 1] = "3"
+    other = prepare(*flags, "--load", tmp_path)
+    known = {name: data.any() for name, data in other.model[0].module.named_buffers() if "amax_history" in name}
+    assert known and not any(known.values())
+    finish(other)
 
 
 def test_layers_in_bf16_and_experts_in_blocks(engine: Engine) -> None:

@@ -5,8 +5,9 @@
 
 Signatures are those of the package, as far as our layers may use them (SIGNATURES, facts of release 2.20.2); what they
 pass beside them is a TypeError. What the package refuses is refused here: tensors and weights of two number formats,
-matrices that do not fit, positions of a mask that nobody knows. Its rounding is not imitated; which recipe was open is
-noted for each module.
+matrices that do not fit, positions of a mask that nobody knows. Which recipe was open is noted for each module. Of
+rounding it has that of inputs and output gradients with delayed scales, whose state is laid out and updated as the
+package's (`fp8_meta`, when the outermost autocast and a backward pass end).
 """
 
 from __future__ import annotations
@@ -91,6 +92,24 @@ class Engine:
     passes: list[dict[str, Any]] = field(default_factory=list)
     """Arguments of every autocast."""
     open: list[Any] = field(default_factory=list)
+    metas: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    """The recipe and the scales of every module with delayed ones."""
+    ends_backward: bool = False
+
+    def update_scales(self, key: str) -> None:
+        """The next scales of all modules, and room for the next largest values."""
+        for (_, has), meta in self.metas:
+            state = meta[key]
+            amax = state.amax_history.amax(0) if has["amax_compute_algo"] == "max" else state.amax_history[0]
+            largest = 448.0 if key == "scaling_fwd" or has["fp8_format"].name == "E4M3" else 57344.0
+            state.scale.copy_(torch.where(amax > 0, largest / amax / 2 ** has["margin"], state.scale))
+            state.amax_history.copy_(state.amax_history.roll(-1, 0))
+            state.amax_history[0] = 0
+
+    def end_backward(self) -> None:
+        """What the package does behind a backward pass."""
+        self.ends_backward = False
+        self.update_scales("scaling_bwd")
 
     def kinds(self) -> set[str]:
         """Names of the modules that were called."""
@@ -118,6 +137,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> Engine:
             yield
         finally:
             engine.open.pop()
+            if arguments["enabled"] and not engine.open and torch.is_grad_enabled():
+                engine.update_scales("scaling_fwd")
 
     pytorch.autocast = autocast  # type: ignore[attr-defined]
     recipes.Format = enum.Enum("Format", ["E4M3", "HYBRID"])  # type: ignore[attr-defined]
@@ -144,12 +165,14 @@ def bind(kind: str, place: int, args: tuple[Any, ...], named: dict[str, Any]) ->
 
 class _Module(nn.Module):
     engine: Engine
+    products = 1
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__()
         self.kind = type(self).__name__
         self.has = bind(self.kind, 0, args, named)
         self.engine.built.append((self.kind, self.has))
+        self.fp8_meta: dict[str, Any] = {}
         self.build()
 
     def build(self) -> None:
@@ -158,11 +181,22 @@ class _Module(nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         arguments = bind(self.kind, 1, args, named)
         self.engine.ran.append((self.kind, self.engine.open[-1] if self.engine.open else None))
+        self.init_fp8_metadata(self.products)
         x = args[0]
         for name, parameter in self.named_parameters():
             assert parameter.dtype == x.dtype, f"{name} is {parameter.dtype}, the input {x.dtype}"
         result = self.compute(arguments)
         return _View.apply(result) if isinstance(result, Tensor) else (_View.apply(result[0]), *result[1:])
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Make the scales, where the recipe that is open has delayed ones."""
+        recipe = self.engine.open[-1] if self.engine.open else None
+        if self.fp8_meta or recipe is None or recipe[0] != "DelayedScaling":
+            return
+        for key, operands in (("scaling_fwd", 3 * num_gemms), ("scaling_bwd", 2 * num_gemms)):
+            history = torch.zeros(recipe[1]["amax_history_len"], operands)
+            self.fp8_meta[key] = types.SimpleNamespace(scale=torch.ones(operands), amax_history=history)
+        self.engine.metas.append((recipe, self.fp8_meta))
 
     def compute(self, arguments: dict[str, Any]) -> Any:
         """Run forward."""
@@ -188,10 +222,12 @@ class _Module(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.has["eps"])
         return F.layer_norm(x, weight.shape, weight, self.layer_norm_bias, self.has["eps"])
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """X W^T, whose weight gradient goes into main_grad where it was asked to."""
+    def multiply(self, x: Tensor, weight: Tensor, number: int = 0) -> Tensor:
+        """X W^T, whose weight gradient goes into main_grad where it was asked to. number: of the module's products."""
         assert x.shape[-1] == weight.shape[-1], f"{self.kind}: input {tuple(x.shape)}, weight {tuple(weight.shape)}"
-        return _Accumulate.apply(x, weight) if self.has["fuse_wgrad_accumulation"] else F.linear(x, weight)
+        x = _Round.apply(x, self.fp8_meta["scaling_fwd"], 3 * number) if self.fp8_meta else x
+        y = _Accumulate.apply(x, weight) if self.has["fuse_wgrad_accumulation"] else F.linear(x, weight)
+        return _RoundGrad.apply(y, self.fp8_meta["scaling_bwd"], 2 * number, self.engine) if self.fp8_meta else y
 
     def enter(self, x: Tensor) -> Tensor:
         """The collective of a column-parallel layer."""
@@ -239,6 +275,8 @@ class LayerNormLinear(Linear):
 class LayerNormMLP(_Module):
     """A norm, and the MLP behind it."""
 
+    products = 2
+
     def build(self) -> None:
         assert self.has["set_parallel_mode"]
         width, inner = self.has["hidden_size"], self.has["ffn_hidden_size"] // self.has["tp_size"]
@@ -260,7 +298,7 @@ class LayerNormMLP(_Module):
             inner = act(gate) * up
         else:
             inner = act(inner)
-        y = self.leave(self.multiply(inner, self.fc2_weight))
+        y = self.leave(self.multiply(inner, self.fc2_weight, 1))
         return (y, self.fc2_bias) if self.has["return_bias"] else y
 
 
@@ -268,13 +306,14 @@ class GroupedLinear(_Module):
     """A linear layer for each expert."""
 
     def build(self) -> None:
-        for index in range(self.has["num_gemms"]):
+        self.products = self.has["num_gemms"]
+        for index in range(self.products):
             self.add(f"weight{index}", self.has["out_features"], self.has["in_features"])
 
     def compute(self, arguments: dict[str, Any]) -> Tensor:
         x, rows = arguments["inp"], arguments["m_splits"]
         assert len(rows) == self.has["num_gemms"] and sum(rows) == len(x)
-        parts = [self.multiply(part, getattr(self, f"weight{i}")) for i, part in enumerate(x.split(rows))]
+        parts = [self.multiply(part, getattr(self, f"weight{i}"), i) for i, part in enumerate(x.split(rows))]
         return torch.cat(parts)
 
 
@@ -329,6 +368,37 @@ _ACTIVATIONS: dict[str, Any] = {
 
 
 # ---- in autograd
+
+
+def _round(x: Tensor, state: Any, place: int, dtype: torch.dtype) -> Tensor:
+    state.amax_history[0, place] = torch.maximum(state.amax_history[0, place], x.detach().abs().max().float())
+    largest, scale = torch.finfo(dtype).max, state.scale[place]
+    return ((x.float() * scale).clamp(-largest, largest).to(dtype).float() / scale).to(x.dtype)
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: Any, place: int) -> Tensor:
+        return _round(x, state, place, torch.float8_e4m3fn) if x.numel() else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+class _RoundGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, state: Any, place: int, engine: Engine) -> Tensor:
+        ctx.given = state, place, engine
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        state, place, engine = ctx.given
+        if not engine.ends_backward:
+            engine.ends_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(engine.end_backward)  # type: ignore[attr-defined]
+        return (_round(grad, state, place, torch.float8_e5m2) if grad.numel() else grad), None, None, None
 
 
 class _Accumulate(torch.autograd.Function):

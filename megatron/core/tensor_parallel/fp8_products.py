@@ -144,7 +144,12 @@ def find_kernel(recipe: str, *, emulates: bool, device: torch.device) -> bool:
     return True
 
 
-class FP8Matmul(Product, nn.Module):
+class HasScales(nn.Module):
+    """A part of a linear layer, or of several, whose buffers are scales of 8-bit operands and what they follow from:
+    the same on all processes of a pipeline stage, and kept in checkpoints under the layer's name."""
+
+
+class FP8Matmul(Product, HasScales):
     """The products of one weight [out, in] in FP8."""
 
     amax_history: Tensor
@@ -169,7 +174,7 @@ class FP8Matmul(Product, nn.Module):
     ) -> None:
         """exact: the same product in the number format of its operands; torch's when None. keeps_rounded_input: until
         backward in 8 bits, where the weight gradient reads it in 8 bits."""
-        nn.Module.__init__(self)
+        HasScales.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
         self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
         self.name = recipe.describe()

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.placement import Placement, get_placement
-from megatron.core.tensor_parallel.fp8_products import FP8Matmul
+from megatron.core.tensor_parallel.fp8_products import HasScales
 from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.training.run import Run
 
@@ -72,10 +72,10 @@ def build_sharded_fallbacks(modules: Iterable[nn.Module]) -> ShardedStateDict:
 def _list_fp8_state(modules: Iterable[nn.Module]) -> Iterator[tuple[str, ShardedTensor, str]]:
     """Key, tensor and name of each buffer of FP8 products."""
     for module in modules:
-        for name, product in module.named_modules():
-            if isinstance(product, FP8Matmul):
-                layer = find_global_name(module, name.removesuffix(".product"))
-                for kind, data in product.named_buffers(recurse=False):
+        for name, part in module.named_modules():
+            if isinstance(part, HasScales):
+                layer = find_global_name(module, name.rpartition(".")[0])
+                for kind, data in part.named_buffers(recurse=False):
                     key = f"{OPTIMIZER_PREFIX}fp8_{kind}.{layer}"
                     yield key, dataclasses.replace(ShardedTensor.whole(key, data), is_optional=True), kind
 

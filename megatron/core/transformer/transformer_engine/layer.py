@@ -10,12 +10,12 @@ compute, each a module of the package that is lent the layer's own parameters fo
     experts                                GroupedLinear
     core attention                         DotProductAttention, for the plain causal and bidirectional kinds
 
-The package's modules are registered nowhere. So a checkpoint has no trace of them and may be continued with and without
-them; what the package remembers of its own, the largest values of `--fp8-recipe delayed`, begins anew in each run. What
-a layer asks for and the package's modules cannot give stays with the layer's own parts, whose numbers are the same but
-for rounding.
+The package's modules are registered nowhere. So a checkpoint may be continued with and without them; of what they
+remember of their own it has the scales and largest values of `--fp8-recipe delayed` (`EngineScales`). What a layer asks
+for and the package's modules cannot give stays with the layer's own parts, whose numbers are the same but for rounding.
 
-Only the package's public interface is used: constructors, calls, `autocast`, recipes. The oldest release that
+Only the package's public interface is used: constructors, calls, `autocast`, recipes; and for those scales a module's
+`init_fp8_metadata` and `fp8_meta`, since its own form of them (`get_extra_state`) is pickled. The oldest release that
 `load_package` takes and the one that this was written for, 2.20, agree in it.
 """
 
@@ -27,8 +27,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, MeteredGroup, ProcessGroupCollection
+from megatron.core.tensor_parallel.fp8_products import HasScales
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerOutput, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import CommunicationPlan, Product
@@ -57,11 +59,48 @@ _GATED_ACTIVATIONS = {"gelu_tanh": "geglu", "quick_gelu": "qgeglu", "squared_rel
 # ---- the package's modules, with our parameters
 
 
+class EngineScales(HasScales):
+    """What a module of the package remembers with `--fp8-recipe delayed`, as buffers: the module's own memory from its
+    first call on. Zeros say that nothing is known."""
+
+    def __init__(self, products: int, history_length: int) -> None:
+        """products: matrix products of the module, each with three operands that have scales in forward, and two in
+        backward."""
+        super().__init__()
+        self.products, device = products, current_device()
+        for direction, operands in (("fwd", 3 * products), ("bwd", 2 * products)):
+            shapes = {"scale": (operands,), "amax_history": (history_length, operands)}
+            for name, shape in shapes.items():
+                # Not in a state_dict, which has the same names with either implementation.
+                self.register_buffer(f"engine_{name}_{direction}", torch.zeros(shape, device=device), persistent=False)
+
+    @torch.no_grad()
+    def join(self, module: Any) -> None:
+        """Go on in the memory of a new module. Called within `autocast`."""
+        module.init_fp8_metadata(num_gemms=self.products)
+        for direction in ("fwd", "bwd"):
+            state = module.fp8_meta[f"scaling_{direction}"]
+            # The package begins with scales of 1. Chosen on the device, so that the host need not wait.
+            is_known = self.get_buffer(f"engine_scale_{direction}") > 0
+            for name in ("scale", "amax_history"):
+                memory, key = getattr(state, name), f"engine_{name}_{direction}"
+                memory.copy_(torch.where(is_known, self.get_buffer(key), memory))
+                setattr(self, key, memory)
+
+
+def _remember_scales(owner: nn.Module, config: TransformerConfig, products: int = 1) -> EngineScales | None:
+    """What keeps the scales of a module that computes the layer `owner`, as a part of it; None without delayed ones."""
+    if config.few_bits_recipe != "delayed":
+        return None
+    owner.engine_scales = EngineScales(products, config.fp8_amax_history_len)
+    return owner.engine_scales
+
+
 class _Lender:
     """Builds a module of the package when it is first called, and lends it parameters for each call."""
 
-    def __init__(self, kind: str, **arguments: Any) -> None:
-        self.kind, self.arguments = kind, arguments
+    def __init__(self, kind: str, scales: EngineScales | None, **arguments: Any) -> None:
+        self.kind, self.scales, self.arguments = kind, scales, arguments
         self._module: nn.Module | None = None
         self._fuses: bool | None = None
 
@@ -73,6 +112,8 @@ class _Lender:
         # Gradient buffers come after the layers are built, so that this is known only now.
         if self._module is None or self._fuses != fuses:
             self._module, self._fuses = self._build(fuses), fuses
+            if self.scales is not None:
+                self.scales.join(self._module)
         for name, tensor in parameters.items():
             if tensor is not None and getattr(self._module, name) is not tensor:
                 # A parameter's place takes no plain tensor, such as one expert's part of a stack.
@@ -144,6 +185,7 @@ class EngineLinear(CommunicationPlan):
         bias = part.bias is not None and not part.skip_bias_add and (is_column or ranks == 1)
         self._lender = _Lender(
             "Linear" if norm is None else "LayerNormLinear",
+            _remember_scales(part, config),
             # Of all ranks together; counted from a rank's share, which may hold a copy of another rank's keys.
             in_features=inputs if is_column else inputs * ranks,
             out_features=outputs * ranks if is_column else outputs,
@@ -178,6 +220,7 @@ class EngineMLP:
         names = _GATED_ACTIVATIONS if config.gated_linear_unit else _ACTIVATIONS
         self._lender = _Lender(
             "LayerNormMLP",
+            _remember_scales(mlp, config, products=2),
             hidden_size=mlp.linear_fc1.input_size,
             ffn_hidden_size=mlp.linear_fc2.input_size,
             sequence_parallel=config.sequence_parallel and group.size() > 1,
@@ -223,12 +266,13 @@ class EngineExperts(ExpertByExpert):
     # A stack's gradient is put together by autograd: the module knows a parameter for each expert.
     by_autograd = True
 
-    def __init__(self, shape: torch.Size, config: TransformerConfig, *, fills_blocks: bool) -> None:
-        """shape: of this rank's weights, [experts, out, in]."""
+    def __init__(self, part: Any, config: TransformerConfig, *, fills_blocks: bool) -> None:
+        """part: the layer, with this rank's weights [experts, out, in]."""
         super().__init__(accumulates=False)
-        self.fills_blocks, (self.experts, outputs, inputs) = fills_blocks, shape
+        self.fills_blocks, (self.experts, outputs, inputs) = fills_blocks, part.weight.shape
         self._lender = _Lender(
             "GroupedLinear",
+            _remember_scales(part, config, products=self.experts),
             num_gemms=self.experts,
             in_features=inputs,
             out_features=outputs,
@@ -410,4 +454,4 @@ def _give_grouped_products(experts: Experts, config: TransformerConfig) -> None:
         rounds = config.few_bits_recipe is not None
         # Experts with as many rows each are one batched product, for which the host waits for nothing.
         if not keeps_input and (rounds or not isinstance(part.product, BatchedMatmul)):
-            part.product = EngineExperts(part.weight.shape, config, fills_blocks=rounds)
+            part.product = EngineExperts(part, config, fills_blocks=rounds)
