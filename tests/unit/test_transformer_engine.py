@@ -24,6 +24,7 @@ from megatron.core.placement import get_placement
 from megatron.core.transformer.transformer_engine.layer import TransformerEngineLayer
 from megatron.core.transformer.transformer_engine.package import choose_implementation, load_package
 from megatron.training.recipes.gpt import describe_gpt_operations
+from megatron.training.run import Run
 from tests.unit.gpt_models import (
     assert_same_function,
     build_model,
@@ -158,18 +159,22 @@ def test_delayed_scales_go_on_where_they_were_saved(engine: Engine, tmp_path: Pa
         f"{LLAMA} {EXPERTS} --moe-layer-freq 2 --ffn-hidden-size 48 --bf16 --lr-decay-iters 6 --fp8-format hybrid "
         f"--fp8-amax-history-len 4 --fp8-amax-compute-algo max {ASKED}"
     ).split()
-    whole = train_tiny(*flags)
-    train_tiny(*flags, "--save", tmp_path, "--exit-interval", 3)
-    resumed = train_tiny(*flags, "--load", tmp_path)
+
+    def train(*more: str | Path) -> tuple[Run, dict[str, torch.Tensor]]:
+        run = train_tiny(*flags, *more)
+        # The package's state is one for the process: what follows would go on with the modules of this run.
+        engine.metas.clear()
+        buffers = run.model[0].module.named_buffers()
+        return run, {name: data.clone() for name, data in buffers if "engine_scales" in name}
+
+    whole, expected = train()
+    train("--save", tmp_path, "--exit-interval", "3")
+    resumed, found = train("--load", tmp_path)
     assert differing(whole, resumed) == []
     assert {"LayerNormLinear", "Linear", "LayerNormMLP", "GroupedLinear"} <= engine.kinds()
-    states = [
-        {name: data for name, data in run.model[0].module.named_buffers() if "engine_scales" in name}
-        for run in (whole, resumed)
-    ]
     # Two projections of each layer, two products of experts, one dense MLP; two tensors for each direction.
-    assert len(states[0]) == 7 * 4 and all(torch.equal(data, states[1][name]) for name, data in states[0].items())
-    assert all((data != 1).any() for name, data in states[0].items() if "_scale_" in name)
+    assert len(expected) == 7 * 4 and all(torch.equal(data, found[name]) for name, data in expected.items())
+    assert all((data != 1).any() for name, data in expected.items() if "_scale_" in name)
     # A history of another length begins anew.
     flags[flags.index("--fp8-amax-history-len") + 1] = "3"
     other = prepare(*flags, "--load", tmp_path)
