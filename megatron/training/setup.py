@@ -17,6 +17,7 @@ from torch import nn
 from megatron.core import device as device_module
 from megatron.core.collectives import all_gather_object
 from megatron.core.device import is_cpu
+from megatron.core.device_graphs import GraphRecorder
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_chunk import ModelChunk
@@ -34,6 +35,7 @@ from megatron.core.tensor_parallel.parameters import declare_vocabulary, materia
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.compilation import compile_regions, find_obstacle
+from megatron.core.transformer.cuda_graphs import record_layers
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save
@@ -178,6 +180,8 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
         declare_vocabulary(module, recipe.vocab_size)
         if config.model.compile:
             compile_regions(module)
+        if config.model.cuda_graph_impl != "none":
+            record_layers(module, GraphRecorder())
         modules.append(module)
     # Before memory is given to the parameters: a tied weight must become one parameter, not two of equal values.
     tie_chunks(modules)

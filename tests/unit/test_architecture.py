@@ -125,7 +125,9 @@ def test_optional_packages_have_one_door() -> None:
 
 
 def test_only_device_says_cuda() -> None:
-    files = [s for s in sources("megatron", "tools", "pretrain_gpt.py") if s.relative != "megatron/core/device.py"]
+    # Recordings of what is launched fill a file of their own.
+    own = ("megatron/core/device.py", "megatron/core/device_graphs.py")
+    files = [s for s in sources("megatron", "tools", "pretrain_gpt.py") if s.relative not in own]
     assert [line for source in files for line in says_cuda(source)] == []
 
 

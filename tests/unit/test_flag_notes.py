@@ -36,6 +36,7 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
     "--symmetric-ar-type", "--nccl-all-reduce-for-prefill", "--inference-fuse-tp-communication",
     "--inference-disable-triton-nvls-kernels", "--inference-grouped-gemm-backend",
     "--inference-moe-disable-fused-quant-kernels", "--inference-moe-token-dispatcher-type", "--mlp-chunks-for-prefill",
+    "--optimizer-cuda-graph", "--delay-offload-until-cuda-graph",
     "--onnx-safe", "--tp-comm-overlap-cfg", "--ckpt-fully-parallel-load-exchange-algo",
     "--ckpt-fully-parallel-load-per-rank-objects", "--ckpt-fully-parallel-save-process-group",
     "--ckpt-fully-parallel-load-process-group", "--ckpt-assume-constant-structure",

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megatron.core.device_graphs import Recorder
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.offloaded_activations import Offloader, offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.cuda_graphs import Passes
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
@@ -59,6 +63,22 @@ class TransformerBlock(MegatronModule):
         assert config.hidden_size is not None
         ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
         self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and ends_decoder else None
+        self.passes: Passes | None = None
+
+    def record_layers(self, recorder: Recorder) -> None:
+        """From the end of the warm-up steps on, launch training's forward and backward by recordings; see
+        cuda_graphs.py."""
+        self.passes = Passes(recorder, self.config.cuda_graph_warmup_steps)
+        for layers, is_recomputed in self.units:
+            for index in layers:
+                layer = self.layers[index]
+                if isinstance(layer, TransformerLayer):
+                    layer.record_parts(self.passes, self.config.cuda_graph_modules, is_recomputed=is_recomputed)
+
+    def finish_step(self, groups: ProcessGroupCollection) -> None:
+        """See `megatron.core.finish_step`."""
+        if self.passes is not None:
+            self.passes.finish_step()
 
     def global_parameter_name(self, name: str) -> str:
         """layers.0.mlp -> layers.8.mlp where this stage begins with the model's ninth layer (`NamesParameters`)."""
@@ -81,24 +101,37 @@ class TransformerBlock(MegatronModule):
         local_rotation: for layers with a sliding window, where these have angles of their own. unrotated: for layers
         without rotary positions, where these have a factor on queries."""
         # Angles are computed once for each step and shared by all layers, instead of in each layer.
-        rotations = {"global": rotation, "local": local_rotation, "none": unrotated}
-
-        def run(indices: range, hidden_states: Tensor) -> Tensor:
-            for index in indices:
-                rotation = rotations[self.rotary_kinds[index]]
-                with nullcontext() if self.offloader is None else self.offloader.layer(index):
-                    hidden_states = self.layers[index](
-                        hidden_states, attention_mask, rotation, inference_context, packed_seq_params
-                    )
-            return hidden_states
-
-        # One stream around all layers: switching it inside would copy the generator's state for each dropout.
+        constants: Sequence[Any] = (attention_mask, rotation, local_rotation, unrotated)
+        passes = self.passes
+        trains = self.training and torch.is_grad_enabled()
+        if not trains or inference_context is not None or packed_seq_params is not None:
+            passes = None
         offloading = nullcontext() if self.offloader is None else self.offloader.open_pass()
-        with open_random_stream(self.config, self.training, self.tp_group), offloading, self._open_layers():
+        recording = nullcontext(constants) if passes is None else passes.open(hidden_states, constants)
+        # One stream around all layers: switching it inside would copy the generator's state for each dropout.
+        with (
+            open_random_stream(self.config, self.training, self.tp_group),
+            offloading,
+            self._open_layers(),
+            recording as (mask, *rotations),
+        ):
+            by_kind = dict(zip(("global", "local", "none"), rotations, strict=True))
+
+            def run(indices: range, hidden_states: Tensor) -> Tensor:
+                for index in indices:
+                    rotation = by_kind[self.rotary_kinds[index]]
+                    with nullcontext() if self.offloader is None else self.offloader.layer(index):
+                        hidden_states = self.layers[index](
+                            hidden_states, mask, rotation, inference_context, packed_seq_params
+                        )
+                return hidden_states
+
             for layers, is_recomputed in self.units:
                 # Mask, angles and documents come along in the closure: hidden states alone have gradients.
                 unit = functools.partial(run, layers)
-                if not is_recomputed or inference_context is not None:  # a cache must not be written to twice
+                is_repeated = passes is not None and passes.is_replaying  # by the recordings themselves
+                # A cache must not be written to twice.
+                if not is_recomputed or inference_context is not None or is_repeated:
                     hidden_states = unit(hidden_states)
                     continue
                 with offload("attn_norm"):

@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron.core.config_base import derived, flag, get_settings, name_multiples, restore
 from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
 from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
-from megatron.core.transformer.config_fields.offload import OffloadFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.precision import MULTIPLES, PrecisionFields
@@ -23,7 +23,7 @@ from megatron.core.transformer.layer_patterns import has_dense_layers, has_windo
 
 @dataclass(kw_only=True)
 class TransformerConfig(
-    OffloadFields,
+    CudaGraphFields,
     PipelineFields,
     MoEFields,
     MuPFields,

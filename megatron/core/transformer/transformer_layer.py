@@ -12,7 +12,8 @@ with dropout on what is added. Sources: Xiong et al., 2020 (pre-norm); OLMo 2, 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.compilation import Compile, is_compiled
+from megatron.core.transformer.cuda_graphs import Part, Passes
 from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
@@ -106,6 +108,8 @@ class TransformerLayer(MegatronModule):
         if config.few_bits_recipe is not None:
             self.multiply_in_few_bits(config, groups)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
+        self.recorded: dict[str, Part] = {}
+        self.is_recomputed_whole = False
 
     def multiply_in_few_bits(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         """Have the linear layers multiply in FP8 or FP4, where this layer is one that does."""
@@ -133,17 +137,59 @@ class TransformerLayer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
-        layer_input = hidden_states
+        whole, attention, mlp = self.recorded.get("layer"), self.recorded.get("attn"), self.recorded.get("mlp")
+        constants = (attention_mask, rotation, inference_context, packed_seq_params)
+        if whole is not None:
+            again = functools.partial(checkpoint, self._run, False) if self.is_recomputed_whole else None
+            output: Tensor = whole(self._run, (hidden_states,), constants, recorded=again)
+            return output
+        attended = (
+            self._add_attention(hidden_states, *constants)
+            if attention is None
+            else attention(self._add_attention, (hidden_states,), constants)
+        )
+        # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
+        inputs = (attended, hidden_states) if self.config.parallel_residual else (attended,)
+        result: Tensor = self._add_mlp(*inputs) if mlp is None else mlp(self._add_mlp, inputs)
+        return result
+
+    def record_parts(self, passes: Passes, parts: Collection[str], *, is_recomputed: bool) -> None:
+        """Let passes be recorded: of these parts (attn, mlp), or of the whole layer where none is named. is_recomputed:
+        whether of the whole layer only the input is kept."""
+        if not parts:
+            self.recorded["layer"] = passes.add(*self.children())
+            self.is_recomputed_whole = is_recomputed
+        if "attn" in parts:
+            modules = (self.input_layernorm, self.self_attention, self.post_self_attn_layernorm)
+            self.recorded["attn"] = passes.add(*(module for module in modules if module is not None))
+        if "mlp" in parts and not has_experts(self.config, self.layer_number):
+            modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
+            self.recorded["mlp"] = passes.add(*(module for module in modules if module is not None))
+
+    def _run(self, hidden_states: Tensor, *constants: Any) -> Tensor:
+        attended = self._add_attention(hidden_states, *constants)
+        return self._add_mlp(attended, hidden_states if self.config.parallel_residual else None)
+
+    def _add_attention(
+        self,
+        layer_input: Tensor,
+        attention_mask: Tensor | None,
+        rotation: Rotation | None,
+        inference_context: InferenceContext | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> Tensor:
         normed, residual = self._enter(self.input_layernorm, layer_input, "attn_norm")
         with self._keep_or_normalise_again(self.recomputes_attention_norm, "attn_norm", normed, layer_input):
             output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
-        hidden_states = self._leave(self.post_self_attn_layernorm, output, bias, residual)
-        # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
-        mlp_input = layer_input if self.config.parallel_residual else hidden_states
-        # Parallel: the MLP reads what attention read, and its output is added to what attention left.
+        return self._leave(self.post_self_attn_layernorm, output, bias, residual)
+
+    def _add_mlp(self, attended: Tensor, layer_input: Tensor | None = None) -> Tensor:
+        """layer_input: in the parallel form, in which the MLP reads what attention read, and its output is added to
+        what attention left."""
+        mlp_input = attended if layer_input is None else layer_input
         normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input, "mlp_norm")
-        if self.config.parallel_residual:
-            residual = hidden_states
+        if layer_input is not None:
+            residual = attended
         with self._keep_or_normalise_again(self.recomputes_mlp_norm, "mlp_norm", normed, mlp_input):
             output, bias = self._run_mlp(normed)
         return self._leave(self.post_mlp_layernorm, output, bias, residual)

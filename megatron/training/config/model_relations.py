@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron.training.config.layout_relations import sharding_flag
+
 if TYPE_CHECKING:
     from megatron.training.config.container import RunConfig
 
@@ -133,9 +135,32 @@ def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
     )
 
 
+def layers_can_be_recorded(run: RunConfig) -> Iterator[str]:
+    """A CUDA graph repeats kernels at fixed addresses, on tensors of fixed shapes, and nothing that the host does."""
+    if run.model.cuda_graph_impl == "none":
+        return
+    asked = run.say("cuda_graph_impl")
+    if run.ddp.use_torch_fsdp2:
+        yield (
+            f"{asked} needs weights that stay where they are, which {sharding_flag(run)} gathers anew; use "
+            "--use-distributed-optimizer"
+        )
+    if run.gpt.transformer_impl == "transformer_engine":
+        yield f"{asked} does not record the modules of --transformer-impl transformer_engine; leave out one of them"
+    if run.logger.log_comm_volume:
+        yield f"--log-comm-volume counts calls, which {asked} no longer makes; leave out one of them"
+    for name in ("sft", "dataloader_inter_document_masking", "reset_attention_mask"):
+        if getattr(run.data, name):
+            yield (
+                f"{asked} needs microbatches of one shape, which documents of {run.flag(name)} do not have; leave out "
+                "one of them"
+            )
+            break
+
+
 MODEL_RELATIONS = (
     positions_reach_the_sequence, rotation_takes_pairs, latent_attention_has_no_groups,
     rotary_positions_are_scaled_once, further_tokens_can_be_predicted, scores_can_be_measured,
     optimizer_fits_the_model, optimizer_formats_fit_the_model, recomputation_is_said_once,
-    vocabulary_divides_over_the_ranks,
+    vocabulary_divides_over_the_ranks, layers_can_be_recorded,
 )  # fmt: skip

@@ -32,6 +32,7 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _optimizer(run)
     yield from _learning(run)
     _recomputation(run)
+    yield from _graphs(run, given)
     yield from _checkpoint(run, given)
     yield from _data(run)
 
@@ -237,6 +238,21 @@ def _recomputation(run: RunConfig) -> None:
     model = run.model
     if run.training.recompute_activations and model.recompute_granularity is None:
         model.recompute_granularity = "selective"
+
+
+def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    model = run.model
+    for name, becomes in (
+        ("enable_cuda_graph", "--cuda-graph-impl local"),
+        ("external_cuda_graph", "--cuda-graph-impl transformer_engine"),
+        ("cuda_graph_scope_deprecated", "--cuda-graph-modules, without which whole layers are recorded"),
+    ):
+        if name in given and getattr(model, name):
+            yield f"{run.say(name)} is an earlier name of {becomes}"
+    if model.external_cuda_graph or model.cuda_graph_impl == "transformer_engine":
+        yield "--cuda-graph-impl transformer_engine records layers as local does, without Transformer Engine"
+    if model.te_rng_tracker:
+        yield "--te-rng-tracker has no effect: graphs move on the generator that everything else draws from"
 
 
 def _checkpoint(run: RunConfig, given: Set[str]) -> Iterator[str]:

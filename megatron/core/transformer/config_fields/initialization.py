@@ -43,7 +43,5 @@ class InitializationFields(ArchitectureFields):
     """Initialiser of embeddings; the normal distribution when None."""
     seed: int = flag(1234, minimum=1, maximum=2**31 - 1, kind="numerics")
     """Seed of weights, dropout and data order. Each initial weight is a function of (seed, parameter name, index)."""
-    te_rng_tracker: bool = flag(
-        False, kind="kernel", needs=Needs("CUDA graphs, which are not available yet", lambda run: False)
-    )
-    """Upstream's random streams for CUDA graphs. Here torch's own generators serve for everything."""
+    te_rng_tracker: bool = flag(False, kind="kernel")
+    """Upstream's random streams for CUDA graphs. Not needed here, as a note says."""

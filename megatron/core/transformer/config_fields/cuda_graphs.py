@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers are launched as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.core.config_base import flag
+from megatron.core.setting import Needs, NeedsGPU
+from megatron.core.transformer.config_fields.offload import OF_EXPERTS, OffloadFields
+
+_GRAPHS = Needs("--cuda-graph-impl local", lambda run: run.cuda_graph_impl != "none")
+_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+_UNSUPPORTED_MODULES = ("moe", "moe_router", "moe_preprocess", "mamba")
+_OFFLOADED_BY = {
+    "attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
+    "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
+}
+
+
+@dataclass(kw_only=True)
+class CudaGraphFields(OffloadFields):
+    """Layers that are recorded once and launched as CUDA graphs; transformer/cuda_graphs.py."""
+
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag(
+        "none",
+        kind="kernel",
+        unsupported_choices=("full_iteration",),
+        gpu=NeedsGPU(
+            lambda run: run.cuda_graph_impl != "none",
+            "layers are launched one kernel at a time",
+            {"cuda_graph_impl": "none"},
+        ),
+    )
+    """Launch forward and backward of each layer as one CUDA graph: local, recorded by this system; transformer_engine,
+    the same here, as a note says."""
+    cuda_graph_modules: list[str] = flag(
+        default_factory=list,
+        nargs="+",
+        choices=_MODULES,
+        unsupported_choices=_UNSUPPORTED_MODULES,
+        metavar="PART",
+        kind="kernel",
+        needs=_GRAPHS,
+    )
+    """What of each layer becomes a graph: attn, attention with its norm and residual; mlp, the MLP with them in layers
+    without experts. Whole layers when not given."""
+    cuda_graph_scope_deprecated: list[str] | None = flag(
+        None,
+        names=("--cuda-graph-scope",),
+        nargs="+",
+        choices=("full", "full_iteration", *_MODULES),
+        unsupported_choices=("full_iteration", *_UNSUPPORTED_MODULES),
+        metavar="PART",
+        kind="kernel",
+        needs=_GRAPHS,
+    )
+    """Earlier name of --cuda-graph-modules; full stands for whole layers."""
+    cuda_graph_warmup_steps: int = flag(3, minimum=0, unit="steps", kind="kernel", needs=_GRAPHS)
+    """Training steps before layers are recorded; the first step is never recorded."""
+    enable_cuda_graph: bool = flag(False, kind="kernel")
+    """Earlier name of --cuda-graph-impl local."""
+    external_cuda_graph: bool = flag(False, kind="kernel")
+    """Earlier name of --cuda-graph-impl transformer_engine."""
+
+    def derive(self) -> None:
+        super().derive()
+        if self.cuda_graph_impl == "none" and (self.enable_cuda_graph or self.external_cuda_graph):
+            self.cuda_graph_impl = "local" if self.enable_cuda_graph else "transformer_engine"
+        if self.cuda_graph_scope_deprecated and not self.cuda_graph_modules:
+            self.cuda_graph_modules = [part for part in self.cuda_graph_scope_deprecated if part != "full"]
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.enable_cuda_graph and self.external_cuda_graph:
+            yield "--enable-cuda-graph and --external-cuda-graph contradict each other; use --cuda-graph-impl"
+        if self.cuda_graph_impl != "none":
+            yield from self._layers_can_be_recorded()
+
+    def records(self, part: str) -> bool:
+        """Whether attention (attn) or a dense MLP (mlp) is in a graph."""
+        return self.cuda_graph_impl != "none" and (not self.cuda_graph_modules or part in self.cuda_graph_modules)
+
+    def _layers_can_be_recorded(self) -> Iterator[str]:
+        """What a graph cannot do: it repeats its kernels, and nothing that the host did, or decided, between them."""
+        asked, parts = self.say("cuda_graph_impl"), self.cuda_graph_modules
+        others: Any = self  # fields of other groups
+        if others.num_moe_experts is not None and not parts:
+            yield (
+                f"{asked} cannot record layers with experts as a whole: how many tokens an expert gets is only known "
+                "while they run; add --cuda-graph-modules attn"
+            )
+        if others.fp8 is not None or others.fp4 is not None:
+            yield (
+                f"{asked} cannot record layers in 8 or 4 bits, whose weights are rounded once in a step; leave out one "
+                "of them"
+            )
+        if self.defers_weight_gradients or self.delays_weight_gradients or self.overlap_moe_expert_parallel_comm:
+            yield (
+                f"{asked} computes weight gradients with the others, which a schedule of deferred ones, or of two "
+                "micro-batches side by side, takes apart; use --pipeline-schedule 1f1b or interleaved without "
+                "--overlap-moe-expert-parallel-comm and --delay-wgrad-compute"
+            )
+        if self.cpu_offloading_num_layers:
+            yield f"{self.say('cpu_offloading_num_layers')} cannot move what a CUDA graph keeps; leave out one of them"
+        offloaded = self.offload_modules if self.fine_grained_activation_offloading else []
+        kept = [part for name, inside in _OFFLOADED_BY.items() if self.records(name) for part in inside]
+        idle = [part for part in offloaded if part in kept and part not in OF_EXPERTS]
+        if idle:
+            yield f"--offload-modules {' '.join(idle)}: {asked} cannot move what a CUDA graph keeps; leave them out"
+        if getattr(others, "tp_comm_overlap", False):
+            yield f"{asked} cannot record --tp-comm-overlap; leave out one of them"
+        yield from self._recomputation_can_be_recorded(asked)
+        if self.records("attn"):
+            yield from self._attention_can_be_recorded(asked)
+
+    def _recomputation_can_be_recorded(self, asked: str) -> Iterator[str]:
+        others: Any = self
+        if self.recompute_granularity == "full":
+            if self.cuda_graph_modules:
+                yield (
+                    "--recompute-granularity full repeats whole layers, which --cuda-graph-modules "
+                    f"{' '.join(self.cuda_graph_modules)} divides; leave out one of them"
+                )
+            elif self.recompute_method == "uniform" and (self.recompute_num_layers or 1) > 1:
+                yield f"{asked} records layers one by one; use --recompute-num-layers 1"
+            if self.distribute_saved_activations:
+                yield f"{asked} cannot record --distribute-saved-activations; leave out one of them"
+        draws_again = (
+            others.attention_dropout > 0 and self.records("attn") and "core_attn" in (self.recompute_modules or ())
+        )
+        draws_again &= self.recompute_granularity == "selective"
+        if draws_again or (
+            self.recompute_granularity == "full" and max(others.hidden_dropout, others.attention_dropout) > 0
+        ):
+            yield (
+                f"{asked} cannot draw the same dropout again for --recompute-granularity {self.recompute_granularity}; "
+                "use --attention-dropout 0 --hidden-dropout 0, or leave out one of them"
+            )
+
+    def _attention_can_be_recorded(self, asked: str) -> Iterator[str]:
+        others: Any = self
+        if self.context_parallel_size > 1 or others.hybrid_context_parallel:
+            yield (
+                f"{asked} cannot record attention over {self.say('context_parallel_size')}; use "
+                "--cuda-graph-modules mlp"
+            )
+        if others.attention_dropout > 0 and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            yield (
+                f"{asked} cannot switch between random streams inside of a layer, as {self.say('attention_dropout')} "
+                "needs it on several tensor-parallel ranks; use --sequence-parallel or --attention-dropout 0"
+            )
+        if others.qk_clip or others.measures_attention_logits:
+            yield f"{asked} cannot measure attention scores; leave out --qk-clip, or use --cuda-graph-modules mlp"

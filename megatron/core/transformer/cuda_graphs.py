@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose forward and backward are recorded once, and then launched as two CUDA graphs each.
+
+A layer of a small model, or of one divided over many GPUs, takes longer to launch than to compute. Replaying what it
+launched the first time takes one call.
+
+    Passes        the layers of one chunk of the model: when they are recorded, and which recordings a pass uses
+    Part          what is recorded of a layer: all of it, its attention with norm and residual, or its dense MLP
+    _Slot         the recordings of all parts for one micro-batch in flight, in one pool of memory
+
+The first steps (--cuda-graph-warmup-steps) run as ever, and the last of their passes tells which tensors the parts
+pass on. The first pass after them records a slot: every part's forward in the order of the layers, every part's
+backward in the opposite order, which is the order in which each pass will replay them. A micro-batch holds its slot
+from its forward until its backward has come through the first part; one that finds no free slot has another one
+recorded. So a pipeline schedule gets as many slots as it has micro-batches in flight, and memory that is used again
+within a slot is never used by two micro-batches at once.
+
+What is recorded: kernels, collectives of tensor parallelism, weight gradients added to `main_grad`, the random numbers
+of dropout (the generator of the device moves on with each replay as the kernels would have moved it), recomputation.
+What stays outside: the wait for gathered parameters (a hook of the layer), the reports of finished gradients (hooks of
+the parameters: autograd calls them after the replay), the random stream of the layers, masks and angles, which are
+copied to fixed addresses once for each pass where they have changed.
+
+A pass runs without graphs where it is not like the recorded ones: in evaluation and generation, with packed documents,
+with tensors of other shapes, and while a hook watches a module inside a part (activation statistics, dumps).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.device_graphs import Recorder, Recording
+
+Tensors = tuple[Tensor, ...]
+Function = Callable[..., Tensor | Tensors]
+
+
+def record_layers(model: nn.Module, recorder: Recorder) -> None:
+    """Let the layers of a model whose config asks for graphs be recorded, each block's after its warm-up steps."""
+    for module in model.modules():
+        if hasattr(type(module), "record_layers"):
+            module.record_layers(recorder)  # type: ignore[operator]
+
+
+class Part:
+    """A part of a layer, called with the function that computes it.
+
+    modules: those that the function calls, and whose parameters it uses.
+    """
+
+    def __init__(self, passes: Passes, modules: Sequence[nn.Module]) -> None:
+        self._passes = passes
+        self.modules = list(modules)
+        self._inner = list(dict.fromkeys(itertools.chain.from_iterable(module.modules() for module in modules)))
+
+    def __call__(
+        self, function: Function, inputs: Tensors, constants: Sequence[Any] = (), *, recorded: Function | None = None
+    ) -> Any:
+        """function(*inputs, *constants), a tensor or several, by the recordings where the pass has some.
+
+        constants: of those that the pass was opened with. recorded: what is recorded instead of the function, with the
+        same values and gradients.
+        """
+        current = self._passes.current
+        if current is None:
+            return function(*inputs, *constants)
+        return current.run(self, function if recorded is None else recorded, function, inputs, constants)
+
+    def list_parameters(self) -> list[nn.Parameter]:
+        """The parameters that get gradients, each once."""
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters() if p.requires_grad))
+
+    def is_watched(self) -> bool:
+        """Whether a hook reads, or changes, what goes through a module inside."""
+        return any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self._inner
+        )
+
+
+class Passes:
+    """The passes through the layers of one chunk.
+
+    warmup_steps: training steps that run without graphs; one at least, in which libraries and kernels are loaded.
+    """
+
+    def __init__(self, recorder: Recorder, warmup_steps: int) -> None:
+        self.current: _LearningPass | _ReplayedPass | None = None
+        self._recorder = recorder
+        self._warmup_steps = max(1, warmup_steps)
+        self._steps = 0
+        self._parts: list[Part] = []
+        self._slots: list[_Slot] = []
+        self._learned: _LearningPass | None = None
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the pass that is under way replays recordings."""
+        return isinstance(self.current, _ReplayedPass)
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches for which recordings were made."""
+        return len(self._slots)
+
+    def add(self, *modules: nn.Module) -> Part:
+        """Return a new part of these modules; parts are added in any order."""
+        self._parts.append(Part(self, modules))
+        return self._parts[-1]
+
+    def finish_step(self) -> None:
+        """Count a training step."""
+        self._steps += 1
+
+    @contextlib.contextmanager
+    def open(self, hidden_states: Tensor, constants: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """One forward pass of training through the layers, which the block does; it yields what stands for the
+        constants there.
+
+        constants: what the layers read beside hidden states and has no gradient: masks and angles, as tensors, named
+        tuples of tensors, or None.
+        """
+        self.current = self._choose(hidden_states, constants)
+        try:
+            yield constants if self.current is None else self.current.constants
+            # Only now: a pass that an error has ended has not seen every part.
+            if isinstance(self.current, _LearningPass):
+                self._learned = self.current
+                self.current.forget_tensors()
+        finally:
+            self.current = None
+
+    def _choose(self, hidden_states: Tensor, constants: Sequence[Any]) -> _LearningPass | _ReplayedPass | None:
+        if any(part.is_watched() for part in self._parts):
+            return None
+        kind = describe((hidden_states, *constants))
+        if self._steps < self._warmup_steps or self._learned is None:
+            return _LearningPass(kind, constants)
+        if kind != self._learned.kind:
+            return None
+        slot = next((slot for slot in self._slots if slot.is_free), None)
+        if slot is None:
+            with self._recorder.session():
+                slot = _Slot(self._recorder, self._learned.calls, constants)
+            self._slots.append(slot)
+        return slot.begin(constants)
+
+
+def describe(value: Any) -> Any:
+    """What must be the same for recordings to serve: shapes and number formats of tensors, other values themselves."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return tuple(map(describe, value)) if isinstance(value, tuple) else value
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _list_tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def _copy_structure(value: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple):
+        items = [_copy_structure(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+# ---- a pass without graphs, which tells what to record
+
+
+@dataclass
+class _Like:
+    """A tensor without its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    made_by: tuple[int, int] | None = None
+    """The call of the same pass, and the place among its outputs, that this tensor comes from as it is."""
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+
+
+@dataclass
+class _Call:
+    """How a part is called in every pass."""
+
+    part: Part
+    function: Function
+    inputs: list[_Like]
+    constants: list[int | None]
+    """Which of the pass's constants it reads, by their place; None for none."""
+
+
+class _LearningPass:
+    """A pass that runs without graphs and notes the calls of its parts."""
+
+    def __init__(self, kind: Any, constants: Sequence[Any]) -> None:
+        self.kind, self.constants = kind, constants
+        self.calls: list[_Call] = []
+        self._made: list[tuple[weakref.ref[Tensor], tuple[int, int]]] = []
+
+    def run(self, part: Part, recorded: Function, function: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
+        outputs = function(*inputs, *constants)
+        places = [self._find_constant(constant) for constant in constants]
+        likes = [self._liken(tensor) for tensor in inputs]
+        number = len(self.calls)
+        self.calls.append(_Call(part, recorded, likes, places))
+        for index, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
+            self._made.append((weakref.ref(output), (number, index)))
+        return outputs
+
+    def forget_tensors(self) -> None:
+        """Keep what was noted, and nothing that belongs to this micro-batch."""
+        self.constants, self._made = (), []
+
+    def _liken(self, tensor: Tensor) -> _Like:
+        made_by = next((place for made, place in self._made if made() is tensor), None)
+        layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+        return _Like(*layout, tensor.requires_grad, made_by)
+
+    def _find_constant(self, constant: Any) -> int | None:
+        if constant is None:
+            return None
+        places = [place for place, known in enumerate(self.constants) if known is constant]
+        assert places, f"a recorded part reads {type(constant).__name__}, which its pass was not opened with"
+        return places[0]
+
+
+# ---- recordings
+
+
+@dataclass(eq=False)
+class _RecordedCall:
+    """The recordings of one part, and the tensors at their fixed addresses."""
+
+    call: _Call
+    parameters: list[nn.Parameter]
+    inputs: list[Tensor]
+    forward: Recording[Any]
+    outputs: list[Tensor]
+    returns_several: bool
+    backward: Recording[Any] | None = None
+    output_grads: list[Tensor | None] = field(default_factory=list)
+    """None for an output that has no gradient, such as numbers of experts."""
+    input_grads: list[Tensor | None] = field(default_factory=list)
+    parameter_grads: list[Tensor | None] = field(default_factory=list)
+    """None for a parameter whose gradient the recording itself adds to its main_grad."""
+
+
+class _Slot:
+    """Recordings of every part for one micro-batch in flight."""
+
+    def __init__(self, recorder: Recorder, calls: Sequence[_Call], constants: Sequence[Any]) -> None:
+        self._recorder, self._pool = recorder, recorder.open_pool()
+        self.constants = tuple(map(_copy_structure, constants))
+        self._fixed = _list_tensors(self.constants)
+        # What the fixed tensors hold a copy of: kept, so that its address is not given to other values.
+        self._loaded = [(tensor, tensor._version) for tensor in _list_tensors(constants)]
+        self._lease: weakref.ref[_Lease] | None = None
+        self.calls: list[_RecordedCall] = []
+        graphs = [self._record_forward(call) for call in calls]
+        for number in reversed(range(len(calls))):
+            # Popped: what forward has kept for backward is free for the recordings that come after it.
+            self._record_backward(number, *graphs.pop())
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no micro-batch holds it."""
+        lease = None if self._lease is None else self._lease()
+        return lease is None or lease.is_over
+
+    def begin(self, constants: Sequence[Any]) -> _ReplayedPass:
+        """A micro-batch's pass."""
+        for place, (fixed, tensor) in enumerate(zip(self._fixed, _list_tensors(constants), strict=True)):
+            loaded, version = self._loaded[place]
+            if not _are_same(tensor, loaded) or tensor._version != version:
+                fixed.copy_(tensor)
+                self._loaded[place] = tensor, tensor._version
+        lease = _Lease()
+        self._lease = weakref.ref(lease)
+        return _ReplayedPass(self, lease)
+
+    def _choose_address(self, like: _Like) -> Tensor:
+        """Where a part reads an input: where an earlier part has written it, or in memory of its own."""
+        if like.made_by is None:
+            return like.make()
+        call, index = like.made_by
+        return self.calls[call].outputs[index].detach()
+
+    def _record_forward(self, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [self._choose_address(like).requires_grad_(like.requires_grad) for like in call.inputs]
+        constants = [None if place is None else self.constants[place] for place in call.constants]
+
+        def forward() -> Any:
+            with torch.enable_grad():
+                return call.function(*leaves, *constants)
+
+        recording = self._recorder.record(forward, self._pool)
+        returned, recording.result = recording.result, None
+        outputs = list(returned) if isinstance(returned, tuple) else [returned]
+        self.calls.append(
+            _RecordedCall(
+                call,
+                call.part.list_parameters(),
+                [leaf.detach() for leaf in leaves],
+                recording,
+                [output.detach() for output in outputs],
+                returns_several=isinstance(returned, tuple),
+            )
+        )
+        return leaves, outputs
+
+    def _record_backward(self, number: int, leaves: list[Tensor], outputs: list[Tensor]) -> None:
+        recorded = self.calls[number]
+        recorded.output_grads = [
+            self._choose_gradient_address(number, index, output) if output.requires_grad else None
+            for index, output in enumerate(outputs)
+        ]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        roots = [output for output in outputs if output.requires_grad]
+        starts = [grad for grad in recorded.output_grads if grad is not None]
+
+        def backward() -> list[Tensor | None]:
+            # Parameters are asked for, too: a product that adds to main_grad returns nothing for its weight, but is
+            # not run for a weight that nobody asks for.
+            grads = torch.autograd.grad(roots, [*wanted, *recorded.parameters], starts, allow_unused=True)
+            of_parameters = map(_add_to_main_grad, recorded.parameters, grads[len(wanted) :])
+            return [*grads[: len(wanted)], *of_parameters]
+
+        recorded.backward = self._recorder.record(backward, self._pool)
+        grads, recorded.backward.result = recorded.backward.result, None
+        of_inputs = iter(grads[: len(wanted)])
+        recorded.input_grads = [next(of_inputs) if leaf.requires_grad else None for leaf in leaves]
+        recorded.parameter_grads = grads[len(wanted) :]
+
+    def _choose_gradient_address(self, number: int, index: int, output: Tensor) -> Tensor:
+        """Where a part's backward reads the gradient of an output: where a later part has written it, or in memory of
+        its own."""
+        for later in self.calls[number + 1 :]:
+            for like, grad in zip(later.call.inputs, later.input_grads, strict=True):
+                if like.made_by == (number, index) and grad is not None and grad.stride() == output.stride():
+                    return grad.detach()
+        return torch.zeros_like(output)
+
+
+def _add_to_main_grad(parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
+    """What is left to be handed to autograd."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    if grad is None or main_grad is None:
+        return grad
+    main_grad.add_(grad)
+    return None
+
+
+# ---- a pass by recordings
+
+
+class _Lease:
+    """A micro-batch's right to a slot: until the backward of every part that it has run, or until its graph is gone."""
+
+    def __init__(self) -> None:
+        self._waiting = 0
+        self.is_over = False
+
+    def begin_part(self) -> None:
+        self._waiting += 1
+
+    def end_part(self) -> None:
+        self._waiting -= 1
+        self.is_over = self._waiting == 0
+
+
+class _ReplayedPass:
+    """A pass by the recordings of a slot."""
+
+    def __init__(self, slot: _Slot, lease: _Lease) -> None:
+        self.constants, self._lease = slot.constants, lease
+        self._calls = enumerate(slot.calls)
+
+    def run(self, part: Part, recorded: Function, function: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
+        number, call = next(self._calls)
+        assert call.call.part is part, f"call {number} of a recorded pass was another part's"
+        outputs: Tensors = _Replay.apply(call, number == 0, self._lease, *inputs, *call.parameters)
+        return outputs if call.returns_several else outputs[0]
+
+
+class _Replay(torch.autograd.Function):
+    """A part's recordings as one operation of autograd; the parameters are inputs so that their hooks are called."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _RecordedCall, is_first: bool, lease: _Lease, *tensors: Tensor) -> Tensors:
+        for fixed, tensor, like in zip(call.inputs, tensors, call.call.inputs, strict=False):
+            if like.made_by is not None and not _are_same(tensor, fixed):
+                raise RuntimeError(
+                    f"a hook has replaced the hidden states {list(tensor.shape)} between two recorded layers; give "
+                    "--cuda-graph-impl none"
+                )
+            _load(fixed, tensor)
+        call.forward.replay()
+        ctx.call, ctx.is_first, ctx.lease = call, is_first, lease
+        ctx.set_materialize_grads(False)
+        lease.begin_part()
+        outputs = tuple(output.detach() for output in call.outputs)
+        ctx.mark_non_differentiable(
+            *(output for output, grad in zip(outputs, call.output_grads, strict=True) if grad is None)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        call: _RecordedCall = ctx.call
+        if ctx.lease.is_over:
+            raise RuntimeError(
+                "backward went through recorded layers a second time; what they kept belongs to another micro-batch "
+                "by now: leave retain_graph out, or give --cuda-graph-impl none"
+            )
+        for fixed, grad in zip(call.output_grads, grads, strict=True):
+            if fixed is not None and grad is None:
+                fixed.zero_()
+            elif fixed is not None and grad is not None:
+                _load(fixed, grad)
+        assert call.backward is not None
+        call.backward.replay()
+        ctx.lease.end_part()
+        # The slot's memory is free when the first part is done, and a pipeline may still be sending this gradient.
+        hand_on = torch.clone if ctx.is_first else torch.detach
+        of_inputs = [None if grad is None else hand_on(grad) for grad in call.input_grads]
+        # Whoever has no main_grad keeps what he gets.
+        of_parameters = [None if grad is None else grad.clone() for grad in call.parameter_grads]
+        return None, None, None, *of_inputs, *of_parameters
+
+
+def _load(fixed: Tensor, tensor: Tensor) -> None:
+    """Bring values to a fixed address, where they are not there already."""
+    if not _are_same(tensor, fixed):
+        fixed.copy_(tensor)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
+        return False
+    return one.storage_offset() == other.storage_offset() and (one.shape, one.stride()) == (other.shape, other.stride())
