@@ -137,7 +137,31 @@ class Stream:
         _note_wait("Stream.synchronize")
 
 
+class CUDAGraph:
+    """Counts what is launched while it captures, and each replay as one launch."""
+
+    def __init__(self) -> None:
+        self.kernels = 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        assert not CAPTURING, "two graphs cannot capture at once"
+        CAPTURING.append(self)
+
+    def capture_end(self) -> None:
+        CAPTURING.remove(self)
+
+    def replay(self) -> None:
+        assert not CAPTURING, "a graph is replayed, not captured"
+        REPLAYS.append(self)
+
+
 _STREAM = Stream()
+
+CAPTURING: list[CUDAGraph] = []
+"""The graph that captures, if one does."""
+
+REPLAYS: list[CUDAGraph] = []
+"""In order; recorder.py empties it."""
 
 ORDER: list[tuple[str, Any]] = []
 """Kernels, copies between host and device, and what the computation's stream waits for, in order."""
@@ -177,6 +201,9 @@ _STAND_INS: dict[str, Any] = {
     "get_device_properties": lambda device=None: Properties,
     "device": lambda device: contextlib.nullcontext(),
     "stream": lambda stream: contextlib.nullcontext(),
+    "CUDAGraph": CUDAGraph,
+    "graph_pool_handle": object,
+    "is_current_stream_capturing": lambda: bool(CAPTURING),
     "Event": Event,
     "Stream": Stream,
 }

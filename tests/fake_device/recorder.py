@@ -74,6 +74,7 @@ class Recorder(TorchDispatchMode):
         self.events.clear()
         device.WAITS.clear()
         device.ORDER.clear()
+        device.REPLAYS.clear()
         self._note_peak()
 
     def find_longest_row(self) -> list[str]:
@@ -111,9 +112,7 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         after = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if (on_device or any(is_on_device(t) for t in after)) and not func.is_view and name not in NO_KERNELS:
-            self.kernels[name] += 1
-            self.events.append("kernel")
-            device.ORDER.append((direction or "kernel", None))
+            self.note_kernel(name, direction)
         for tensor in after:
             self._remember(tensor)
         return result
@@ -137,6 +136,10 @@ class Recorder(TorchDispatchMode):
         for size in reversed(tensor.shape if operation == "tolist" else ()):
             zero = [zero] * size
         return zero
+
+    def count_replays(self) -> tuple[int, int]:
+        """Launches of graphs, and the kernels in them."""
+        return len(device.REPLAYS), sum(graph.kernels for graph in device.REPLAYS)
 
     def count_copies(self) -> dict[str, int]:
         """Copies between host and device, and of those to the device that the computation waited for how many had a
@@ -189,8 +192,19 @@ class Recorder(TorchDispatchMode):
         self.note_collective(name, ranks, elements, kind)
         return func(*args, **kwargs)
 
+    def note_kernel(self, name: str, direction: str | None = None) -> None:
+        """A kernel is launched, or captured; direction: of a copy between host and device."""
+        if device.CAPTURING:
+            device.CAPTURING[-1].kernels += 1
+            return
+        self.kernels[name] += 1
+        self.events.append("kernel")
+        device.ORDER.append((direction or "kernel", None))
+
     def note_collective(self, name: str, ranks: Sequence[int], elements: int = 0, kind: str = "") -> None:
         """A communication of these ranks begins."""
+        if device.CAPTURING:
+            return
         self.collectives.append((name, tuple(ranks), elements, kind))
         self.events.append(name)
 
@@ -361,8 +375,7 @@ def _broadcast_object_list(values: list[Any], src: Any = None, group: Any = None
 def _launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """A kernel of ours counts as one, by its name; its results are there, without values, before it begins."""
     if _active and 0 not in grid:
-        _active[-1].kernels[kernel.__name__] += 1
-        _active[-1].events.append("kernel")
+        _active[-1].note_kernel(kernel.__name__)
 
 
 @functools.cache

@@ -31,7 +31,8 @@ from megatron.training.verify.parity_layouts import parse_layout
 from tests.fake_device.recorder import Recorder, replace_operations
 
 ITERATIONS, WATCHED = 3, 2
-"""The first one meets groups and takes memory, the last one reads values for the log."""
+"""The first one meets groups and takes memory, the last one reads values for the log. Layers that become graphs are
+recorded in one more between them."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Seen:
     """The longest row of collectives that were started without a kernel between them."""
     copies: dict[str, int]
     """Between host and device, see Recorder.count_copies."""
+    replays: tuple[int, int]
+    """Of CUDA graphs, see Recorder.count_replays."""
 
 
 def run_layout(text: str, flags: list[str]) -> list[Seen]:
@@ -64,7 +67,8 @@ def run_layout(text: str, flags: list[str]) -> list[Seen]:
     # What an H200 answers; to try it takes values.
     grouped_products.grouped_mm_works = lambda *arguments: True  # type: ignore[assignment]
     layout = parse_layout(text)
-    own = f"--train-iters {ITERATIONS} --log-interval {ITERATIONS} --eval-iters 0 --num-workers 0".split()
+    iterations = ITERATIONS + ("--cuda-graph-impl" in flags)
+    own = f"--train-iters {iterations} --log-interval {iterations} --eval-iters 0 --num-workers 0".split()
     return [_run_rank([*flags, *layout.flags, *own], rank, layout.world_size) for rank in range(layout.world_size)]
 
 
@@ -112,14 +116,14 @@ class Watch(Hook):
         def watched(run: Run, batches: Iterator[Any]) -> None:
             self.recorder.restart()
             step(run, batches)
-            if run.progress.iteration == WATCHED:
+            if run.progress.iteration == WATCHED + (run.config.model.cuda_graph_impl != "none"):
                 parameters = sum(weight.numel() for chunk in run.model for weight in chunk.module.parameters())
                 recorder = self.recorder
                 self.seen = Seen(
                     parameters, *self.setup_bytes, recorder.peak_bytes, plan_peak(run), dict(recorder.peak_holders),
                     dict(recorder.kernels),
                     dict(recorder.count_waits()), list(recorder.collectives), recorder.find_longest_row(),
-                    recorder.count_copies(),
+                    recorder.count_copies(), recorder.count_replays(),
                 )  # fmt: skip
 
         return watched

@@ -80,6 +80,12 @@ OFFLOADED = {
 }  # fmt: skip
 """They wait, or hold, as no other does."""
 
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+RECORDED = {
+    "graphs": ("1", f"{DENSE} {GRAPHS}"), "graphs, six layers": ("1", f"{DENSE} {SIX_LAYERS} {GRAPHS}"),
+    "graphs, pp2": ("pp2", f"{DENSE} {GRAPHS}"), "graphs, tp2,sp": ("tp2,sp", f"{DENSE} {GRAPHS}"),
+}  # fmt: skip
+
 EXCHANGE = "tolist in megatron/core/transformer/moe/token_dispatcher.py:dispatch"
 GATHERED = "item in megatron/core/transformer/moe/token_dispatcher.py:_permute_to_experts"
 
@@ -90,7 +96,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     library = build(tmp_path_factory.mktemp("fake_device"))
     if library is None:
         pytest.skip("no C++ compiler")
-    requests = {name: (layout, " ".join(flags.split())) for name, (layout, flags) in (REQUESTS | OFFLOADED).items()}
+    requests = {
+        name: (layout, " ".join(flags.split())) for name, (layout, flags) in (REQUESTS | OFFLOADED | RECORDED).items()
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_device", library], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         input=json.dumps(requests), capture_output=True, text=True,
@@ -208,3 +216,23 @@ def test_state_on_the_host_leaves_weights_and_gradients_on_the_device(seen: Any)
     scalars = "copy to the host in megatron/core/optimizer/megatron_optimizer.py:_update"
     assert rank["waits"] == {scalars: 1, "Event.synchronize": chunks}
     assert rank["copies"]["to the host"] == chunks + 1
+
+
+@pytest.mark.flags("--cuda-graph-impl")
+def test_recorded_layers_launch_their_graphs_and_nothing_else(seen: Any) -> None:
+    """A layer costs two launches in each microbatch, whatever is in it, and the host waits for nothing."""
+    plain, four, six = (of_layout(seen, name)[0] for name in ("1", "graphs", "graphs, six layers"))
+    assert four["waits"] == six["waits"] == {}
+    assert four["kernels"] == six["kernels"]
+    for layers, rank in ((4, four), (6, six)):
+        assert rank["replays"][0] == 2 * layers * MICROBATCHES
+    # Each kernel that the host does not launch any more is in a graph; what enters and leaves the layers is copied.
+    copies = 3 * MICROBATCHES
+    missing = sum(plain["kernels"].values()) - sum(four["kernels"].values())
+    assert missing <= four["replays"][1] <= missing + copies
+    for rank in of_layout(seen, "graphs, pp2") + of_layout(seen, "graphs, tp2,sp"):
+        assert rank["waits"] == {}
+        assert rank["replays"][0] in (2 * 2 * MICROBATCHES, 2 * 4 * MICROBATCHES)
+    # Collectives of tensor parallelism are launched by the graphs; embedding, head and gradients have theirs beside.
+    before, now = (len(of_layout(seen, name)[0]["collectives"]) for name in ("tp2,sp", "graphs, tp2,sp"))
+    assert now < before / 2

@@ -121,9 +121,8 @@ def test_microbatches_in_flight_have_recordings_of_their_own() -> None:
         third = run(model, 3)
         second.backward()
         third.backward()
-        found.append(
-            [first.detach(), second.detach(), third.detach(), *(p.main_grad.clone() for p in model.parameters())]
-        )  # type: ignore[attr-defined]
+        grads = [param.main_grad.clone() for param in model.parameters()]  # type: ignore[operator,attr-defined]
+        found.append([first.detach(), second.detach(), third.detach(), *grads])
     assert all(map(torch.equal, *found))
     assert slots(model) == 2
 
