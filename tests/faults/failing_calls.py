@@ -296,6 +296,17 @@ def _read_tensors(checkpoint: Path) -> dict[str, bytes]:
     return {str(path.relative_to(checkpoint)): path.read_bytes() for path in files}
 
 
+def _play_one(directory: Path, way: str, fault: str, victim: int, order: dict[str, Any]) -> Iterator[list[str]]:
+    """All calls with one fault on one rank; what ends them early is a verdict, and no end of the campaign."""
+    try:
+        if FAULTS[fault].what == _KILL:
+            yield from _play_kills(directory, way, victim, order)
+        else:
+            yield from _play_fault(directory, way, fault, victim, order)
+    except AssertionError as error:
+        yield [f"{fault}, {way}, rank {victim}", repr(error)]
+
+
 def main() -> int:
     """Play what the argument says, and print each verdict as a line."""
     order = json.loads(sys.argv[1])
@@ -304,13 +315,7 @@ def main() -> int:
         directory.mkdir()
         for fault in order["faults"]:
             for victim in range(_RANKS):
-                kills = FAULTS[fault].what == _KILL
-                cases = (
-                    _play_kills(directory, way, victim, order)
-                    if kills
-                    else _play_fault(directory, way, fault, victim, order)
-                )
-                for case in cases:
+                for case in _play_one(directory, way, fault, victim, order):
                     print("verdict", json.dumps(case), flush=True)
     return 0
 

@@ -10,6 +10,7 @@ run.
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,9 @@ def play(cases: Sequence[Case], beginning: Beginning, directory: Path) -> Iterat
             yield Verdict(str(case))
         except AssertionError as error:
             yield Verdict(str(case), str(error))
+        # One that hangs is one case that does not hold, and no end of the others.
+        except subprocess.TimeoutExpired as error:
+            yield Verdict(str(case), f"a rank has not ended after {error.timeout:.0f} s")
         shutil.rmtree(root)
 
 
