@@ -51,7 +51,8 @@ class Program:
             files = [self._output.fileno(), self._errors.fileno(), theirs.fileno()]
             socket.send_fds(_server(), [struct.pack("!i", len(content))], files)
             _server().sendall(content)
-        self.pid = self._answer(60.0)
+        # The first one waits for the server to have imported torch.
+        self.pid = self._answer(240.0)
 
     def poll(self) -> int | None:
         """The exit code, minus the signal's number for a death by signal; None while it runs."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.bridge.own_family import read_family
 from megatron.core.errors import ConfigError, MegatronError, command_line, say
+from megatron.core.paths import explain_no_directory
 from megatron.training.flags.argument import path
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
@@ -229,6 +230,8 @@ def convert(arguments: argparse.Namespace, group: Group | None = None) -> None:
         from megatron.bridge.checkpoints import ALONE
 
         group = ALONE
+    if problem := explain_no_directory(arguments.input_path):
+        raise ConfigError(f"--input-path {arguments.input_path} {problem}; give the directory to convert")
     if arguments.source == "hf":
         _from_hf(arguments, group)
     elif arguments.target == "hf":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -20,7 +21,13 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.legacy import read_rank_file
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest, record_file
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+    record_file,
+    verify_files,
+)
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import ALONE, content, find, save, tensors
@@ -73,6 +80,17 @@ def test_L3_every_flipped_bit_is_seen(tmp_path: Path) -> None:
                 find(tmp_path)
             flip_bit(path, bit)
     assert find(tmp_path) is not None
+
+
+def test_L3_a_pipe_in_the_place_of_an_empty_file(tmp_path: Path) -> None:
+    """It is as long, and whoever reads it waits for ever."""
+    (tmp_path / "empty").touch()
+    manifest = Manifest(10, "run", 1, {"empty": record_file(tmp_path / "empty")})
+    verify_files(tmp_path, manifest)
+    (tmp_path / "empty").unlink()
+    os.mkfifo(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="empty is no regular file"):
+        verify_files(tmp_path, manifest)
 
 
 def test_L4_file_of_another_save(tmp_path: Path) -> None:

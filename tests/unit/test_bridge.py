@@ -450,8 +450,13 @@ def test_sizes_and_paths_are_checked(
     (tmp_path / "ours" / "notes.txt").touch()
     assert convert(monkeypatch, hf_directory, tmp_path / "ours", "hf megatron") == 2
     assert "ours is not empty; give a directory that does not exist yet" in capsys.readouterr().err
-    assert convert(monkeypatch, tmp_path / "ours", tmp_path / "back", "megatron hf") == 2
-    assert "holds no checkpoint" in capsys.readouterr().err
+    for source, message in (
+        (tmp_path / "ours", "ours holds no checkpoint; give a directory that --save has written"),
+        (tmp_path / "none", f"--input-path {tmp_path}/none does not exist; give the directory to convert"),
+        (hf_directory, "is a model of Hugging Face, not a checkpoint of a run; start from it with --load hf:"),
+    ):
+        assert convert(monkeypatch, source, tmp_path / "back", "megatron hf") == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_result_that_is_not_the_source_is_found(hf_directory: Path, tmp_path: Path) -> None:

@@ -212,6 +212,10 @@ def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="--load .*other holds no checkpoint"):
         prepare("--load", tmp_path / "other")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "other" / name).write_text("")
+    with pytest.raises(CheckpointError, match="--load .*other is a model of Hugging Face.* with --load hf:.*other, or"):
+        prepare("--load", tmp_path / "other", "--save", tmp_path / "other")
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name, words in (("file", "is a file, not a directory"), ("loop", "a symbolic link that leads back to itself")):

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.dist_checkpointing.upstream_dist import (
     FSDP_DTENSOR,
+    FSDP_REMEDY,
     TORCH_DCP,
     find_upstream_checkpoint,
     name_format,
@@ -141,7 +142,7 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
         if found == FSDP_DTENSOR:
             return (
                 f"is a checkpoint in upstream's format {found}, which is not read",
-                "have upstream save it with --ckpt-format torch_dist or torch",
+                FSDP_REMEDY,
             )
         if found is not None:
             is_whole = found == "torch_dist"
@@ -159,8 +160,8 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return (
             "is a model of Hugging Face, not a checkpoint of a run",
-            f"convert it with python -m megatron.bridge.convert --source hf --target megatron --input-path {path} "
-            "--output-path DIR",
+            f"start from it with --load hf:{path}, or convert it: python -m megatron.bridge.convert --source hf "
+            f"--target megatron --input-path {path} --output-path DIR",
         )
     return None
 

@@ -164,6 +164,10 @@ def _is_upstream(path: Path, *, or_ours: bool) -> bool:
 TORCH_DCP, FSDP_DTENSOR, PLAIN_MODULE = "torch_dcp", "fsdp_dtensor", "state_dict"
 """What torch.distributed.checkpoint saves of modules: in a dictionary beside the optimizer's (upstream's torch_dcp),
 the same of modules that upstream's own fully sharded data parallelism wraps, or the weights alone."""
+FSDP_REMEDY = (
+    "export it with Megatron-Bridge (examples/conversion/mfsdp/convert_checkpoints_fsdp.py export --megatron-path ... "
+    "--hf-path DIR), and take the weights with --load hf:DIR"
+)
 _MODEL, _WRAPPED = "model.", "model.module."
 _PLAIN_KEYS = ("decoder.layers.", "embedding.word_embeddings.")
 _SCHEDULER = "opt_param_scheduler."
@@ -348,8 +352,7 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
     if found == FSDP_DTENSOR:
         raise CheckpointError(
             f"{path} is in upstream's format {found}, the only one that its --use-megatron-fsdp saves, and that is not "
-            "read here; export it with Megatron-Bridge (examples/conversion/mfsdp/convert_checkpoints_fsdp.py export "
-            "--megatron-path ... --hf-path DIR), and take the weights with --load hf:DIR"
+            f"read here; {FSDP_REMEDY}"
         )
     if found == PLAIN_MODULE:
         return {}

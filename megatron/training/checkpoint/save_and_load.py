@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
+from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
@@ -173,6 +174,8 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
     # A file, or a link that leads nowhere, does not become a directory of checkpoints later.
     if obstacle is not None and obstacle != "does not exist":
         raise CheckpointError(f"--load {root} {what}; give a directory")
+    if obstacle is None and (foreign := explain_foreign_format(root)) is not None:
+        raise CheckpointError(f"--load {root} {foreign[0]}; {foreign[1]}")
     if settings.pretrained_checkpoint is not None:
         say_once(world, f"--load {root} {what} yet: starting from --pretrained-checkpoint")
         return
