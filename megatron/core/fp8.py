@@ -237,14 +237,16 @@ def multiply_emulated(a: Operand, b: Operand) -> Tensor:
 def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
     """The product of two float32 matrices whose values bfloat16 has, too: 8-bit values times powers of two, and 4-bit
     values times scales in E4M3."""
-    # A CPU with products in bfloat16 may thus use them; it still sums in float32.
-    backend: Any = torch.backends.mkldnn
-    before = backend.matmul.fp32_precision
-    backend.matmul.fp32_precision = "bf16"
+    # A CPU with products in bfloat16 may thus use them; it still sums in float32. PyTorch has the switch since 2.9.
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None:
+        return a @ b
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
     try:
         return a @ b
     finally:
-        backend.matmul.fp32_precision = before
+        matmul.fp32_precision = before
 
 
 def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
