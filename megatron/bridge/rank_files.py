@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.legacy_write import (
     name_rank_directory,
     write_torch_file,
 )
+from megatron.core.dist_checkpointing.upstream_dist import RELEASE
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import get_placement
@@ -64,7 +65,7 @@ def write_rank_files(
 
     def write(temporary: Path) -> None:
         # Upstream takes no iteration 0: what was never trained is a release.
-        directory = iteration_directory(temporary, iteration) if iteration else temporary / "release"
+        directory = iteration_directory(temporary, iteration) if iteration else temporary / RELEASE
         for rank in range(grid.world_size)[group.rank() :: group.size()]:
             groups = ProcessGroupCollection.pretend(grid, rank)
             name = name_rank_directory(groups.tp.rank(), groups.pp.rank() if stages > 1 else None, None)
@@ -79,7 +80,7 @@ def write_rank_files(
             }
             write_torch_file(directory / name / FILE_NAME, content)
         if group.rank() == 0:
-            write_file(temporary / TRACKER_NAME, str(iteration or "release").encode())
+            write_file(temporary / TRACKER_NAME, str(iteration or RELEASE).encode())
 
     with fresh_directory(output, group=group) as temporary, storage_errors(f"writing {output}"):
         on_every_rank(group, lambda: write(temporary))

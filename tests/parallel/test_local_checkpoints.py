@@ -133,11 +133,22 @@ def save_parts(root: str, iterations: list[int], *, is_shared: bool) -> int:
     return (path / "__0_0.distcp").stat().st_size
 
 
-def load_parts(root: str, size: int = 2) -> tuple[int | None, list[str]]:
+def find_in_other_layouts(root: str) -> list[tuple[bool, list[str]]]:
+    """Whether anything is found with other axes, and with another tensor on one of the ranks; what was passed over."""
+    rank, results = dist.get_rank(), []
+    directory = find_rank_directory(Path(root) / f"node{rank}", rank)
+    for size, changed in ((4, {}), (2, {"other": ShardedTensor.whole("other", torch.ones(rank + 4))})):
+        layout = compute_layout(state() | changed, {"dp": size}, world())
+        found, passed_over = local_checkpoints.find(directory, layout, world(), lambda offer: offer.iteration == 8)
+        results.append((found is not None, passed_over))
+    return results
+
+
+def load_parts(root: str) -> tuple[int | None, list[str]]:
     """Which iteration is found, whose tensors have come back, and what was passed over."""
     rank, tensors = dist.get_rank(), state(fill=-1.0)
     directory = find_rank_directory(Path(root) / f"node{rank}", rank)
-    layout = compute_layout(tensors, {"dp": size}, world())
+    layout = compute_layout(tensors, {"dp": 2}, world())
     found, passed_over = local_checkpoints.find(directory, layout, world(), lambda offer: offer.iteration != 9)
     if found is None:
         return None, passed_over
@@ -171,8 +182,8 @@ def test_the_newest_is_the_last_one_that_all_have_undamaged(tmp_path: Path) -> N
     assert second == (iteration, passed_over) and iteration == 8
     assert passed_over[0].startswith("rank 1 has no file of the local checkpoint of iteration 6")
     assert passed_over[1].startswith(f"the local checkpoint of iteration 5 cannot be loaded: {damaged} is damaged")
-    iteration, passed_over = run_distributed(load_parts, 2, str(whole), 4)[0]
-    assert (iteration, passed_over) == (None, ["the local checkpoint of iteration 8 was written in another layout"])
+    others = (False, ["the local checkpoint of iteration 8 was written in another layout"])
+    assert run_distributed(find_in_other_layouts, 2, str(whole)) == [[others] * 2] * 2
 
 
 # ---- copies on other nodes
@@ -298,6 +309,44 @@ def test_a_damaged_part_is_replaced_by_its_copy(copied: Path, tmp_path: Path) ->
     assert iteration is None
     assert passed_over[0].startswith(f"the local checkpoint of iteration 5 cannot be loaded: {copy} is damaged")
     assert passed_over[0].count("is damaged") == 1, "two ranks see the same file"
+
+
+def find_after_a_failed_fetch(root: str) -> tuple[bool, list[str]]:
+    """Two saves of iteration 5, of which the ranks' own parts are: rank 0's of the second, the others' of the first.
+    Of the second there are copies of the others' parts, one of them damaged; of the first one of rank 0's."""
+    rank, place = dist.get_rank(), Path(root) / "now"
+    directory = find_rank_directory(place / f"node{rank}", rank)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("first", "second"):
+        local_checkpoints.save(
+            state(), directory, 5, documents={"state": 5}, since=None, layout={"dp": 3}, group=world()
+        )  # fmt: skip
+        dist.barrier()
+        if rank == 0:
+            shutil.copytree(place, Path(root) / name)
+        dist.barrier()
+    parts = [f"node{number}/rank_{number:05d}/iter_0000005" for number in range(3)]
+    if rank == 0:
+        for number, own in enumerate(parts):
+            keeper = directory if number else find_rank_directory(place / "node1", 1)
+            copy = keeper / f"copy_of_rank_{number:05d}" / "iter_0000005"
+            shutil.copytree(Path(root) / ("second" if number else "first") / own, copy)
+            if number:
+                shutil.rmtree(place / own)
+                shutil.copytree(Path(root) / "first" / own, place / own)
+        damage(copy / "__0_0.distcp")
+    dist.barrier()
+    layout = compute_layout(state(), {"dp": 3}, world())
+    found, passed_over = local_checkpoints.find(directory, layout, world(), lambda offer: True)
+    return found is not None, passed_over
+
+
+def test_parts_of_two_saves_are_never_mixed(tmp_path: Path) -> None:
+    """The fetched part of a save that cannot be loaded after all has taken the place of the one before."""
+    found, passed_over = run_distributed(find_after_a_failed_fetch, 3, str(tmp_path))[0]
+    assert not found and len(passed_over) == 2
+    assert "copy_of_rank_00002/iter_0000005/__0_0.distcp is damaged" in passed_over[0]
+    assert passed_over[1].endswith("node1/rank_00001/iter_0000005 was replaced by another save's")
 
 
 def test_without_all_copies_the_last_copied_save_stays_beside_the_newest(tmp_path: Path) -> None:

@@ -453,7 +453,10 @@ def test_sizes_and_paths_are_checked(
     for source, message in (
         (tmp_path / "ours", "ours holds no checkpoint; give a directory that --save has written"),
         (tmp_path / "none", f"--input-path {tmp_path}/none does not exist; give the directory to convert"),
-        (hf_directory, "is a model of Hugging Face, not a checkpoint of a run; start from it with --load hf:"),
+        (
+            hf_directory,
+            "is a model of Hugging Face, not a checkpoint of a run; training starts from it with --load hf:",
+        ),
     ):
         assert convert(monkeypatch, source, tmp_path / "back", "megatron hf") == 2
         assert message in capsys.readouterr().err

@@ -214,7 +214,7 @@ def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
         prepare("--load", tmp_path / "other")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "other" / name).write_text("")
-    with pytest.raises(CheckpointError, match="--load .*other is a model of Hugging Face.* with --load hf:.*other, or"):
+    with pytest.raises(CheckpointError, match="--load .*other is a model of Hugging Face.* with --load hf:.*other;"):
         prepare("--load", tmp_path / "other", "--save", tmp_path / "other")
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

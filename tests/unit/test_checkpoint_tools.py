@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import sys
 import types
 import weakref
@@ -286,6 +287,12 @@ def test_other_formats_and_other_directories(tmp_path: Path, golden_dir: Path, r
 
     code, out = answer(golden_dir / "ckpt" / "b_iter10_torch")
     assert code == 1 and "is a checkpoint in upstream's torch format" in out and "takes it as it is" in out
+    release = tmp_path / "published"
+    shutil.copytree(golden_dir / "ckpt" / "b_iter10_torch" / "iter_0000010", release / "release")
+    (release / TRACKER_NAME).write_text("release")
+    code, out = answer(release)
+    assert code == 1 and "published/release is a checkpoint in upstream's torch format" in out and "tracker" not in out
+    assert f"--load {release} takes it as it is" in out
     code, out = answer(golden_dir / "ckpt" / "b_iter10_torch_dist")
     assert code == 1 and "in upstream's torch_dist format" in out
     model = tmp_path / "model"
@@ -295,6 +302,8 @@ def test_other_formats_and_other_directories(tmp_path: Path, golden_dir: Path, r
     assert answer(model) == (1, answer(model)[1]) and "holds no checkpoint" in answer(model)[1]
     (model / "model-00001-of-00001.safetensors").write_bytes(b"")
     assert "is a model of Hugging Face" in answer(model)[1]
+    code, _, err = run_tool("inspect_checkpoint.py", model)
+    assert code == 2 and "is a model of Hugging Face, not a checkpoint of a run; training starts from it with" in err
     (tmp_path / "above").mkdir()
     save(tmp_path / "above" / "ckpt", 10)
     assert "above/ckpt does" in answer(tmp_path / "above")[1]

@@ -17,12 +17,14 @@ from typing import Literal
 
 from megatron.core.dist_checkpointing import non_persistent
 from megatron.core.dist_checkpointing.directory import (
+    TRACKER_NAME,
     check_number,
     iteration_directory,
     list_leftovers,
     saved_iterations,
 )
 from megatron.core.dist_checkpointing.directory_lock import PATIENCE_SECONDS, list_holders
+from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
@@ -31,6 +33,7 @@ from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.dist_checkpointing.upstream_dist import (
     FSDP_DTENSOR,
     FSDP_REMEDY,
+    RELEASE,
     TORCH_DCP,
     find_upstream_checkpoint,
     name_format,
@@ -160,8 +163,8 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return (
             "is a model of Hugging Face, not a checkpoint of a run",
-            f"start from it with --load hf:{path}, or convert it: python -m megatron.bridge.convert --source hf "
-            f"--target megatron --input-path {path} --output-path DIR",
+            f"training starts from it with --load hf:{path}; for everything else convert it with python -m "
+            f"megatron.bridge.convert --source hf --target megatron --input-path {path} --output-path DIR",
         )
     return None
 
@@ -174,7 +177,16 @@ def _checkpoint_directories(root: Path) -> list[Path]:
     if (root / MANIFEST_NAME).exists():
         return [root]
     places = (root, root / non_persistent.DIRECTORY_NAME)
-    return [iteration_directory(place, iteration) for place in places for iteration in saved_iterations(place)]
+    found = [iteration_directory(place, iteration) for place in places for iteration in saved_iterations(place)]
+    return [*found, root / RELEASE] if _is_release(root) else found
+
+
+def _is_release(root: Path) -> bool:
+    """Whether the tracker names a model of upstream's that was never trained, in a directory without a number."""
+    try:
+        return read_file(root / TRACKER_NAME, 64).strip() == RELEASE.encode() and (root / RELEASE).is_dir()
+    except OSError:
+        return False
 
 
 def _count_bytes(manifest: Manifest) -> int:
@@ -238,9 +250,9 @@ def _examine_foreign(path: Path) -> list[str]:
 def _report_damage(diagnosis: Diagnosis) -> None:
     for condition in diagnosis.checkpoints:
         for damage in condition.damage:
-            other = diagnosis.chosen
-            remedy = f"a run takes {other.name} instead" if other is not None else "restore it from a copy"
-            diagnosis.add("problem", damage, f"{remedy}; {condition.path.name} itself can only be restored from a copy")
+            other, name = diagnosis.chosen, condition.path.name
+            instead = "" if other is None else f"a run takes {other.name} instead; "
+            diagnosis.add("problem", damage, f"{instead}{name} itself can only be restored from a copy")
         for contradiction in condition.contradictions:
             diagnosis.add("problem", contradiction, f"move {condition.path.name} away: a run takes it and fails")
 
@@ -252,6 +264,8 @@ def _look_at_root(diagnosis: Diagnosis, good: set[Path]) -> None:
     root = diagnosis.root
     oddities: list[str] = []
     candidates = non_persistent.list_all_candidates(root, root / non_persistent.DIRECTORY_NAME, oddities)
+    if _is_release(root):
+        oddities.clear()
     diagnosis.chosen = next((path for path in candidates if path in good), None)
     # Whether one that does not stay is newer is not a question of numbers.
     newest = max((path for path in good if path.parent == root), default=None, key=lambda path: path.name)

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_d
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
-from megatron.core.dist_checkpointing.upstream_dist import CommonState, parse_common_state
+from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, parse_common_state
 from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
 from megatron.core.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
         text = tracker.read_bytes()[:64].decode("ascii", "replace").strip() if tracker.is_file() else ""
         if re.fullmatch("[0-9]{1,12}", text):
             candidates.append(iteration_directory(root, int(text)))
-        candidates.append(root / "release")
+        candidates.append(root / RELEASE)
         candidates += [iteration_directory(root, saved) for saved in saved_iterations(root)]
     for candidate in candidates:
         ranks = sorted(path.parent.name for path in candidate.glob(f"mp_rank_*/{FILE_NAME}"))

@@ -50,6 +50,8 @@ from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from megatron.core.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
+RELEASE = "release"
+"""What upstream's tracker says in the place of a number, and the name of the directory, of a model never trained."""
 _OURS_ALONE = "tensors.json"
 _LONGEST_SETTING = 100_000
 _DEEPEST_OPTIMIZER, _MOST_OPTIMIZERS = 3, 32
@@ -146,7 +148,7 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None, *, or_our
         with storage_errors(f"reading {tracker}"):
             text = read_file(tracker, 64).decode("ascii", "replace").strip() if tracker.is_file() else ""
         candidates = [iteration_directory(root, saved) for saved in saved_iterations(root)[:1]]
-        if text == "release":
+        if text == RELEASE:
             candidates = [root / text]
         elif re.fullmatch("[0-9]{1,12}", text):
             candidates = [iteration_directory(root, int(text))]
