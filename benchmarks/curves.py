@@ -25,6 +25,8 @@ from megatron.core.errors import MegatronError
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -46,7 +48,9 @@ CURVES = (
     Curve("full recomputation", f"--bf16 {FULL}", "--bf16"),
     Curve("selective recomputation", "--bf16 --recompute-granularity selective", "--bf16"),
     Curve("fused cross entropy", "--bf16 --cross-entropy-loss-fusion", "--bf16"),
+    Curve("graphs", f"--bf16 {GRAPHS}", "--bf16"),
     Curve("experts", "--bf16 --moe-grouped-gemm --moe-permute-fusion", experts=4),
+    Curve("graphs beside experts", f"--bf16 {GRAPHS} --cuda-graph-modules attn", "--bf16", experts=4),
     Curve("documents", "--bf16", packed=True),
     Curve("window", "--bf16 --window-size 31,0"),
     Curve("sinks", "--bf16 --softmax-type learnable"),

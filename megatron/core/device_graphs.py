@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Return a new pool of memory."""
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which recordings are made."""
+        """A block in which recordings are made, while nothing travels between ranks: it may wait for the device."""
 
     def record(self, function: Callable[[], Result], pool: Any) -> Recording[Result]:
         """Call the function without running what it launches. What it needs for the first time (libraries, compiled

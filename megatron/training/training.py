@@ -10,6 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError, MemoryShortageError, TemporaryError, say
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.cuda_graphs import forget_recordings
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import convert_checkpoint
 from megatron.training.config.container import RunConfig
@@ -157,6 +158,8 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
         run.data.close()
         # Another run in the same process (a notebook, a test) must not find the settings of this one.
         CurrentRun.forget()
+    for chunk in run.model:
+        forget_recordings(chunk)
     # Only after success: with a peer gone, leaving the groups in order would wait for it.
     shut_down()
     # On every rank, also where the key was not pressed: a program that was interrupted says so to its caller.

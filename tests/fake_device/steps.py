@@ -31,8 +31,7 @@ from megatron.training.verify.parity_layouts import parse_layout
 from tests.fake_device.recorder import Recorder, replace_operations
 
 ITERATIONS, WATCHED = 3, 2
-"""The first one meets groups and takes memory, the last one reads values for the log. Layers that become graphs are
-recorded in one more between them."""
+"""The first one meets groups and takes memory, the last one reads values for the log."""
 
 
 @dataclass
@@ -67,8 +66,7 @@ def run_layout(text: str, flags: list[str]) -> list[Seen]:
     # What an H200 answers; to try it takes values.
     grouped_products.grouped_mm_works = lambda *arguments: True  # type: ignore[assignment]
     layout = parse_layout(text)
-    iterations = ITERATIONS + ("--cuda-graph-impl" in flags)
-    own = f"--train-iters {iterations} --log-interval {iterations} --eval-iters 0 --num-workers 0".split()
+    own = f"--train-iters {ITERATIONS} --log-interval {ITERATIONS} --eval-iters 0 --num-workers 0".split()
     return [_run_rank([*flags, *layout.flags, *own], rank, layout.world_size) for rank in range(layout.world_size)]
 
 
@@ -116,7 +114,7 @@ class Watch(Hook):
         def watched(run: Run, batches: Iterator[Any]) -> None:
             self.recorder.restart()
             step(run, batches)
-            if run.progress.iteration == WATCHED + (run.config.model.cuda_graph_impl != "none"):
+            if run.progress.iteration == WATCHED:
                 parameters = sum(weight.numel() for chunk in run.model for weight in chunk.module.parameters())
                 recorder = self.recorder
                 self.seen = Seen(

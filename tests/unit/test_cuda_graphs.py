@@ -8,10 +8,12 @@ import itertools
 import pytest
 import torch
 
+from megatron.core.device_graphs import Recorder
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.cuda_graphs import forget_recordings
 from megatron.training.flags.read import read_run_config
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, read_config, token_batch
 from tests.unit.graph_stand_in import StandInRecorder
@@ -22,10 +24,11 @@ SIZES = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
     --vocab-size 63"""
 
 
-def train(flags: str, recorder: StandInRecorder | None, microbatches: int = 2) -> tuple[list[torch.Tensor], GPTModel]:
+def train(flags: str, recorder: Recorder | None, microbatches: int = 2) -> tuple[list[torch.Tensor], GPTModel]:
     """Some steps with plain updates: the losses of each microbatch and the gradients of each step."""
-    torch.manual_seed(5)
     model = build_model(flags)
+    device = next(model.parameters()).device
+    torch.manual_seed(5)
     chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     if recorder is not None:
         model.decoder.record_layers(recorder)
@@ -33,7 +36,7 @@ def train(flags: str, recorder: StandInRecorder | None, microbatches: int = 2) -
     for step in range(STEPS):
         chunk.zero_grad_buffer()
         for microbatch in range(microbatches):
-            ids, positions, labels = token_batch(seed=10 * step + microbatch)
+            ids, positions, labels = (x.to(device) for x in token_batch(seed=10 * step + microbatch))
             losses = chunk(ids, positions, labels=labels)
             losses.mean().backward()
             found.append(losses.detach().clone())
@@ -110,21 +113,28 @@ def run(model: GPTModel, seed: int = 1, length: int = SEQUENCE_LENGTH) -> torch.
 
 def test_microbatches_in_flight_have_recordings_of_their_own() -> None:
     """The order of a pipeline: two forwards before the first backward, and two backwards at the end."""
-    found = []
-    for impl in ("none", "local"):
-        model, _ = recorded_model(f"--cuda-graph-impl {impl}" if impl == "none" else "")
-        model.decoder.passes = model.decoder.passes if impl == "local" else None
+
+    def take_step(model: GPTModel) -> list[torch.Tensor]:
         for param in model.parameters():
-            param.main_grad.zero_()  # type: ignore[attr-defined]
+            param.main_grad.zero_()  # type: ignore[attr-defined,operator]
         first, second = run(model, 1), run(model, 2)
         first.backward()
         third = run(model, 3)
         second.backward()
         third.backward()
+        model.decoder.finish_step(None)  # type: ignore[arg-type]
         grads = [param.main_grad.clone() for param in model.parameters()]  # type: ignore[operator,attr-defined]
-        found.append([first.detach(), second.detach(), third.detach(), *grads])
-    assert all(map(torch.equal, *found))
-    assert slots(model) == 2
+        return [first.detach(), second.detach(), third.detach(), *grads]
+
+    model, recorder = recorded_model()
+    plain, _ = recorded_model(steps=0)
+    plain.decoder.passes = None
+    expected = take_step(plain)
+    # One was in flight at a time so far: of the three, the second found its place taken.
+    for replays, slots_after in ((2 * 4, 2), (3 * 4, 2)):
+        before = recorder.replays
+        assert all(map(torch.equal, take_step(model), expected))
+        assert (recorder.replays - before, slots(model)) == (replays, slots_after)
 
 
 def test_a_microbatch_whose_loss_is_thrown_away_gives_its_recordings_back() -> None:
@@ -194,6 +204,17 @@ def test_parameters_without_main_grad_get_gradients_of_their_own() -> None:
         found.append([param.grad for param in model.parameters()])
     assert recorder is not None and recorder.replays == 2 * 4
     assert all(map(torch.equal, *found))
+
+
+def test_recordings_can_be_freed() -> None:
+    model, recorder = recorded_model()
+    run(model).backward()
+    replays = recorder.replays
+    forget_recordings(model)
+    for _ in range(5):
+        run(model).backward()
+        model.decoder.finish_step(None)  # type: ignore[arg-type]
+    assert recorder.replays == replays and slots(model) == 0
 
 
 def test_a_second_backward_is_refused() -> None:

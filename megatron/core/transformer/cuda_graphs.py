@@ -8,12 +8,12 @@ launched the first time takes one call.
     Part          what is recorded of a layer: all of it, its attention with norm and residual, or its dense MLP
     _Slot         the recordings of all parts for one micro-batch in flight, in one pool of memory
 
-The first steps (--cuda-graph-warmup-steps) run as ever, and the last of their passes tells which tensors the parts
-pass on. The first pass after them records a slot: every part's forward in the order of the layers, every part's
-backward in the opposite order, which is the order in which each pass will replay them. A micro-batch holds its slot
-from its forward until its backward has come through the first part; one that finds no free slot has another one
-recorded. So a pipeline schedule gets as many slots as it has micro-batches in flight, and memory that is used again
-within a slot is never used by two micro-batches at once.
+The first steps (--cuda-graph-warmup-steps) run as ever. They tell which tensors the parts pass on, and how many
+micro-batches are in flight at once. At the end of the last of them, when nothing travels between ranks, as many slots
+are recorded: every part's forward in the order of the layers, every part's backward in the opposite order, which is the
+order in which each pass will replay them. A micro-batch holds its slot from its forward until its backward has come
+through the first part, so that memory that is used again within a slot is never used by two micro-batches at once. One
+that finds no free slot runs without, and has one more recorded at the end of the step.
 
 What is recorded: kernels, collectives of tensor parallelism, weight gradients added to `main_grad`, the random numbers
 of dropout (the generator of the device moves on with each replay as the kernels would have moved it), recomputation.
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,13 @@ def record_layers(model: nn.Module, recorder: Recorder) -> None:
     for module in model.modules():
         if hasattr(type(module), "record_layers"):
             module.record_layers(recorder)  # type: ignore[operator]
+
+
+def forget_recordings(model: nn.Module) -> None:
+    """Free them: a communicator can only be closed when no graph holds it."""
+    for module in model.modules():
+        if hasattr(type(module), "record_layers") and module.passes is not None:
+            module.passes.forget()  # type: ignore[union-attr,operator]
 
 
 class Part:
@@ -99,6 +107,8 @@ class Passes:
         self._parts: list[Part] = []
         self._slots: list[_Slot] = []
         self._learned: _LearningPass | None = None
+        self._leases: list[weakref.ref[_Lease]] = []
+        self._most_in_flight = 0
 
     @property
     def is_replaying(self) -> bool:
@@ -116,8 +126,18 @@ class Passes:
         return self._parts[-1]
 
     def finish_step(self) -> None:
-        """Count a training step."""
+        """End a training step: nothing is on its way between ranks. Behind the warm-up, record what was missing."""
         self._steps += 1
+        missing = self._most_in_flight - len(self._slots)
+        if self._steps < self._warmup_steps or self._learned is None or missing <= 0:
+            return
+        with self._recorder.session():
+            self._slots += [_Slot(self._recorder, self._learned) for _ in range(missing)]
+
+    def forget(self) -> None:
+        """Free all recordings; the passes that follow run without."""
+        self._parts, self._slots, self._leases, self._learned = [], [], [], None
+        self._warmup_steps = sys.maxsize
 
     @contextlib.contextmanager
     def open(self, hidden_states: Tensor, constants: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -133,7 +153,7 @@ class Passes:
             # Only now: a pass that an error has ended has not seen every part.
             if isinstance(self.current, _LearningPass):
                 self._learned = self.current
-                self.current.forget_tensors()
+                self.current.end()
         finally:
             self.current = None
 
@@ -141,16 +161,14 @@ class Passes:
         if any(part.is_watched() for part in self._parts):
             return None
         kind = describe((hidden_states, *constants))
-        if self._steps < self._warmup_steps or self._learned is None:
-            return _LearningPass(kind, constants)
-        if kind != self._learned.kind:
+        if self._steps >= self._warmup_steps and self._learned is not None and kind != self._learned.kind:
             return None
+        lease = _Lease()
+        in_flight = [known for known in self._leases if not _is_over(known)]
+        self._leases = [*in_flight, weakref.ref(lease)]
+        self._most_in_flight = max(self._most_in_flight, len(self._leases))
         slot = next((slot for slot in self._slots if slot.is_free), None)
-        if slot is None:
-            with self._recorder.session():
-                slot = _Slot(self._recorder, self._learned.calls, constants)
-            self._slots.append(slot)
-        return slot.begin(constants)
+        return _LearningPass(kind, constants, lease) if slot is None else slot.begin(constants, lease)
 
 
 def describe(value: Any) -> Any:
@@ -209,9 +227,10 @@ class _Call:
 class _LearningPass:
     """A pass that runs without graphs and notes the calls of its parts."""
 
-    def __init__(self, kind: Any, constants: Sequence[Any]) -> None:
+    def __init__(self, kind: Any, constants: Sequence[Any], lease: _Lease) -> None:
         self.kind, self.constants = kind, constants
         self.calls: list[_Call] = []
+        self._lease: _Lease | None = lease
         self._made: list[tuple[weakref.ref[Tensor], tuple[int, int]]] = []
 
     def run(self, part: Part, recorded: Function, function: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
@@ -222,11 +241,13 @@ class _LearningPass:
         self.calls.append(_Call(part, recorded, likes, places))
         for index, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
             self._made.append((weakref.ref(output), (number, index)))
+            if number == index == 0 and output.requires_grad and self._lease is not None:
+                self._lease.end_with(output)
         return outputs
 
-    def forget_tensors(self) -> None:
-        """Keep what was noted, and nothing that belongs to this micro-batch."""
-        self.constants, self._made = (), []
+    def end(self) -> None:
+        """Keep what was noted; the micro-batch lives on in its graph alone."""
+        self._made, self._lease = [], None
 
     def _liken(self, tensor: Tensor) -> _Like:
         made_by = next((place for made, place in self._made if made() is tensor), None)
@@ -265,7 +286,8 @@ class _RecordedCall:
 class _Slot:
     """Recordings of every part for one micro-batch in flight."""
 
-    def __init__(self, recorder: Recorder, calls: Sequence[_Call], constants: Sequence[Any]) -> None:
+    def __init__(self, recorder: Recorder, learned: _LearningPass) -> None:
+        calls, constants = learned.calls, learned.constants
         self._recorder, self._pool = recorder, recorder.open_pool()
         self.constants = tuple(map(_copy_structure, constants))
         self._fixed = _list_tensors(self.constants)
@@ -281,17 +303,15 @@ class _Slot:
     @property
     def is_free(self) -> bool:
         """Whether no micro-batch holds it."""
-        lease = None if self._lease is None else self._lease()
-        return lease is None or lease.is_over
+        return self._lease is None or _is_over(self._lease)
 
-    def begin(self, constants: Sequence[Any]) -> _ReplayedPass:
+    def begin(self, constants: Sequence[Any], lease: _Lease) -> _ReplayedPass:
         """A micro-batch's pass."""
         for place, (fixed, tensor) in enumerate(zip(self._fixed, _list_tensors(constants), strict=True)):
             loaded, version = self._loaded[place]
             if not _are_same(tensor, loaded) or tensor._version != version:
                 fixed.copy_(tensor)
                 self._loaded[place] = tensor, tensor._version
-        lease = _Lease()
         self._lease = weakref.ref(lease)
         return _ReplayedPass(self, lease)
 
@@ -371,7 +391,7 @@ def _add_to_main_grad(parameter: nn.Parameter, grad: Tensor | None) -> Tensor | 
 
 
 class _Lease:
-    """A micro-batch's right to a slot: until the backward of every part that it has run, or until its graph is gone."""
+    """A micro-batch in flight: until the backward of every part that it has run, or until its graph is gone."""
 
     def __init__(self) -> None:
         self._waiting = 0
@@ -383,6 +403,19 @@ class _Lease:
     def end_part(self) -> None:
         self._waiting -= 1
         self.is_over = self._waiting == 0
+
+    def end_with(self, output: Tensor) -> None:
+        """Be over when the gradient of the first part's output is there; held by its graph until then."""
+
+        def end(grad: Tensor) -> None:
+            self.is_over = True
+
+        output.register_hook(end)
+
+
+def _is_over(lease: weakref.ref[_Lease]) -> bool:
+    known = lease()
+    return known is None or known.is_over
 
 
 class _ReplayedPass:
