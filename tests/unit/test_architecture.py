@@ -232,6 +232,11 @@ def test_tools_that_take_flags_of_the_tokenizer_do_not_load_the_configs_of_train
     assert loaded == {name: [] for name in tools}
 
 
+def test_training_does_not_load_the_compiler() -> None:
+    # It takes half as long to import as torch; --compile loads it when it compiles.
+    assert loaded_by(["tests.preload"], ["torch", "torch._dynamo"]) == {"tests.preload": ["torch"]}
+
+
 # ---- the checks themselves can fail
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.compiling import outside_of_graphs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -223,3 +224,25 @@ def test_norms_of_many_widths_are_compiled_in_training_evaluation_and_for_one_se
         with torch.no_grad():
             model(ids, positions, labels=labels)
     assert count_graphs() > 8
+
+
+def test_what_stays_outside_of_graphs() -> None:
+    """Of a model that is compiled as a whole: the function runs as it is, and its operations are in no graph."""
+    ran_compiled, graphs = [], []
+
+    @outside_of_graphs
+    def double(x: torch.Tensor) -> torch.Tensor:
+        ran_compiled.append(torch.compiler.is_compiling())
+        return x * 2
+
+    def record(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return double(x + 1) - 1
+
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert torch.compile(whole, backend=record)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert ran_compiled == [False, False]
+    assert len(graphs) == 2 and not any(" * 2" in graph for graph in graphs)

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import (
@@ -38,6 +37,7 @@ from megatron.core.collectives import (
     reduce_scatter_in_fp32,
     reduce_scatter_in_place,
 )
+from megatron.core.compiling import outside_of_graphs
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -278,7 +278,7 @@ class ParamGather:
     def _make_wait_hook(self, needed: list[int]) -> Callable[..., Any]:
         """A forward pre-hook that waits for the buckets of these numbers; a compiler leaves it as it is."""
 
-        @torch.compiler.disable
+        @outside_of_graphs
         def wait(module: nn.Module, inputs: Any) -> None:
             self._start_up_to(needed[-1])
             for number in needed:

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from megatron.core.compiling import outside_of_graphs
 from megatron.core.device import current_device
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
@@ -117,7 +118,7 @@ class DotProductAttention(MegatronModule):
             return self._attend_within_documents(inputs, packed_seq_params)
         return self._attend(self.backend, inputs)
 
-    @torch.compiler.disable  # a graph would be made for these bounds, and again for those of every other batch
+    @outside_of_graphs  # a graph would be made for these bounds, and again for those of every other batch
     def _attend_within_documents(self, inputs: AttentionInputs, packed_seq_params: PackedSeqParams) -> Tensor:
         assert inputs.visible.mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
         group = packed_seq_params.cp_group

@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron.core.device import is_cpu
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
@@ -127,6 +126,8 @@ class SDPAttention(AttentionBackend):
 
     def _attend_to_earlier_keys(self, inputs: AttentionInputs) -> Tensor:
         """Causal attention of the last positions on a GPU, without a mask: torch's "lower right" causal bias."""
+        from torch.nn.attention.bias import causal_lower_right  # loads torch.compile, which few runs need
+
         query, key, value = inputs.query, inputs.key, inputs.value
         heads_per_group = query.shape[2] // key.shape[2]
         if heads_per_group > 1:  # no kernel that takes such a bias and groups takes these operands
