@@ -279,7 +279,13 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
 
     problems = []
     per_copy = sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if world_size < 1 or world_size % per_copy:
+    if world_size == 1 and per_copy > 1:
+        # A script for several processes, started like one for a single one: the commonest mistake of all.
+        problems.append(
+            f"{written('tp', 'pp', 'cp')} = {per_copy} processes per model copy, and the job has 1 (WORLD_SIZE); start "
+            f"it with torchrun --nproc_per_node {per_copy} in place of python, or use sizes of 1"
+        )
+    elif world_size < 1 or world_size % per_copy:
         problems.append(
             f"{written('tp', 'pp', 'cp')} = {per_copy} processes per model copy does not divide the {world_size} "
             f"processes of the job (WORLD_SIZE); use sizes whose product is {name_divisors(world_size, per_copy)}"
@@ -287,7 +293,8 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
     available, per_expert = world_size // sizes["pp"], sizes["etp"] * sizes["ep"]
     if available % per_expert and (not problems or per_expert != sizes["tp"]):
         problems.append(
-            f"{written('etp', 'ep')} = {per_expert} does not divide the {available} processes of a pipeline stage "
+            f"{written('etp', 'ep')} = {per_expert} does not divide the {available} "
+            f"process{'' if available == 1 else 'es'} of a pipeline stage "
             f"({world_size} / {written('pp')}); use sizes whose product is {name_divisors(available, per_expert)}"
         )
     return problems

@@ -117,7 +117,10 @@ def test_coordinates_tell_the_ranks_apart_on_either_grid(grid: RankGrid) -> None
             "processes per model copy does not divide the 6 processes of the job (WORLD_SIZE); use sizes whose product "
             "is 3 or 6",
         ),
-        ({"world_size": 1, "tp": 2}, "= 2 processes per model copy does not divide the 1 processes"),
+        (
+            {"world_size": 1, "tp": 2},
+            "= 2 processes per model copy, and the job has 1 (WORLD_SIZE); start it with torchrun --nproc_per_node 2",
+        ),
         ({"world_size": 8, "ep": 3}, "--expert-tensor-parallel-size 1 x --expert-model-parallel-size 3"),
         ({"world_size": 8, "tp": 0}, "--tensor-model-parallel-size 0 is not a positive number"),
         ({"world_size": 8, "order": "tp-dp"}, "must name each axis"),

@@ -52,15 +52,16 @@ def build_rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any
 def explain_unrestorable_state(document: dict[str, Any], group: Group, layout: Mapping[str, int]) -> str | None:
     """None when this job can continue the saved states; otherwise the reason, the same on all ranks."""
     if len(document["ranks"]) != group.size():
-        return f"it was saved by {len(document['ranks'])} processes, this run has {group.size()}"
+        saved = len(document["ranks"])
+        return f"the checkpoint was saved by {saved} process{'' if saved == 1 else 'es'}, this run has {group.size()}"
     # Older checkpoints do not say their layout; for them the number of processes has to be enough.
     then = document.get("layout", dict(layout))
     if list(then.items()) != list(layout.items()):
-        return f"it was saved with the layout {_layout_text(then)}, this run has {_layout_text(layout)}"
+        return f"the checkpoint was saved with the layout {_layout_text(then)}, this run has {_layout_text(layout)}"
     ours = {name: values.numel() for name, values in get_torch_states().items()}
     # Names and lengths differ between a CPU and a GPU; a state of one means nothing to the other.
     fits = ours == document["ranks"][group.rank()]["torch"]
-    return None if all(all_gather_object(fits, group)) else "it was saved on another kind of device"
+    return None if all(all_gather_object(fits, group)) else "the checkpoint was saved on another kind of device"
 
 
 def _layout_text(layout: Mapping[str, int]) -> str:
