@@ -20,9 +20,11 @@ from megatron.core.transformer.moe.routing import score_choice
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_whole
 from megatron.planner.throughput import count_products
+from megatron.training.launch.initialize import shut_down
 from tests.unit.experts_by_definition import MOE, B, E, S, assert_is_the_definition, layer_of, tokens
 from tests.unit.gpt_models import build_model, losses_and_grads, read_config
 from tests.unit.test_host_waits import Counting
+from tests.unit.tiny_training import prepare, train_tiny, values
 
 PLAIN = MOE.replace("--swiglu", "--squared-relu")
 BIASED = PLAIN.replace("--disable-bias-linear", "")
@@ -239,3 +241,24 @@ def test_quantile_balancing(flags: str) -> None:
 def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_config(flags)
+
+
+def test_router_losses_weigh_the_same_however_a_batch_is_divided() -> None:
+    """Losses of sequences and tokens: microbatches of any size, and the mean over all tokens, give one update."""
+    flags = (
+        "--num-experts 4 --moe-ffn-hidden-size 8 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 10 "
+        "--moe-z-loss-coeff 1 --hidden-dropout 0 --attention-dropout 0 --optimizer sgd --sgd-momentum 0 --clip-grad 0 "
+        "--lr-decay-style constant --train-iters 1"
+    ).split()
+    name = "decoder.layers.1.mlp.router.weight"
+    updated = {
+        (size, *mean): dict(values(train_tiny(*flags, "--micro-batch-size", size, *mean)))[name]
+        for size in ("1", "2", "4")
+        for mean in ((), ("--calculate-per-token-loss",))
+    }
+    before = dict(values(prepare(*flags)))[name]
+    shut_down()
+    expected = updated["4",] - before
+    assert expected.abs().max() > 1e-3
+    for how, found in updated.items():
+        torch.testing.assert_close(found - before, expected, rtol=1e-3, atol=1e-5, msg=lambda m, at=how: f"{at}: {m}")
