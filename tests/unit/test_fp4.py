@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core import fp4
 from megatron.core.errors import ConfigError
 from megatron.core.fp4 import quantise_nvfp4, round_to_e2m1, transform
+from megatron.core.fp8 import quantise_blocks
 from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, find_kernel
 from megatron.core.transformer.moe.grouped_products import FP8Experts
 from tests.unit.gpt_models import build_model, read_config
@@ -115,6 +116,20 @@ def test_rounding_at_random_has_the_right_mean() -> None:
     assert torch.equal(once, again) and not torch.equal(once, nearest), "a step that is repeated is the same step"
     of_steps = [fp4._draw_fractions(x, torch.tensor(amax)) for amax in (1.0, 1.0000001)]
     assert (of_steps[0] - of_steps[1]).abs().mean() > 0.3, "another step has other numbers"
+
+
+def test_a_matrix_is_rounded_the_same_however_it_lies_in_memory() -> None:
+    x = torch.randn(37, 48, generator=torch.Generator().manual_seed(6)).bfloat16()
+    pairs: list[tuple[Tensor, Tensor]] = [(transform(x.t()), transform(x.t().contiguous()))]
+    for matrix in (x.t(), torch.stack((x, -x)).transpose(-2, -1)):
+        lying = matrix, matrix.contiguous()
+        for at_random in (False, True):
+            found = [quantise_nvfp4(one, (1, 16), at_random=at_random).dequantise() for one in lying]
+            pairs.append((found[0], found[1]))
+        for block, mx in (((1, 32), True), ((1, 128), False), ((128, 128), False)):
+            found = [quantise_blocks(one, torch.float8_e4m3fn, block, mx=mx).dequantise() for one in lying]
+            pairs.append((found[0], found[1]))
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_the_transform_is_orthogonal_and_the_same_everywhere() -> None:

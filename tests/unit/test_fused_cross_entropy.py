@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cro
 from tests.unit.gpt_models import build_model, losses_and_grads, token_batch
 from tests.unit.run_flags import run_config
 
+ROOT = Path(__file__).parents[2]
 GROUP = ProcessGroupCollection.single().tp
 
 
@@ -75,6 +78,18 @@ def test_the_flag_halves_what_the_loss_keeps() -> None:
     grads, expected = (losses_and_grads(build_model(f))[1] for f in ("--cross-entropy-loss-fusion", ""))
     for name, grad in expected.items():
         torch.testing.assert_close(grads[name], grad)
+
+
+def test_it_is_deterministic() -> None:
+    """Of its operators torch has deterministic ones, and its kernel adds nothing atomically."""
+    assert run_config("--cross-entropy-loss-fusion --deterministic-mode").model.deterministic_mode
+    torch.use_deterministic_algorithms(True)
+    try:
+        once, again = (losses_and_grads(build_model("--bf16 --cross-entropy-loss-fusion")) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(once[0], again[0]) and all(torch.equal(grad, again[1][name]) for name, grad in once[1].items())
+    assert "atomic" not in (ROOT / "megatron" / "core" / "kernels" / "cross_entropy.py").read_text()
 
 
 @pytest.mark.flags("--cross-entropy-fusion-impl")

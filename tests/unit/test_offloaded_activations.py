@@ -264,6 +264,20 @@ def test_memory_of_the_host_is_used_again_for_other_sizes() -> None:
     del held
 
 
+def test_pinned_memory_is_counted_as_torch_hands_it_out() -> None:
+    """In powers of two: 4100 bytes take 8192."""
+    offloader, refusing = Offloader(OffloadChoice(frozenset({"part"}))), mock.Mock(side_effect=RuntimeError)
+    with mock.patch.object(offloaded_activations, "is_cuda", return_value=True), offloader.open_pass():
+        held = hold("part", torch.zeros(1025))
+        assert (offloader.offloaded_bytes, offloader.buffer_bytes) == (4100, 8192)
+        with (
+            mock.patch.object(offloaded_activations, "allocate_host_memory", refusing),
+            pytest.raises(MemoryShortageError, match="no further 16.4 KB for offloaded activations, beside 8.2 KB of"),
+        ):
+            hold("part", torch.zeros(2049))
+    assert not held().any()
+
+
 def test_views_go_as_one_and_come_back_with_their_strides() -> None:
     offloader = Offloader(OffloadChoice(frozenset({"part"})))
     packed = torch.arange(24.0).view(2, 3, 4)

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.device import CopyQueue, allocate_host_memory, has_come, hold_computation_until
+from megatron.core.device import CopyQueue, allocate_host_memory, has_come, hold_computation_until, is_cuda
 from megatron.core.errors import MemoryShortageError, format_bytes
+from megatron.core.host_memory import count_pinned_bytes
 from megatron.core.tensor_parallel.kept_activations import Way, keep_all_as
 
 _PREFETCHED_GROUPS = 2  # one is on its way while the other is waited for
@@ -66,7 +67,7 @@ class Offloader:
         self.offloaded_bytes = 0
         """On the host now."""
         self.buffer_bytes = 0
-        """Memory of the host that is allocated, in use or not."""
+        """Memory of the host that is allocated, in use or not; beside a GPU as torch hands out pinned memory."""
         self._free: dict[torch.dtype, list[tuple[Tensor, Any]]] = defaultdict(list)
         self._queues: tuple[CopyQueue, CopyQueue] | None = None
         self._in_flight: deque[_Offloaded] = deque()
@@ -105,7 +106,7 @@ class Offloader:
     def send(self, values: Tensor, group: int, of: _Pass) -> _Offloaded:
         """Begin to copy flat values [n] of the device to the host."""
         to_host, _ = self._open_queues(values.device)
-        memory, free = self._take_memory(values.numel(), values.dtype)
+        memory, free = self._take_memory(values.numel(), values.dtype, values.device)
         sent = _Offloaded(self, of, group, memory, values.numel(), values.device)
         self.offloaded_bytes += sent.buffer.nbytes
         sent.arrived = to_host.copy(sent.buffer, values, free)
@@ -148,20 +149,23 @@ class Offloader:
             self._queues = CopyQueue(device), CopyQueue(device)
         return self._queues
 
-    def _take_memory(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Any]:
         """Memory of the host, of at least so many elements, and the moment from which it is free."""
         free = self._free[dtype]
         # What experts keep has another size in each pass, so that what is free need not fit exactly.
         fitting = [index for index, (memory, _) in enumerate(free) if numel <= memory.numel() <= 2 * numel]
         if fitting:
             return free.pop(min(fitting, key=lambda index: free[index][0].numel()))
+        number = numel * dtype.itemsize
+        # Beside a CPU nothing is pinned.
+        number = count_pinned_bytes(number) if is_cuda(device) else number
         try:
             memory = allocate_host_memory(numel, dtype, pinned=True)
-            self.buffer_bytes += memory.nbytes
+            self.buffer_bytes += number
             return memory, None
         except RuntimeError as error:
             raise MemoryShortageError(
-                f"the host has no further {format_bytes(numel * dtype.itemsize)} for offloaded activations, beside "
+                f"the host has no further {format_bytes(number)} for offloaded activations, beside "
                 f"{format_bytes(self.buffer_bytes)} of them; name fewer --offload-modules or layers, or recompute some"
             ) from error
 

@@ -102,10 +102,6 @@ class ArchitectureFields(ModelParallelConfig):
                 "--cross-entropy-fusion-impl te cannot be combined with --cross-entropy-loss-fusion, in Megatron-LM "
                 "neither; use --cross-entropy-fusion-impl native, which computes the same loss"
             )
-        if self.cross_entropy_loss_fusion and self.deterministic_mode:
-            yield (
-                f"{self.say('cross_entropy_loss_fusion')} is not deterministic; leave it out with --deterministic-mode"
-            )
         # There would be no norm on the input for the residual path to start behind.
         if self.apply_residual_connection_post_layernorm and self.norm_placement == "output":
             yield (
