@@ -277,7 +277,8 @@ def _describe_chunk(
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     if model.defers_weight_gradients or model.delays_weight_gradients:
         waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers.values())
-    gradients = max((_count_gradients(rows) for rows in layers.values()), default=0.0)
+    chunks = model.mlp_chunks_for_training
+    gradients = max((_count_gradients(rows, chunks) for rows in layers.values()), default=0.0)
     forward = 0.0
     if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
@@ -307,11 +308,12 @@ def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]
             yield row._replace(bytes=row.bytes * (1 - share))
 
 
-def _count_gradients(rows: Sequence[Kept]) -> float:
+def _count_gradients(rows: Sequence[Kept], chunks: int) -> float:
     """Bytes of the gradients that live at once while the widest part of a layer, its MLP, is in backward: of its output
-    and of its input, and of the activation; that of the first product takes the product's place."""
+    and of its input, and of the activation, a dense MLP's of one of its chunks; that of the first product takes the
+    product's place."""
     by_name = {row.name: row.bytes for row in rows}
-    inner = by_name.get("the activation", 0.0) or by_name.get("the experts' activation, weighted", 0.0)
+    inner = by_name.get("the activation", 0.0) / chunks or by_name.get("the experts' activation, weighted", 0.0)
     return 2 * by_name["the MLP norm's output"] + by_name.get("tokens sorted by expert", 0.0) + inner
 
 

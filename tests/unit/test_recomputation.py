@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_par
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.compilation import compile_regions
 from megatron.core.transformer.moe.router import TopKRouter
-from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
+from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, first_mlp, read_config, token_batch
 from tests.unit.run_flags import run_config
 
 FULL = "--recompute-granularity full --recompute-method"
@@ -60,6 +61,44 @@ def test_gradients_are_the_same_to_the_last_bit(style: str) -> None:
     for way in WAYS:
         found = two_passes(build_model(f"{flags} {way}"))
         assert all(map(torch.equal, found, expected)), way
+
+
+@pytest.mark.flags("--mlp-chunks-for-training")
+@pytest.mark.parametrize("style", STYLES, ids=("gpt2", "llama", "parallel"))
+def test_an_mlp_in_stretches_of_tokens(style: str) -> None:
+    flags = f"{style} --num-layers {LAYERS} --hidden-dropout 0.2"
+    tolerance = 2e-2 if "--bf16" in style else 1e-4
+    expected = two_passes(build_model(flags))
+    for again, times in (("", 1), (f"{SELECTIVE} mlp", 2)):
+        model, lengths = build_model(f"{flags} --mlp-chunks-for-training 3 {again}"), []
+        mlp = first_mlp(model)
+        activate = mlp.activate
+
+        def note(x: torch.Tensor, *rest: Any, into: list[int] = lengths, call: Any = activate) -> torch.Tensor:
+            into.append(len(x))
+            return call(x, *rest)
+
+        mlp.activate = note
+        for found, whole in zip(two_passes(model), expected, strict=True):
+            torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance)
+        # In forward in their order, in backward from the end, where they are computed again.
+        assert lengths == [6, 6, 4, *(reversed([6, 6, 4]) if times == 2 else [])] * 2
+        lengths.clear()
+        model.eval()(*token_batch()[:2])
+        assert lengths == [SEQUENCE_LENGTH], "nothing is kept in evaluation"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--num-experts 2 --disable-bias-linear", "has nothing to divide, all layers have experts"),
+        ("--fp8-format hybrid", "would give each stretch of tokens scales of its own"),
+        (f"{SELECTIVE} layernorm", "does not work with --recompute-modules layernorm"),
+    ],
+)
+def test_where_an_mlp_is_not_divided(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"--mlp-chunks-for-training 2 {sentence}"):
+        read_config(f"--mlp-chunks-for-training 2 {flags}")
 
 
 EXPERTS = f"""--num-layers {LAYERS} --num-experts 4 --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 24

@@ -100,6 +100,7 @@ class TransformerConfig(
         yield from pattern_problems(self)
         yield from self._inner_widths_divide_over_ranks()
         yield from self._widths_fit_fp8()
+        yield from self._mlp_may_be_divided()
         yield from self.kernel_problems()
         if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
             yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
@@ -124,6 +125,21 @@ class TransformerConfig(
                     f"{self.say(width_name)} cannot be split over {self.say(ranks_name)}; "
                     f"use {name_multiples(width, ranks)}"
                 )
+
+    def _mlp_may_be_divided(self) -> Iterator[str]:
+        """Stretches of tokens give the numbers, and spare the memory, that they are meant to."""
+        if self.mlp_chunks_for_training == 1:
+            return
+        asked = self.say("mlp_chunks_for_training")
+        selective = self.recompute_granularity == "selective"
+        if not has_dense_layers(self):
+            yield f"{asked} has nothing to divide, all layers have experts; leave it out"
+        if self.few_bits_recipe is not None:
+            yield f"{asked} would give each stretch of tokens scales of its own in FP8 and FP4; leave it out"
+        if self.tp_comm_overlap:
+            yield f"{asked} and --tp-comm-overlap both divide the tokens of a product; keep one of them"
+        if selective and "layernorm" in (self.recompute_modules or ()):
+            yield f"{asked} does not work with --recompute-modules layernorm, for all tokens at once; keep one of them"
 
     def _widths_fit_fp8(self) -> Iterator[str]:
         """What linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take them."""

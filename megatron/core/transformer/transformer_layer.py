@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -104,6 +105,7 @@ class TransformerLayer(MegatronModule):
         self.recomputes_attention_norm = policy.recomputes_attention_norm and self.input_layernorm is not None
         self.recomputes_mlp_norm = policy.recomputes_mlp_norm and self.pre_mlp_layernorm is not None
         self.recomputes_mlp = policy.recomputes_mlp
+        self.mlp_chunks = config.mlp_chunks_for_training if is_dense else 1
         self.offload = policy.offload
         if config.few_bits_recipe is not None:
             self.multiply_in_few_bits(config, groups)
@@ -191,7 +193,7 @@ class TransformerLayer(MegatronModule):
         if layer_input is not None:
             residual = attended
         with self._keep_or_normalise_again(self.recomputes_mlp_norm, "mlp_norm", normed, mlp_input):
-            output, bias = self._run_mlp(normed)
+            output, bias = self._run_mlp_in_chunks(normed)
         return self._leave(self.post_mlp_layernorm, output, bias, residual)
 
     def _norm(self, submodule: Any, place: str) -> Any:
@@ -199,6 +201,13 @@ class TransformerLayer(MegatronModule):
         if submodule is None or self.config.norm_placement not in (place, "both"):
             return None
         return build_module(submodule, self.config, self.config.hidden_size)
+
+    def _run_mlp_in_chunks(self, normed: Tensor) -> Any:
+        """The MLP's output [s, b, h] and its bias, in training of one stretch of tokens after the other."""
+        if self.mlp_chunks == 1 or not self.training:
+            return self._run_mlp(normed)
+        parts = [self._run_mlp(part) for part in normed.chunk(self.mlp_chunks)]
+        return torch.cat([output for output, _ in parts]), parts[0][1]
 
     def _run_mlp(self, normed: Tensor) -> Any:
         if not self.recomputes_mlp:

@@ -47,6 +47,9 @@ class RecomputeFields(PipelineFields):
         False, kind="kernel", needs=Needs("--num-experts", lambda run: run.num_moe_experts is not None)
     )
     """Short for --recompute-granularity selective with moe among --recompute-modules."""
+    mlp_chunks_for_training: int = flag(1, minimum=1, kind="kernel")
+    """In training the MLP of a layer without experts computes so many stretches of tokens, one after another. Backward
+    holds the inner activations of one of them at a time with mlp among --recompute-modules, else their gradients."""
 
     def derive(self) -> None:
         super().derive()
