@@ -123,9 +123,10 @@ def load_state(root: Path, state: dict[str, bytes | None]) -> float:
 def test_S39_any_state_after_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
     root, after = tmp_path / "root", tmp_path / "after"
     save(root, 10, value=1)
+    (tmp_path / "vocabulary").write_text("a b c")
     with monkeypatch.context() as patches:
         moments = watch(root, patches.setattr)
-        save(root, iteration, value=2)
+        save(root, iteration, value=2, attachments={"tokenizer/vocabulary": tmp_path / "vocabulary"})
     # What an earlier save has left is on the device, the names among it.
     flushed_at = dict.fromkeys((*moments[0].names, *moments[0].contents), 0)
     pick = random.Random(7)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,13 +22,14 @@ def tensors(value: float = 0.0) -> ShardedStateDict:
     return {key: ShardedTensor.whole(key, tensor) for key, tensor in content.items()}
 
 
-def save(root: Path, iteration: int, value: float | None = None) -> Path:
+def save(root: Path, iteration: int, value: float | None = None, attachments: Mapping[str, Path] | None = None) -> Path:
     """Save an iteration whose tensors hold `value`, by default the iteration's number."""
     root.mkdir(exist_ok=True)
     document = {"iteration": iteration, "value": iteration if value is None else value}
     return serialization.save(
-        tensors(float(document["value"])), root, iteration, documents={"state": document}, group=ALONE
-    )
+        tensors(float(document["value"])), root, iteration, documents={"state": document}, attachments=attachments,
+        group=ALONE,
+    )  # fmt: skip
 
 
 def find(root: Path, iteration: int | None = None) -> FoundCheckpoint | None:

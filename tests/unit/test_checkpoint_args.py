@@ -97,8 +97,13 @@ def test_checkpoints_that_say_nothing(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(ConfigError, match="--use-checkpoint-args needs --load or --pretrained-checkpoint"):
         read("--use-checkpoint-args")
-    with pytest.raises(ConfigError, match="holds no checkpoint with settings; write the flags out"):
+    with pytest.raises(ConfigError, match="holds no checkpoint with settings; write the flags out$"):
         read("--use-checkpoint-args", "--load", tmp_path)
+    with pytest.raises(
+        ConfigError, match="--use-checkpoint-args: .*none does not exist; write the flags out$"
+    ) as found:
+        read("--use-checkpoint-args", "--load", tmp_path / "none")
+    assert len(found.value.problems) == 1, "what the checkpoint was to say is not asked of the user"
     for content in ("{", "[]", '{"model": 3}'):
         (tmp_path / "iter_0000001" / "config.json").write_text(content)
         with pytest.raises(ConfigError, match="holds no settings that can be used"):

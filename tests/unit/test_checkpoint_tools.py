@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -21,11 +20,10 @@ import torch
 
 from megatron.cli import average_checkpoints, check_checkpoint, inspect_checkpoint
 from megatron.cli.inspect_checkpoint import build_tree, format_tree
-from megatron.core.byte_progress import ByteProgress
 from megatron.core.dist_checkpointing import serialization, stored_tensors
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock, Holder
-from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.host_memory import name_machine
@@ -151,6 +149,14 @@ def test_what_cannot_be_inspected(
     save(tmp_path / "ckpt", 10)
     code, out, err = run_tool("inspect_checkpoint.py", *arguments)
     assert (code, out) == (2, "") and sentence in err and err.count("error:") == 1
+
+
+def test_a_checkpoint_of_ours_that_lost_its_manifest_is_shown_as_one(tmp_path: Path, run_tool: Tool) -> None:
+    (save_weights(tmp_path / "ckpt", 10, 1.0) / MANIFEST_NAME).unlink()
+    assert (
+        run_tool.read_json("inspect_checkpoint.py", tmp_path / "ckpt")["format"]
+        == "torch_dist without its manifest.json"
+    )
 
 
 def test_damaged_and_hostile_checkpoints_are_refused(tmp_path: Path, run_tool: Tool) -> None:
@@ -453,32 +459,6 @@ def test_a_run_starts_from_averaged_weights(tmp_path: Path, run_tool: Tool) -> N
         found = {name: value for name, value in values(run) if name in expected}
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-# ---- progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
-def test_progress_is_quiet_at_first_then_says_rate_and_time_left(stream: io.StringIO) -> None:
-    now = 0.0
-    progress = ByteProgress("reading", 4_000_000, stream, clock=lambda: now)
-    with progress:
-        now = 1.9
-        progress.add(1_000_000)
-        assert stream.getvalue() == ""
-        now = 10.0
-        progress.add(1_000_000)
-        line = stream.getvalue()
-        assert " 50%  2.0 MB of 4.0 MB, 200.0 KB/s, 10s left" in line
-        assert ("[##########----------]" in line) == line.startswith("\r\x1b[K") == stream.isatty()
-        progress.add(1)
-        assert stream.getvalue() == line
-    assert stream.getvalue().endswith("\r\x1b[K" if stream.isatty() else "\n")
 
 
 # ---- documentation

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import serialization, shard_files
-from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError
+from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, read_manifest, record_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Part, Placement, Split
+from tests.faults.test_checkpoint_damage import rewrite_manifest
 from tests.unit.small_checkpoints import ALONE
 from tests.unit.tiny_training import prepare, train_tiny
 
@@ -91,6 +94,32 @@ def test_L2_every_damaged_bit_is_found(tmp_path: Path) -> None:
         file.write_bytes(damaged)
         with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp is damaged"):
             load(tmp_path, shards()[0])
+
+
+def test_L2_damage_is_found_where_no_tensor_lies(tmp_path: Path) -> None:
+    """Between two boxes and behind the last one, as where somebody has taken tensors out of the table of contents."""
+    path = saved(tmp_path)
+    table = read_metadata(path / ".metadata")
+    places = sorted((place.offset, place.length, index) for index, place in table.storage_data.items())
+    unlisted = [places[1], places[-1]]
+    for _, _, index in unlisted:
+        del table.storage_data[index], table.state_dict_metadata[index.fqn]
+    (path / ".metadata").write_bytes(pickle.dumps(table))
+    records = {name: record._asdict() for name, record in read_manifest(path).files.items()}
+    rewrite_manifest(path, files=records | {".metadata": record_file(path / ".metadata")._asdict()})
+    gone = {index.fqn for _, _, index in unlisted}
+    tensors, wanted = shards()
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in gone}
+    load(tmp_path, tensors)
+    assert all(torch.equal(tensor.data, wanted[key]) for key, tensor in tensors.items())
+    file = path / "__0_0.distcp"
+    whole = file.read_bytes()
+    for start, length, _ in unlisted:
+        damaged = bytearray(whole)
+        damaged[start + length // 2] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp is damaged"):
+            load(tmp_path, tensors)
 
 
 def test_L2_of_what_a_damaged_checkpoint_has_filled_nothing_is_kept(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 import types
 from pathlib import Path
 
 import pytest
 
+from megatron.core.byte_progress import ByteProgress
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.training.data.samples import count_samples_of_iterations
 from megatron.training.hooks import console, progress_lines
@@ -254,3 +256,29 @@ def test_a_resumed_run_counts_its_own_time(
         run.hooks.hooks.append(TellTime(monkeypatch))  # type: ignore[attr-defined]
         finish(run)
     assert read_times(capsys.readouterr().out, "ETA") == ["5s", "4s", "3s", "2s", "1s", "0s"]
+
+
+# ---- bytes of files
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_progress_is_quiet_at_first_then_says_rate_and_time_left(stream: io.StringIO) -> None:
+    now = 0.0
+    progress = ByteProgress("reading", 4_000_000, stream, clock=lambda: now)
+    with progress:
+        now = 1.9
+        progress.add(1_000_000)
+        assert stream.getvalue() == ""
+        now = 10.0
+        progress.add(1_000_000)
+        line = stream.getvalue()
+        assert " 50%  2.0 MB of 4.0 MB, 200.0 KB/s, 10s left" in line
+        assert ("[##########----------]" in line) == line.startswith("\r\x1b[K") == stream.isatty()
+        progress.add(1)
+        assert stream.getvalue() == line
+    assert stream.getvalue().endswith("\r\x1b[K" if stream.isatty() else "\n")

@@ -74,7 +74,8 @@ class StoredCheckpoint:
     path: Path
     format: str
     """`torch_dist`; `torch_dist (upstream)`, `torch (upstream)`, `torch_dcp (upstream)`, `fsdp_dtensor (upstream)` or
-    `state_dict (upstream)`, the weights alone; or `of torch.distributed.checkpoint`, where another program wrote it."""
+    `state_dict (upstream)`, the weights alone; `torch_dist without its manifest.json`, of ours; or `of
+    torch.distributed.checkpoint`, where another program wrote it."""
     iteration: int | None
     world_size: int | None
     """Processes that wrote it; None where that is written nowhere."""
@@ -148,7 +149,7 @@ def _open_torch_dist(path: Path) -> StoredCheckpoint:
     ]
     return StoredCheckpoint(
         path,
-        OUR_FORMAT if is_ours else _name_foreign(path, metadata),
+        OUR_FORMAT if is_ours else _name_other(path, metadata),
         _iteration_in_name(path) if manifest is None else manifest.iteration,
         None if manifest is None else manifest.world_size,
         tensors,
@@ -156,7 +157,9 @@ def _open_torch_dist(path: Path) -> StoredCheckpoint:
     )
 
 
-def _name_foreign(path: Path, metadata: Metadata) -> str:
+def _name_other(path: Path, metadata: Metadata) -> str:
+    if (path / f"{TENSORS_DOCUMENT}.json").exists():
+        return f"{OUR_FORMAT} without its {MANIFEST_NAME}"
     found = name_format(path, metadata)
     return "of torch.distributed.checkpoint" if found is None else f"{found} (upstream)"
 

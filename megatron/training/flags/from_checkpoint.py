@@ -80,12 +80,15 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
             )
             return
         if path is None:
-            raise CheckpointError(
-                f"--use-checkpoint-args: {root} holds no checkpoint with settings; write the flags out"
-            )
+            what = explain_no_directory(Path(root)) or "holds no checkpoint with settings"
+            raise CheckpointError(f"--use-checkpoint-args: {root} {what}; write the flags out")
         _enter(parsed, path, given)
     except (CheckpointError, ConfigError) as error:
         parsed.problems.append(Problem("rule", str(error)))
+        # What the checkpoint was to say is not missing on the command line.
+        said = {"seq_length"}.union(*(get_settings(cls) for cls in (*_MODEL, TokenizerConfig))) - parsed.given.keys()
+        absent = (flag for flag in declared_flags() if flag.dest in said)
+        parsed.broken.update(name for flag in absent for name in flag.spellings)
 
 
 def _checkpoint(root: Path, step: int | None) -> Path | None:

@@ -78,8 +78,12 @@ def list_stored_names(directory: Path) -> set[str] | None:
     try:
         with single.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{single} cannot be read: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{single} cannot be read: {error.strerror or error}") from None
+    except (ValueError, MemoryError, OverflowError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{single} is no safetensors file, or was cut off; download it again")
     return set(header)
 
 
