@@ -50,7 +50,7 @@ CURVES = (
     Curve("fused cross entropy", "--bf16 --cross-entropy-loss-fusion", "--bf16"),
     Curve("graphs", f"--bf16 {GRAPHS}", "--bf16"),
     Curve("experts", "--bf16 --moe-grouped-gemm --moe-permute-fusion", experts=4),
-    Curve("graphs beside experts", f"--bf16 {GRAPHS} --cuda-graph-modules attn", "--bf16", experts=4),
+    Curve("graphs beside experts", f"--bf16 {GRAPHS} --cuda-graph-modules attn moe_router", "--bf16", experts=4),
     Curve("documents", "--bf16", packed=True),
     Curve("window", "--bf16 --window-size 31,0"),
     Curve("sinks", "--bf16 --softmax-type learnable"),

@@ -21,13 +21,25 @@ class AuxiliaryLossScale:
 
     def __init__(self) -> None:
         self.value: Tensor | float = 1.0
+        self._fixed: Tensor | None = None
         self.step = 0
         """Steps begun so far, by which a module knows that what it summed up belongs to an earlier one."""
 
     def begin_step(self, value: Tensor | float) -> None:
         """A step's first microbatch comes."""
-        self.value = value
+        if self._fixed is None:
+            self.value = value
+        elif isinstance(value, Tensor):
+            self._fixed.copy_(value)
+        else:
+            self._fixed.fill_(value)
         self.step += 1
+
+    def keep_address(self, device: torch.device) -> None:
+        """From now on keep the value in one place on the device, where a recorded backward reads it."""
+        # Every number format that a loss may have is rounded from it as from the number itself.
+        self._fixed = torch.ones((), dtype=torch.float64, device=device)
+        self.value = self._fixed
 
 
 def find_auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLossScale]:

@@ -25,7 +25,7 @@ LAYOUTS = [
     ("llama", "pp2", 2),
     ("gpt2", "pp2,vpp2,--num-layers=4,--hidden-dropout=0.1", 4),
     ("gpt2", "dp2,dist-opt,overlap-all,--ddp-bucket-size=5000", 1),
-    ("moe", "dp2,ep2,--moe-token-dispatcher-type=alltoall,--cuda-graph-modules attn mlp", 1),
+    ("moe", "dp2,ep2,--moe-token-dispatcher-type=alltoall,--cuda-graph-modules attn mlp moe_router", 1),
 ]
 
 

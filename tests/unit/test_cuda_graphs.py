@@ -8,12 +8,14 @@ import itertools
 import pytest
 import torch
 
+from megatron.core.auxiliary_loss import find_auxiliary_loss_scales
 from megatron.core.device_graphs import Recorder
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.cuda_graphs import forget_recordings
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.flags.read import read_run_config
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, read_config, token_batch
 from tests.unit.graph_stand_in import StandInRecorder
@@ -35,13 +37,20 @@ def train(flags: str, recorder: Recorder | None, microbatches: int = 2) -> tuple
     found = []
     for step in range(STEPS):
         chunk.zero_grad_buffer()
+        for scale in find_auxiliary_loss_scales([model]):
+            scale.begin_step(torch.tensor(0.5) if step % 2 else 1 / 3)
         for microbatch in range(microbatches):
             ids, positions, labels = (x.to(device) for x in token_batch(seed=10 * step + microbatch))
             losses = chunk(ids, positions, labels=labels)
             losses.mean().backward()
             found.append(losses.detach().clone())
         chunk.finish_grad_sync()
-        model.decoder.finish_step(chunk.groups)
+        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+            load = router.take_load()
+            found += [*router.take_losses().values(), *([] if load is None else [load])]
+        for module in model.modules():
+            if hasattr(type(module), "finish_step"):
+                module.finish_step(chunk.groups)  # type: ignore[operator]
         for buffer in chunk.flat_buffers:
             found.append(buffer.grad_data.clone())
             for param, start in zip(buffer.params, buffer.starts, strict=True):
@@ -56,6 +65,9 @@ LLAMA = """--disable-bias-linear --swiglu --normalization RMSNorm --position-emb
 LATENT = """--multi-latent-attention --kv-lora-rank 12 --q-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4
     --v-head-dim 6 --position-embedding-type rope"""
 EXPERTS = "--num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 24 --disable-bias-linear"
+LOSSES = """--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.1 --moe-z-loss-coeff 0.01
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 2
+    --moe-shared-expert-intermediate-size 24 --moe-per-layer-logging"""
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
@@ -68,6 +80,8 @@ CASES = [
     ("--parallel-residual --norm-placement both", "--cuda-graph-scope mlp", 2),
     (LATENT, "--cuda-graph-scope full", 2),
     (EXPERTS, "--cuda-graph-modules attn mlp", 3),
+    (f"{EXPERTS} {LOSSES}", "--cuda-graph-modules attn moe_router moe_preprocess", 3),
+    (f"{EXPERTS} --moe-layer-freq 1 --moe-expert-capacity-factor 0.9 {LOSSES}", "--cuda-graph-modules moe_router", 2),
     (f"{FULL} uniform", "", 2),
     (f"{FULL} block --bf16", "", 2),
     (f"{SELECTIVE} core_attn layernorm mlp_act --swiglu", "", 2),
@@ -249,6 +263,7 @@ def test_earlier_names(flags: str, impl: str, modules: list[str], notes: list[st
         assert any(note in found for found in config.notes), config.notes
 
 
+ROUTER = "--num-experts 4 --cuda-graph-modules moe_router"
 REFUSED = {
     "--num-experts 4": "--cuda-graph-modules attn",
     "--fp8-format hybrid": "rounded once in a step",
@@ -268,7 +283,12 @@ REFUSED = {
     "--log-comm-volume": "--log-comm-volume counts calls",
     "--dataloader-inter-document-masking": "microbatches of one shape",
     "--cuda-graph-impl full_iteration": "use none or local or transformer_engine",
-    "--cuda-graph-modules moe": "use attn or mlp",
+    "--num-experts 4 --cuda-graph-modules moe": "use attn or mlp or moe_router",
+    "--cuda-graph-modules moe_router": "needs --num-experts",
+    "--cuda-graph-modules moe_preprocess": "name both",
+    f"{ROUTER} --moe-input-jitter-eps 0.1": "--moe-input-jitter-eps 0.1 does",
+    f"{ROUTER} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1": "global_aux_loss, in which",
+    f"{ROUTER} {SELECTIVE} moe": "--recompute-modules moe",
     "--enable-cuda-graph --external-cuda-graph": "use --cuda-graph-impl",
 }
 

@@ -5,7 +5,8 @@ A layer of a small model, or of one divided over many GPUs, takes longer to laun
 launched the first time takes one call.
 
     Passes        the layers of one chunk of the model: when they are recorded, and which recordings a pass uses
-    Part          what is recorded of a layer: all of it, its attention with norm and residual, or its dense MLP
+    Part          what is recorded of a layer: all of it; its attention, or its dense MLP, with norm and residual;
+                  or the norm and the router before its experts
     _Slot         the recordings of all parts for one micro-batch in flight, in one pool of memory
 
 The first steps (--cuda-graph-warmup-steps) run as ever. They tell which tensors the parts pass on, and how many
@@ -67,6 +68,7 @@ class Part:
     def __init__(self, passes: Passes, modules: Sequence[nn.Module]) -> None:
         self._passes = passes
         self.modules = list(modules)
+        self._routers: list[Any] = [module for module in modules if hasattr(module, "route_log")]
         self._inner = list(dict.fromkeys(itertools.chain.from_iterable(module.modules() for module in modules)))
 
     def __call__(
@@ -87,10 +89,10 @@ class Part:
         return list(dict.fromkeys(p for module in self.modules for p in module.parameters() if p.requires_grad))
 
     def is_watched(self) -> bool:
-        """Whether a hook reads, or changes, what goes through a module inside."""
+        """Whether a hook reads, or changes, what goes through a module inside, or a log a router's choices."""
         return any(
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self._inner
-        )
+        ) or any(router.route_log is not None for router in self._routers)
 
 
 class Passes:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -152,12 +153,14 @@ class TransformerLayer(MegatronModule):
         )
         # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
         inputs = (attended, hidden_states) if self.config.parallel_residual else (attended,)
+        if "moe_router" in self.recorded:
+            return self._add_experts(*inputs)
         result: Tensor = self._add_mlp(*inputs) if mlp is None else mlp(self._add_mlp, inputs)
         return result
 
     def record_parts(self, passes: Passes, parts: Collection[str], *, is_recomputed: bool) -> None:
-        """Let passes be recorded: of these parts (attn, mlp), or of the whole layer where none is named. is_recomputed:
-        whether of the whole layer only the input is kept."""
+        """Let passes be recorded: of these parts (attn, mlp, moe_router), or of the whole layer where none is named.
+        is_recomputed: whether of the whole layer only the input is kept."""
         if not parts:
             self.recorded["layer"] = passes.add(*self.children())
             self.is_recomputed_whole = is_recomputed
@@ -167,6 +170,13 @@ class TransformerLayer(MegatronModule):
         if "mlp" in parts and not has_experts(self.config, self.layer_number):
             modules = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
             self.recorded["mlp"] = passes.add(*(module for module in modules if module is not None))
+
+        routes = has_experts(self.config, self.layer_number) and getattr(self.mlp, "can_route_apart", False)
+        if "moe_router" in parts and routes:
+            router = self.mlp.router
+            modules = (self.pre_mlp_layernorm, router, self.mlp.fc1_latent_proj)
+            self.recorded["moe_router"] = passes.add(*(module for module in modules if module is not None))
+            router.auxiliary_loss_scale.keep_address(current_device())
 
     def _run(self, hidden_states: Tensor, *constants: Any) -> Tensor:
         attended = self._add_attention(hidden_states, *constants)
@@ -196,6 +206,20 @@ class TransformerLayer(MegatronModule):
             output, bias = self._run_mlp_in_chunks(normed)
         return self._leave(self.post_mlp_layernorm, output, bias, residual)
 
+    def _add_experts(self, attended: Tensor, layer_input: Tensor | None = None) -> Tensor:
+        """`_add_mlp` with the norm and the router apart."""
+        mlp_input = attended if layer_input is None else layer_input
+        normed, *routed = self.recorded["moe_router"](self._route, (mlp_input,))
+        residual = attended
+        if layer_input is None and self.pre_mlp_layernorm is not None:
+            residual = self._choose_residual(normed, attended)
+        output, bias = self.mlp(normed, self.mlp.take_routing(normed, routed))
+        return self._leave(self.post_mlp_layernorm, output, bias, residual)
+
+    def _route(self, mlp_input: Tensor) -> tuple[Tensor, ...]:
+        normed, _ = self._enter(self.pre_mlp_layernorm, mlp_input, "mlp_norm")
+        return normed, *self.mlp.route(normed)
+
     def _norm(self, submodule: Any, place: str) -> Any:
         """The norm at the `input` or `output` of attention or MLP; None where the config has none."""
         if submodule is None or self.config.norm_placement not in (place, "both"):
@@ -223,10 +247,13 @@ class TransformerLayer(MegatronModule):
             return hidden_states.to(self.compute_dtype), hidden_states
         with self.offload(part):
             normed = norm(hidden_states)
+        return normed, self._choose_residual(normed, hidden_states)
+
+    def _choose_residual(self, normed: Tensor, hidden_states: Tensor) -> Tensor:
         # As BERT and some early models had it: the normalised input, not the input itself, goes round attention or MLP.
         if not self.config.apply_residual_connection_post_layernorm:
-            return normed, hidden_states
-        return normed, normed.to(hidden_states.dtype)
+            return hidden_states
+        return normed.to(hidden_states.dtype)
 
     def _keep_or_normalise_again(
         self, is_recomputed: bool, part: str, normed: Tensor, norm_input: Tensor

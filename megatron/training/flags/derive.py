@@ -251,6 +251,8 @@ def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
             yield f"{run.say(name)} is an earlier name of {becomes}"
     if model.external_cuda_graph or model.cuda_graph_impl == "transformer_engine":
         yield "--cuda-graph-impl transformer_engine records layers as local does, without Transformer Engine"
+    if "moe_preprocess" in model.cuda_graph_modules:
+        yield "--cuda-graph-modules moe_preprocess is launched one kernel at a time, behind the graph of moe_router"
     if model.te_rng_tracker:
         yield "--te-rng-tracker has no effect: graphs move on the generator that everything else draws from"
 

@@ -13,10 +13,11 @@ from megatron.core.transformer.config_fields.offload import OF_EXPERTS, OffloadF
 
 _GRAPHS = Needs("--cuda-graph-impl local", lambda run: run.cuda_graph_impl != "none")
 _MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-_UNSUPPORTED_MODULES = ("moe", "moe_router", "moe_preprocess", "mamba")
+_UNSUPPORTED_MODULES = ("moe", "mamba")
 _OFFLOADED_BY = {
     "attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
     "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
+    "moe_router": ("mlp_norm",),
 }
 
 
@@ -46,7 +47,8 @@ class CudaGraphFields(OffloadFields):
         needs=_GRAPHS,
     )
     """What of each layer becomes a graph: attn, attention with its norm and residual; mlp, the MLP with them in layers
-    without experts. Whole layers when not given."""
+    without experts; moe_router, the norm and the router before experts. moe_preprocess, what prepares their exchange,
+    does not, as a note says. Whole layers when not given."""
     cuda_graph_scope_deprecated: list[str] | None = flag(
         None,
         names=("--cuda-graph-scope",),
@@ -90,7 +92,7 @@ class CudaGraphFields(OffloadFields):
         if others.num_moe_experts is not None and not parts:
             yield (
                 f"{asked} cannot record layers with experts as a whole: how many tokens an expert gets is only known "
-                "while they run; add --cuda-graph-modules attn"
+                "while they run; add --cuda-graph-modules attn moe_router"
             )
         if others.fp8 is not None or others.fp4 is not None:
             yield (
@@ -115,6 +117,10 @@ class CudaGraphFields(OffloadFields):
         yield from self._recomputation_can_be_recorded(asked)
         if self.records("attn"):
             yield from self._attention_can_be_recorded(asked)
+        if "moe_router" in parts:
+            yield from self._router_can_be_recorded()
+        elif "moe_preprocess" in parts:
+            yield "--cuda-graph-modules moe_preprocess belongs to moe_router; name both, or leave it out"
 
     def _recomputation_can_be_recorded(self, asked: str) -> Iterator[str]:
         others: Any = self
@@ -154,3 +160,21 @@ class CudaGraphFields(OffloadFields):
             )
         if others.qk_clip or others.measures_attention_logits:
             yield f"{asked} cannot measure attention scores; leave out --qk-clip, or use --cuda-graph-modules mlp"
+
+    def _router_can_be_recorded(self) -> Iterator[str]:
+        others: Any = self
+        asked = "--cuda-graph-modules moe_router"
+        if others.num_moe_experts is None:
+            yield f"{asked} needs --num-experts; leave it out for a dense model"
+            return
+        for name in ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_input_jitter_eps"):
+            if getattr(others, name):
+                yield f"{asked} cannot draw from the experts' random stream, as {self.say(name)} does; leave out one"
+        for kind in ("sinkhorn", "global_aux_loss"):
+            if kind in others.moe_router_load_balancing_type:
+                yield (
+                    f"{asked} cannot record --moe-router-load-balancing-type {kind}, in which the host takes part; "
+                    "leave out one of them"
+                )
+        if self.recompute_granularity == "selective" and "moe" in (self.recompute_modules or ()):
+            yield f"{asked} cannot record a router that --recompute-modules moe repeats in backward; leave out one"

@@ -17,6 +17,7 @@ on twice, and experts may be laid out over the stage's processes in any way.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import build_module
@@ -81,6 +83,7 @@ class MoELayer(MegatronModule):
             narrow, wide = config.moe_latent_size, config.hidden_size
             self.fc1_latent_proj = project(wide, narrow, init_method=input_initialiser(config))
             self.fc2_latent_proj = project(narrow, wide, init_method=output_initialiser(config))
+        self._loss_names: tuple[str, ...] = ()
         self.experts = submodules.experts(config, groups)
         self.dispatcher = build_token_dispatcher(config, groups)
         self.exchange_gap = self.dispatcher.exchange_gap  # where the executor looks for it
@@ -90,13 +93,9 @@ class MoELayer(MegatronModule):
         self.overlaps_shared_experts = config.moe_shared_expert_overlap and self.shared_experts is not None
         self.recomputes_shared_experts = ActivationPolicy(config, has_experts=True).recomputes_shared_experts
 
-    def forward(self, hidden_states: Tensor) -> LayerOutput:
-        """Hidden states [s, b, h], with SP [s/tp, b, h] -> the same shape, and None in place of a bias."""
-        own = hidden_states
-        # Without sequence parallelism all tensor-parallel ranks have all tokens: each takes its share, or every token
-        # would be worked on tp times.
-        if self.divides_tokens:
-            own = scatter_to_sequence_parallel_region(own, self.tp_group)
+    def forward(self, hidden_states: Tensor, routed: tuple[Tensor, Routing] | None = None) -> LayerOutput:
+        """Hidden states [s, b, h], with SP [s/tp, b, h] -> the same shape, and None in place of a bias. routed: where
+        `route` has been called already, what `take_routing` made of it."""
         shared: Tensor | None = None
 
         def compute_shared_output() -> None:
@@ -104,19 +103,56 @@ class MoELayer(MegatronModule):
             shared = self._compute_shared_output(hidden_states)
 
         meanwhile = compute_shared_output if self.overlaps_shared_experts else None
-        sent = own if self.fc1_latent_proj is None else self.fc1_latent_proj(own)[0]
-        rows, weights, ends, combine = self.dispatcher.dispatch(sent.flatten(0, 1), self.router(own), meanwhile)
+        if routed is None:
+            own = self._take_own_tokens(hidden_states)
+            routed = self._choose_sent(own), self.router(own)
+        rows, weights, ends, combine = self.dispatcher.dispatch(*routed, meanwhile)
         output = combine(self.experts(rows, weights, ends))
         if self.fc2_latent_proj is not None:
             # Of [T, n]: what it makes of three dimensions is a view, to which no residual may be added in place.
             output, _ = self.fc2_latent_proj(output)
-        output = output.view_as(own)
+        output = output.view(-1, *hidden_states.shape[1:])  # own tokens
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
         if self.shared_experts is not None:
             output = output + (self._compute_shared_output(hidden_states) if shared is None else shared)
         return output, None
+
+    def _take_own_tokens(self, hidden_states: Tensor) -> Tensor:
+        # Without sequence parallelism all tensor-parallel ranks have all tokens: each takes its share, or every token
+        # would be worked on tp times.
+        if not self.divides_tokens:
+            return hidden_states
+        return scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
+
+    def _choose_sent(self, own: Tensor) -> Tensor:
+        """What experts get of a token: [s, b, h] -> [T, h], or narrower."""
+        return (own if self.fc1_latent_proj is None else self.fc1_latent_proj(own)[0]).flatten(0, 1)
+
+    @property
+    def can_route_apart(self) -> bool:
+        """Whether `route` is there: a router of somebody else's says nothing about its losses and counts."""
+        return type(self.router) is TopKRouter
+
+    def route(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """The router's part of forward, for a recording: tensors that `take_routing` reads."""
+        own = self._take_own_tokens(hidden_states)
+        sent = self._choose_sent(own)
+        routing, logits, losses = self.router.route(own)
+        self._loss_names = tuple(losses)
+        kept = () if routing.kept is None else (routing.kept,)
+        return sent, routing.experts, routing.weights, logits, *losses.values(), *kept
+
+    def take_routing(self, hidden_states: Tensor, routed: Sequence[Tensor]) -> tuple[Tensor, Routing]:
+        """What forward needs of `route`; counts the microbatch."""
+        (sent, experts, weights, logits), rest = routed[:4], routed[4:]
+        count = len(self._loss_names)
+        routing = Routing(experts, weights, rest[count] if len(rest) > count else None)
+        # A log keeps the tokens themselves.
+        own = hidden_states if self.router.route_log is None else self._take_own_tokens(hidden_states)
+        self.router.note(own, routing, logits, dict(zip(self._loss_names, rest[:count], strict=True)))
+        return sent, routing
 
     def _compute_shared_output(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h], with SP [s/tp, b, h] -> the same shape. From the undivided input: the shared expert is

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -134,23 +134,39 @@ class TopKRouter(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route hidden states [s, b, h]: the experts and weights of their T = s * b tokens."""
+        routing, logits, shares = self.route(hidden_states)
+        self.note(hidden_states, routing, logits, shares)
+        return routing
+
+    def route(self, hidden_states: Tensor) -> tuple[Routing, Tensor, dict[str, Tensor]]:
+        """`forward` without what `note` does; also the logits [T, E], and the auxiliary losses by name."""
         logits = self.compute_logits(hidden_states)
         if self.config.moe_router_force_biased is not None:
             logits = logits + self._draw_bias(logits, self.config.moe_router_force_biased)
-        # In evaluation, and in forwards without a graph, losses would be summed and never used.
-        learns = self.training and torch.is_grad_enabled()
-        routing = self._route(logits, learns)
+        routing, shares = self._route(logits, self.learns), dict[str, Tensor]()
         # Losses hang on the weights, which lie on the way from the main loss to the router; and before tokens are
         # dropped: what the router wanted is to be balanced, not what it got.
-        if learns:
-            routing = routing._replace(weights=self._with_losses(logits, hidden_states.shape[1], routing.weights))
+        if self.learns:
+            weights, shares = self._with_losses(logits, hidden_states.shape[1], routing.weights)
+            routing = routing._replace(weights=weights)
         if self.config.drops_tokens:
             routing = routing._replace(kept=self._keep_within_capacity(routing, hidden_states.shape[1]))
-        if learns and not is_recomputing():
-            self._count_tokens(routing, logits)
-            if self.route_log is not None:
-                self.route_log.note(hidden_states, logits, routing.experts)
-        return routing
+        return routing, logits.detach(), shares
+
+    @property
+    def learns(self) -> bool:
+        """Whether this forward counts: in evaluation, and without a graph, losses would be summed and never used."""
+        return self.training and torch.is_grad_enabled()
+
+    def note(self, hidden_states: Tensor, routing: Routing, logits: Tensor, shares: Mapping[str, Tensor]) -> None:
+        """Count a microbatch that `route` has routed; what is computed again in backward has been counted."""
+        if not self.learns or is_recomputing():
+            return
+        for name, share in shares.items():
+            self.losses[name] = self.losses.get(name, 0.0) + share
+        self._count_tokens(routing, logits)
+        if self.route_log is not None:
+            self.route_log.note(hidden_states, logits, routing.experts)
 
     def _count_tokens(self, routing: Routing, logits: Tensor) -> None:
         """Add this microbatch's tokens per expert to those of the step, where the bias or the log needs them."""
@@ -233,16 +249,17 @@ class TopKRouter(MegatronModule):
 
     # ---- losses
 
-    def _with_losses(self, logits: Tensor, sequences: int, weights: Tensor) -> Tensor:
-        """Attach the auxiliary losses to the weights [T, k]: backward of the weights then also runs theirs."""
+    def _with_losses(self, logits: Tensor, sequences: int, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attach the auxiliary losses to the weights [T, k]: backward of the weights then also runs theirs. Also the
+        losses by name."""
+        shares: dict[str, Tensor] = {}
         tokens = logits.shape[0] * self.groups.tp_cp.size()
         for name, coefficient, share in self._loss_shares(logits, sequences, tokens):
-            if not is_recomputing():
-                self.losses[name] = self.losses.get(name, 0.0) + share.detach()
+            shares[name] = share.detach()
             # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
             counted = coefficient * share * (tokens if self.config.calculate_per_token_loss else 1)
             weights = attach_auxiliary_loss(weights, counted, self.auxiliary_loss_scale)
-        return weights
+        return weights, shares
 
     def _loss_shares(self, logits: Tensor, sequences: int, tokens: int) -> Iterator[tuple[str, float, Tensor]]:
         """Name, weight and value, for this process's tokens, of each auxiliary loss whose weight is not zero."""
