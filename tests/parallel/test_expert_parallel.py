@@ -113,6 +113,13 @@ def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str
     assert compare(reference(flags, "picky"), trace) == []
 
 
+def test_global_balance_counts_the_tokens_of_all_replicas() -> None:
+    """Two replicas with two sequences each are balanced as one process with all four."""
+    balance = "--moe-router-load-balancing-type=global_aux_loss,--moe-aux-loss-coeff=1,--global-batch-size=4"
+    trace = join(run_distributed(share, 2, f"dp2,{balance},--micro-batch-size=2", timeout=240.0))
+    assert compare(reference(f"1,{balance},--micro-batch-size=4"), trace) == []
+
+
 @pytest.mark.flags("--moe-expert-rank-capacity-factor")
 def test_what_full_ranks_drop_depends_on_the_experts_ranks_alone() -> None:
     bounded = "--moe-expert-rank-capacity-factor=0.8"
