@@ -31,7 +31,7 @@ _STATE_FLAGS = {
     "max_lr": "--lr",
     "lr_warmup_steps": "--lr-warmup-iters (in samples)",
     "lr_decay_style": "--lr-decay-style",
-    "lr_decay_steps": "--lr-decay-iters (in samples)",
+    "lr_decay_steps": "--lr-decay-iters (in samples; where it is not given, that of --train-iters)",
     "min_lr": "--min-lr",
     "start_wd": "--start-weight-decay",
     "end_wd": "--end-weight-decay",
