@@ -30,6 +30,11 @@ STATUS_REFUSES = {
 # Values we derive otherwise, and why.
 OTHER_VALUES = {
     ("C029", "group_query_attention"): "--num-query-groups implies --group-query-attention",
+    (
+        "C104",
+        "no_load_optim",
+    ): "a dense checkpoint gives weights alone; an upcycled run that is resumed is continued whole",
+    ("C104", "no_load_rng"): "likewise",
     ("C122", "use_distributed_optimizer"): "PyTorch's FSDP2 divides the optimizer state itself",
 }
 

@@ -362,10 +362,14 @@ def _is_good(path: Path) -> bool:
 
 def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_only: bool) -> None:
     settings, world = run.config.checkpoint, run.groups.world
-    common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=with_optimizer))
+    # Of a dense model that experts are made of, the optimizer's state is not wanted, and need not be readable.
+    is_wanted = with_optimizer and not run.config.model.moe_use_upcycling
+    common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=is_wanted))
     changes = from_upstream.find_upstream_changes(common, run.config)
     if from_dense := upcycling.begins(run, changes, path):
         changes, with_optimizer, weights_only = upcycling.leave_out_expert_settings(changes), False, True
+    if with_optimizer and not is_wanted:
+        common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=True))
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))

@@ -33,7 +33,7 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _learning(run)
     _recomputation(run)
     yield from _graphs(run, given)
-    yield from _checkpoint(run, given)
+    yield from _checkpoint(run)
     yield from _data(run)
 
 
@@ -257,9 +257,7 @@ def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
         yield "--te-rng-tracker has no effect: graphs move on the generator that everything else draws from"
 
 
-def _checkpoint(run: RunConfig, given: Set[str]) -> Iterator[str]:
-    if "moe_use_upcycling" in given:
-        run.checkpoint.no_load_optim = run.checkpoint.no_load_rng = True
+def _checkpoint(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
     if checkpoint.ckpt_format == "torch_dcp":
         yield "--ckpt-format torch_dcp is not written; checkpoints are saved as torch_dist, which any layout loads"

@@ -79,7 +79,7 @@ class ConsoleHook(Hook):
         if run.yardstick is not None and run.yardstick.flops is not None:
             mfu = f"MFU counts {run.yardstick.flops / 1e12:.3g} TFLOP/s ({run.yardstick.source}) as 100 %"
         _print(
-            f"training {parameters:,} parameters{used}{share} on {run.groups.world.size()} x {run.device.type}, "
+            f"training {parameters:,} parameters{share}{used} on {run.groups.world.size()} x {run.device.type}, "
             f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; {mfu}"
         )
         self.pace = Pace()
