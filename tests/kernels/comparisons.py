@@ -7,10 +7,9 @@ CPU, one program after the other in numpy (`python -m tests.kernels`); on a GPU 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,8 @@ from megatron.core.activations import (
     gated_activation_reference,
 )
 from megatron.core.fp8 import compute_scale, find_amax, quantise_tensor
-from megatron.core.kernels import fp8_cast, launching
+from megatron.core.kernels import fp8_cast
+from megatron.core.kernels import norm as norm_kernels
 from megatron.core.mesh import RankGrid
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
@@ -44,68 +44,10 @@ from megatron.core.transformer.moe.permutation import (
     unpermute,
     unpermute_reference,
 )
+from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import Rotation, apply_rotary, rotate_heads, split_and_rotate, split_qkv
-
-COMPARISONS: dict[str, Callable[[str], None]] = {}
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""A rounding or two of the result; everything before it is in float32."""
-
-
-def compared(check: Callable[[str], None]) -> Callable[[str], None]:
-    """Enter a comparison under its name."""
-    COMPARISONS[check.__name__] = check
-    return check
-
-
-@contextlib.contextmanager
-def kernels_chosen() -> Iterator[list[Any]]:
-    """Operations take their kernels on whatever device; yields the kernels that are launched."""
-    launched: list[Any] = []
-    launch = launching.launch
-
-    def note(kernel: Any, *arguments: Any, **constants: Any) -> None:
-        launched.append(kernel)
-        launch(kernel, *arguments, **constants)
-
-    def fit(*tensors: Tensor | None) -> bool:
-        return all(x is None or (x.dtype in launching.FORMATS and x.is_contiguous()) for x in tensors)
-
-    with mock.patch.object(launching, "launch", note), mock.patch.object(launching, "uses_kernels", fit):
-        yield launched
-
-
-def without_kernels() -> contextlib.AbstractContextManager[Any]:
-    """Operations take their other form, on a GPU as well."""
-    return mock.patch.object(launching, "uses_kernels", lambda *_: False)
-
-
-def run(function: Callable[..., Any], inputs: list[Tensor | None], weights: Tensor | None = None) -> list[Tensor]:
-    """The function's outputs and the gradients of a weighted sum of them; inputs may be overwritten."""
-    leaves = [x if x is None else x.clone().requires_grad_() for x in inputs]
-    result = function(*(x if x is None else x * 1.0 for x in leaves))  # not leaves: fusions work in place
-    outputs = result if isinstance(result, tuple) else (result,)
-    loss = sum(
-        (y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)).sum()
-        for y in outputs
-    )
-    wanted = [x for x in leaves if x is not None]
-    return [*(y.detach() for y in outputs), *torch.autograd.grad(loss, wanted)]  # type: ignore[arg-type]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Each within `tolerance` of its expected value, or of the largest one where it is small beside it."""
-    assert len(found) == len(expected)
-    for x, y in zip(found, expected, strict=True):
-        assert x.shape == y.shape
-        scale = y.double().abs().max().item() if y.numel() else 0.0
-        torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * max(scale, 1e-30))
-
-
-def randn(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
-    """The same numbers on every device."""
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return (scale * torch.randn(*shape, generator=generator)).to(device=device, dtype=dtype)
-
+from tests.kernels.harness import TOLERANCES, assert_close, compared, kernels_chosen, randn, run
+from tests.unit.gpt_models import read_config
 
 # ---- activations
 
@@ -140,7 +82,7 @@ def _compare_activation(
 
     expected = run(reference, [t if t is None else t.double() for t in (x, bias, weights)])
     with kernels_chosen() as launched:
-        found = run(lambda x, bias, weights: fused(x, bias, activation, weights), [x, bias, weights])
+        found = run(lambda x, bias, weights: fused(x, bias, activation, weights), [x, bias, weights], with_gaps=True)
     assert len(launched) == 2 and found[0].dtype == dtype
     # A bias's gradient adds the rounded gradients of all rows.
     assert_close(found, expected, TOLERANCES[dtype] * (2 if extras[0] else 1))
@@ -201,14 +143,16 @@ def activations_run_backward_once(device: str) -> None:
 
 
 def _compare_loss(
-    shape: tuple[int, int], vocabulary: int, smoothing: float, dtype: torch.dtype, device: str, scale: float = 4.0
-) -> None:
+    shape: tuple[int, int], vocabulary: int, smoothing: float, dtype: torch.dtype, device: str, scale: float = 4.0,
+    slope: float = 0.0,
+) -> None:  # fmt: skip
     group = ProcessGroupCollection.single().tp
     logits = randn(*shape, vocabulary, dtype=dtype, device=device, scale=scale)
+    logits += torch.linspace(0.0, slope, vocabulary, device=device)
     target = torch.arange(shape[0] * shape[1], device=device).mul_(7).remainder_(vocabulary).view(shape)
     expected = run(lambda x: vocab_parallel_cross_entropy(x, target, smoothing, group), [logits.double()])
     with kernels_chosen() as launched:
-        found = run(lambda x: vocab_parallel_cross_entropy(x, target, smoothing, group), [logits])
+        found = run(lambda x: vocab_parallel_cross_entropy(x, target, smoothing, group), [logits], with_gaps=True)
     assert len(launched) == 2 and found[0].dtype == torch.float32 and found[1].dtype == dtype
     assert_close(found[:1], expected[:1], 2e-5)
     assert_close(found[1:], expected[1:], TOLERANCES[dtype])
@@ -220,6 +164,8 @@ def losses(device: str) -> None:
         _compare_loss((3, 2), 1009, 0.0, dtype, device)
         _compare_loss((1, 1), 72, 0.1, dtype, device)
     _compare_loss((2, 2), 4096 + 72, 0.1, torch.float32, device)
+    # The largest behind the first block, and not so much larger that the others vanish.
+    _compare_loss((1, 1), 2 * 4096 + 72, 0.0, torch.float32, device, slope=3.0)
     _compare_loss((2, 1), 1, 0.0, torch.float32, device)
 
 
@@ -276,8 +222,9 @@ class _Answers:
 
 @compared
 def losses_of_a_divided_vocabulary(device: str) -> None:
-    logits = randn(5, 1, 2 * 504, dtype=torch.float32, device=device, scale=4.0)
-    target = torch.tensor([3, 503, 504, 1000, 700], device=device).view(5, 1)
+    """The last label stands for no token: its loss is weighted with zero by who asks for it."""
+    logits = randn(6, 1, 2 * 504, dtype=torch.float32, device=device, scale=4.0)
+    target = torch.tensor([3, 503, 504, 1000, 700, -100], device=device).view(6, 1)
     single = ProcessGroupCollection.single().tp
     for smoothing in (0.0, 0.1):
         expected = run(lambda x, s=smoothing: vocab_parallel_cross_entropy(x, target, s, single), [logits.double()])
@@ -290,6 +237,86 @@ def losses_of_a_divided_vocabulary(device: str) -> None:
             found = on_all_ranks(own, cross_entropy)
         for rank, part in enumerate(found):
             assert_close(part, [expected[0], expected[1].chunk(2, dim=-1)[rank]], 2e-5)
+
+
+# ---- norms and the residual stream
+
+
+def _compare_norm(
+    flags: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: str, extras: str = ""
+) -> None:
+    """dtypes: of x and weights, and of the residual. extras: of "bias residual sum", what there is."""
+    config = read_config(f"--norm-epsilon 0.1 {flags}").model
+    width, centered = shape[-1], config.layernorm_zero_centered_gamma
+    norm = build_norm(config, width).to(device, dtypes[0])
+    x = randn(*shape, dtype=dtypes[0], device=device)
+    inputs = [x, None, None, randn(width, dtype=dtypes[0], device=device), None]
+    if "bias" in extras:
+        inputs[1] = randn(1 + width, dtype=dtypes[0], device=device)[1:].contiguous()
+    if "residual" in extras:
+        inputs[2] = randn(1, *shape, dtype=dtypes[1], device=device)[0] + 0.5
+    if "LayerNorm" in flags:
+        inputs[4] = randn(2, width, dtype=dtypes[0], device=device)[0].contiguous()
+
+    def reference(
+        x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, offset: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        total = x if bias is None else x + bias
+        # As the stream has it, in which nothing else is rounded.
+        total = total if residual is None else _round_values(total + residual, dtypes[1])
+        scale = weight + 1.0 if centered else weight
+        if offset is not None:
+            return torch.nn.functional.layer_norm(total, (width,), scale, offset, 0.1), total
+        return torch.nn.functional.rms_norm(total, (width,), scale, 0.1), total
+
+    def fused(
+        x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, offset: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        own = {"weight": weight} | ({} if offset is None else {"bias": offset})
+        given = {"bias": bias, "residual": residual, "returns_sum": True}
+        result: tuple[Tensor, ...] = torch.func.functional_call(norm, own, (x,), given)
+        return result
+
+    pick = (lambda found: found) if "sum" in extras else (lambda found: found[0])
+    expected = run(lambda *given: pick(reference(*given)), [t if t is None else t.double() for t in inputs])
+    # Few programs, so that each has several tiles.
+    with kernels_chosen() as launched, mock.patch.object(norm_kernels, "_PROGRAMS", 2):
+        found = run(lambda *given: pick(fused(*given)), inputs, with_gaps=True)
+    assert len(launched) >= 2, launched
+    assert found[0].dtype == dtypes[0] and ("sum" not in extras or found[1].dtype == dtypes[1])
+    if "residual" in extras and dtypes[0] == dtypes[1]:
+        with kernels_chosen(), torch.no_grad():
+            normed, total = fused(*(t if t is None else t.clone() for t in inputs))
+            # What is normalised is what backward, and recomputation, find in the stream.
+            assert torch.equal(normed, fused(total, None, None, *inputs[3:])[0])
+    # Gradients [h] are sums over all tokens, small beside what they are summed of.
+    for value, exact in zip(found, expected, strict=True):
+        assert_close([value], [exact], (2 if value.dim() > 1 else 10) * TOLERANCES[dtypes[0]])
+
+
+def _round_values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In values alone: the gradient is as if nothing were rounded."""
+    return x + (x.to(dtype).double() - x).detach()
+
+
+@compared
+def norms(device: str) -> None:
+    full, half = torch.float32, torch.bfloat16
+    kinds = [
+        f"--normalization {kind} {centered}"
+        for kind in ("RMSNorm", "LayerNorm") for centered in ("", "--apply-layernorm-1p")
+    ]  # fmt: skip
+    for flags in kinds:
+        _compare_norm(flags, (5, 3, 72), (full, full), device, "bias residual sum")
+        _compare_norm(flags, (5, 3, 72), (full, full), device)
+        _compare_norm(flags, (300, 1, 16), (full, full), device, "sum")
+        _compare_norm(flags, (3, 2, 2050), (full, full), device, "residual sum")
+    for flags in kinds[::3]:
+        _compare_norm(flags, (3, 2, 1030), (half, half), device, "bias residual sum")
+        _compare_norm(flags, (3, 2, 72), (half, full), device, "bias residual sum")
+        _compare_norm(flags, (1, 1, 3), (full, full), device, "residual")
+        _compare_norm(flags, (0, 1, 72), (full, full), device, "residual sum")
+        _compare_norm(flags, (3, 1, 40), (torch.float16, torch.float16), device, "residual sum")
 
 
 # ---- rotary positions
@@ -309,8 +336,10 @@ def _compare_rotation(
 
     def fused(x: Tensor) -> tuple[Tensor, ...]:
         parts = split_and_rotate(x, heads, Rotation(angles.cos(), angles.sin(), interleaved))
-        # As attention does: gradients come back in another order of dimensions.
-        return tuple(part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts)
+        # As of attention: gradients come in other orders of dimensions.
+        for part, order in zip(parts, ((1, 0), (2, 0), (3, 1)), strict=True):
+            part.register_hook(lambda grad, order=order: grad.transpose(*order).contiguous().transpose(*order))
+        return parts
 
     expected = run(reference, [packed.double()])
     with kernels_chosen() as launched:
@@ -338,7 +367,7 @@ def rotary_positions_of_heads(device: str) -> None:
         expected = run(lambda x, r=exact: apply_rotary(x, r), [x.double()])
         rounded = Rotation(angles.cos(), angles.sin(), interleaved)
         with kernels_chosen() as launched:
-            found = run(lambda x, r=rounded: rotate_heads(x, r), [x])
+            found = run(lambda x, r=rounded: rotate_heads(x, r), [x], with_gaps=True)
         assert len(launched) == 2
         assert_close(found, expected, 2e-6)
 

@@ -42,6 +42,8 @@ class Launch(NamedTuple):
 class MachineCode(NamedTuple):
     """What is known of a compiled kernel."""
 
+    ttir: str
+    """Triton's first form of it, before anything is optimised."""
     ptx: str
     registers: int
     """Of a thread."""
@@ -89,7 +91,8 @@ def compile_for_h200(launch: Launch) -> MachineCode:
     signature |= dict.fromkeys(launch.constants, "constexpr")
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})
-    return MachineCode(compiled.asm["ptx"], *_read_resources(compiled.asm["cubin"]), compiled.metadata.shared)
+    asm = compiled.asm
+    return MachineCode(asm["ttir"], asm["ptx"], *_read_resources(asm["cubin"]), compiled.metadata.shared)
 
 
 def _name_type(argument: Any) -> str:

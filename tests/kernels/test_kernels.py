@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -25,6 +28,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.transformer import operations  # noqa: E402
 from megatron.core.transformer.moe.grouped_products import GroupedMatmul  # noqa: E402
 from megatron.core.transformer.moe.permutation import unpermute  # noqa: E402
+from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.operations import describe_operations  # noqa: E402
 from megatron.core.transformer.rotary import Rotation, split_and_rotate  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
@@ -39,7 +43,7 @@ def answers() -> dict[str, str]:
     """What every comparison says, all in one process: Triton asks for its interpreter when it is imported."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels"], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout)
@@ -90,6 +94,13 @@ def interleaved_rotation() -> None:
     rotation(interleaved=True)
 
 
+def stream_and_norm() -> None:
+    norm = build_norm(read_config("--normalization LayerNorm --bf16").model, 4096)
+    output, residual = (torch.randn(8, 2, 4096).bfloat16().requires_grad_() for _ in range(2))
+    normed, stream = norm(output * 1, bias=None, residual=residual, returns_sum=True)
+    (normed.sum() + stream.sum()).backward()
+
+
 def combination() -> None:
     rows = torch.randn(32, 2048).bfloat16().requires_grad_()
     unpermute(rows, torch.arange(32), 16, 2).sum().backward()
@@ -108,7 +119,8 @@ def eight_bits() -> None:
 
 
 OPERATIONS: list[Callable[[], None]] = [
-    weighted_gate, loss, adam, rotation, interleaved_rotation, combination, expert_weight_gradient, eight_bits,
+    weighted_gate, loss, stream_and_norm, adam, rotation, interleaved_rotation, combination, expert_weight_gradient,
+    eight_bits,
 ]  # fmt: skip
 
 
@@ -129,6 +141,10 @@ def test_machine_code_reads_16_bytes_at_a_time_and_spills_nothing(
         assert code.stack_bytes == 0 and code.registers < 255, (name, code.registers)
         # As much as a block may have on an H200.
         assert code.shared_bytes <= 227 * 1024
+        # Tensors may have more elements than 32 bits count: places are multiplied out in 64. Tiles of one expert's
+        # matrix are fewer.
+        narrow = re.findall(r"arith\.muli .* : (?:tensor<[\dx]*xi32>|i32)\b", code.ttir)
+        assert not narrow or name == "add_expert_weight_grads", (name, narrow)
 
 
 def test_products_use_the_tensor_cores() -> None:
@@ -161,7 +177,8 @@ def test_bounds_of_an_activation_keep_nan(
         bias_gated_activation(x * 1, None, activation).sum().backward()
     assert len(launches) == 2
     for launch in launches:
-        bounds = re.findall(r"\b(?:min|max)[.\w]*\.f32", compile_for_h200(launch).ptx)
+        # Of 16-bit numbers in pairs where the bound is one, too.
+        bounds = re.findall(r"\b(?:min|max)[.\w]*\.b?f(?:32|16x2)", compile_for_h200(launch).ptx)
         assert bounds and all(".NaN" in bound for bound in bounds), bounds
 
 
@@ -170,13 +187,50 @@ def test_no_kernel_is_chosen_on_a_cpu() -> None:
     assert launching.find_obstacle(torch.device("cpu")) == "no GPU"
 
 
+def test_kernels_take_contiguous_memory_in_their_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "is_cpu", lambda tensor: False)
+    monkeypatch.setattr(launching, "find_obstacle", lambda device: None)
+    x = torch.zeros(4, 6)
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        assert launching.uses_kernels(x.to(kind), None, x)
+    for unfit in (x.t(), x[:, :2], x.double(), x.int()):
+        assert not launching.uses_kernels(unfit) and not launching.uses_kernels(x, unfit)
+    monkeypatch.setattr(launching, "find_obstacle", lambda device: "no C compiler")
+    assert not launching.uses_kernels(x)
+
+
+def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may hold a model on another GPU than the current one."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def make_current(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    module = SimpleNamespace(current_device=lambda: current[0], device=make_current)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **constants: seen.append(current[0])
+
+    with FakeTensorMode():
+        for place in ("cuda:1", "cuda:0"):
+            launching.launch(Kernel(), (1,), None, torch.empty(1, device=place), 3)
+    launching.launch(Kernel(), (1,), torch.empty(1))
+    launching.launch(Kernel(), (0,), torch.empty(1))
+    assert seen == [1, 0, 0] and current == [0]
+
+
 def test_the_log_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config("--swiglu --num-experts 4 --moe-grouped-gemm --position-embedding-type rope").model
     without = describe_operations(config, torch.device("cpu"))
     monkeypatch.setattr(operations, "kernels_work", lambda device: True)
     found = describe_operations(config, torch.device("cpu"))
     changed = {name for name, text in found.items() if without[name] != text}
-    assert changed == {"activation", "rotary positions", "cross entropy"}
+    assert changed == {"norm", "activation", "rotary positions", "cross entropy"}
     assert all("one kernel each way" in found[name] for name in changed)
     plain = describe_operations(read_config("--no-bias-swiglu-fusion --swiglu").model, torch.device("cpu"))
     assert plain["activation"] == "gated silu, elementary operations"

@@ -11,14 +11,8 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.tensor_parallel.parameters import parameter_dtype
-from tests.kernels.comparisons import (
-    COMPARISONS,
-    assert_close,
-    compared,
-    kernels_chosen,
-    randn,
-    without_kernels,
-)
+from tests.kernels import comparisons  # noqa: F401 - enters its comparisons beside those below
+from tests.kernels.harness import COMPARISONS, assert_close, compared, kernels_chosen, randn, without_kernels
 from tests.unit.gpt_models import build_model, token_batch
 from tests.unit.run_flags import run_config
 from tests.unit.test_megatron_optimizer import tiny_network
@@ -81,6 +75,9 @@ _EXPERTS = f"{_LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 
 _BIASES = "--num-layers 1 --position-embedding-type rope --rotary-percent 0.5"
 _MODELS = {
     "dense": _LLAMA, "with biases": _BIASES,
+    "parallel residual": f"{_BIASES} --parallel-residual",
+    "norms before and behind": f"{_LLAMA} --norm-placement both --apply-layernorm-1p",
+    "normalised stream": f"{_BIASES} --apply-residual-connection-post-layernorm",
     "activation recomputed": f"{_BIASES} --recompute-granularity selective --recompute-modules mlp_act",
     "norms of queries and keys": f"{_LLAMA} --qk-layernorm", "experts": _EXPERTS,
     "experts, dropping": f"{_EXPERTS} --moe-expert-capacity-factor 0.5",
@@ -110,7 +107,8 @@ def whole_models(device: str) -> None:
             expected = loss_and_grads()
         with kernels_chosen() as launched:
             found = loss_and_grads()
-        assert len(launched) >= 6
+        names = {kernel.__name__ for kernel in launched}
+        assert {"norm_forward", "norm_backward", "loss_forward", "loss_backward"} <= names and len(launched) >= 12
         assert_close(found, expected, 1e-4)
 
 

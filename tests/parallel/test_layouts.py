@@ -30,8 +30,9 @@ ONE = "--micro-batch-size=1"  # so that four do
 # with latent attention, and with experts beside it.
 SMALL = {
     "gpt2": [
-        "tp2", "tp2,sp", "tp4", "pp2", "pp2,vpp2", "pp2,--pipeline-schedule=zb-v", "tp2,pp2",
-        "cp2,--cp-comm-type=a2a", "cp4", "dp2", f"dp3,dist-opt,overlap-all,{TWO}", "dp2,fsdp2", "pp2,dp2,fsdp2",
+        "tp2", "tp2,sp,--loss-chunk-size=3", "tp4", "pp2", "pp2,vpp2", "pp2,--pipeline-schedule=zb-v", "tp2,pp2",
+        "cp2,--cp-comm-type=a2a", "cp4", "dp2", f"dp3,dist-opt,overlap-all,{TWO}",
+        "dp2,fsdp2,--loss-chunk-size=5", "pp2,dp2,fsdp2",
     ],
     "llama": [
         "tp2,sp", "tp4", "tp2,sp,--tp-comm-overlap", "pp2,--decoder-first-pipeline-num-layers=1",

@@ -13,7 +13,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
-from tests.unit.gpt_models import build_model, losses_and_grads, token_batch
+from tests.unit.gpt_models import assert_same_function, build_model, losses_and_grads, token_batch
 from tests.unit.run_flags import run_config
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +100,29 @@ def test_transformer_engines_fusion_is_refused_as_upstream_does() -> None:
         run_config("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te")
     with pytest.raises(ConfigError, match="--cross-entropy-fusion-impl apex is not one of its values"):
         run_config("--cross-entropy-loss-fusion --cross-entropy-fusion-impl apex")
+
+
+# ---- in chunks
+
+
+@pytest.mark.flags("--loss-chunk-size")
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--untie-embeddings-and-output-weights --cross-entropy-loss-fusion", "--final-logit-softcapping 2",
+     "--mtp-num-layers 1 --position-embedding-type rope"],
+)  # fmt: skip
+def test_chunks_of_positions_give_the_same_loss(flags: str) -> None:
+    """16 positions in chunks of 5; never are the logits of more of them there."""
+    whole, divided = build_model(flags), build_model(f"{flags} --loss-chunk-size 5")
+    assert_same_function(whole, divided)
+    shapes: list[tuple[int, ...]] = []
+    divided.output_layer.register_forward_hook(lambda module, args, output: shapes.append(tuple(output[0].shape)))
+    losses_and_grads(divided)
+    # Forward, and again in backward.
+    depths = 2 if "mtp" in flags else 1
+    assert sorted(shapes) == 2 * depths * [(1, 2, 64)] + 6 * depths * [(5, 2, 64)]
+
+
+def test_a_chunk_has_a_position() -> None:
+    with pytest.raises(ConfigError, match="--loss-chunk-size 0"):
+        run_config("--loss-chunk-size 0")

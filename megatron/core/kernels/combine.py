@@ -22,18 +22,19 @@ _BLOCK = 1024
 def copy_to_slots(x, order, rows, tokens, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row) // SLOTS
+    # The number of no slot is that of a token behind the last.
+    is_token = tl.full((BLOCK,), token, tl.int64) < tokens
     for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < WIDTH
-        # The number of no slot is that of a token behind the last.
-        values = tl.load(x + token * WIDTH + columns, mask=mask & (token < tokens), other=0.0)
+        values = tl.load(x + token * WIDTH + columns, mask=mask & is_token, other=0.0)
         tl.store(rows + row * WIDTH + columns, values, mask=mask)
 
 
 @triton.jit
 def invert_order(order, places, count, BLOCK: tl.constexpr):
     """places[order[i]] = i."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     tl.store(places + tl.load(order + index, mask=mask), index, mask=mask)
 
@@ -48,7 +49,8 @@ def sum_slots(rows, places, sums, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOC
         for slot in tl.static_range(SLOTS):
             place = tl.load(places + token * SLOTS + slot).to(tl.int64)
             # A slot whose token was dropped has no row.
-            total += tl.load(rows + place * WIDTH + columns, mask=mask & (place >= 0), other=0.0).to(tl.float32)
+            has_row = tl.full((BLOCK,), place, tl.int64) >= 0
+            total += tl.load(rows + place * WIDTH + columns, mask=mask & has_row, other=0.0).to(tl.float32)
         tl.store(sums + token * WIDTH + columns, total, mask=mask)
 
 

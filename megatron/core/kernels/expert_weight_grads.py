@@ -26,7 +26,7 @@ def add_expert_weight_grads(
     TILE_OUTPUTS: tl.constexpr, TILE_INPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    expert = tl.program_id(1)
+    expert = tl.program_id(1).to(tl.int64)
     in_a_row: tl.constexpr = (INPUTS + TILE_INPUTS - 1) // TILE_INPUTS
     outputs = tile // in_a_row * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     inputs = tile % in_a_row * TILE_INPUTS + tl.arange(0, TILE_INPUTS)
@@ -41,10 +41,11 @@ def add_expert_weight_grads(
         left = tl.load(of_grads, mask=is_row & (outputs < OUTPUTS)[None, :], other=0.0)
         right = tl.load(of_x, mask=is_row & (inputs < INPUTS)[None, :], other=0.0)
         total = tl.dot(tl.trans(left), right, total)
-    places = main_grads + expert.to(tl.int64) * (OUTPUTS * INPUTS) + outputs[:, None] * INPUTS + inputs[None, :]
+    places = main_grads + expert * (OUTPUTS * INPUTS) + outputs[:, None].to(tl.int64) * INPUTS + inputs[None, :]
     # Nothing is written for an expert that no token chose.
-    mask = (outputs < OUTPUTS)[:, None] & (inputs < INPUTS)[None, :] & (stop > start)
-    tl.store(places, tl.load(places, mask=mask, other=0.0) + total, mask=mask)
+    if stop > start:
+        mask = (outputs < OUTPUTS)[:, None] & (inputs < INPUTS)[None, :]
+        tl.store(places, tl.load(places, mask=mask, other=0.0) + total, mask=mask)
 
 
 def add_weight_grads(grad: Tensor, x: Tensor, ends: Tensor, main_grad: Tensor) -> None:

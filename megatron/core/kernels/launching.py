@@ -11,6 +11,7 @@ Tests put another function in the place of `launch`: to compile what would be la
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,7 +61,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     `constexpr` parameters by name.
     """
     if 0 not in grid:
-        kernel[grid](*arguments, num_warps=num_warps, **constants)
+        # Triton launches on the current device, which need not be that of the tensors where a process has several.
+        with _make_current(next(argument.device for argument in arguments if isinstance(argument, Tensor))):
+            kernel[grid](*arguments, num_warps=num_warps, **constants)
+
+
+def _make_current(device: torch.device) -> AbstractContextManager[Any]:
+    """In which a GPU is the current one; nothing where it is already, and for the CPU of Triton's interpreter."""
+    if device.index is None:
+        return nullcontext()
+    module = torch.get_device_module(device)
+    return nullcontext() if module.current_device() == device.index else module.device(device)  # type: ignore[no-any-return]
 
 
 def choose_block(elements: int, largest: int) -> int:

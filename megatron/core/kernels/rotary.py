@@ -94,6 +94,14 @@ def rotary_forward(
 
 
 @triton.jit
+def _load_one(query, key, value, is_query, is_key, is_value, columns, STOP: tl.constexpr):
+    """Columns below STOP of each line, from the one of the three it lies in; loads outside of a mask do not happen."""
+    found = tl.load(value + columns, mask=is_value & (columns < STOP), other=0.0)
+    found = tl.load(key + columns, mask=is_key & (columns < STOP), other=found)
+    return tl.load(query + columns, mask=is_query & (columns < STOP), other=found)
+
+
+@triton.jit
 def rotary_backward(
     packed, query, key, value, cos, sin, lines, batch, groups,
     query_s, query_b, query_n, key_s, key_b, key_n, value_s, value_b, value_n,
@@ -113,22 +121,22 @@ def rotary_backward(
     query += position * query_s + sequence * query_b + (group * HEADS + head) * query_n
     key += position * key_s + sequence * key_b + group * key_n
     value += position * value_s + sequence * value_b + group * value_n
-    # A line lies in one of the three; loads outside of a mask do not happen.
-    q1, q2 = _load_pairs(query, is_query, ROTATED, INTERLEAVED, LINES, BLOCK)
-    k1, k2 = _load_pairs(key, is_key, ROTATED, INTERLEAVED, LINES, BLOCK)
-    v1, v2 = _load_pairs(value, is_value, ROTATED, INTERLEAVED, LINES, BLOCK)
-    g1 = q1 + k1 + v1
-    g2 = q2 + k2 + v2
+    if INTERLEAVED:
+        columns = tl.arange(0, 2 * BLOCK)[None, :]
+        both = _load_one(query, key, value, is_query, is_key, is_value, columns, ROTATED).to(tl.float32)
+        g1, g2 = tl.split(tl.reshape(both, (LINES, BLOCK, 2)))
+    else:
+        columns = tl.arange(0, BLOCK)[None, :]
+        g1 = _load_one(query, key, value, is_query, is_key, is_value, columns, ROTATED // 2).to(tl.float32)
+        columns += ROTATED // 2
+        g2 = _load_one(query, key, value, is_query, is_key, is_value, columns, ROTATED).to(tl.float32)
     c, s = _load_angles(cos, sin, position, is_query | is_key, ROTATED, BLOCK)
     target = packed + line * WIDTH
     _store_pairs(target, g1 * c + g2 * s, g2 * c - g1 * s, inside, ROTATED, INTERLEAVED, LINES, BLOCK)
     if ROTATED < WIDTH:
         columns = ROTATED + tl.arange(0, REST)[None, :]
-        rest = columns < WIDTH
-        copied = tl.load(query + columns, mask=is_query & rest, other=0.0)
-        copied += tl.load(key + columns, mask=is_key & rest, other=0.0)
-        copied += tl.load(value + columns, mask=is_value & rest, other=0.0)
-        tl.store(target + columns, copied, mask=inside & rest)
+        copied = _load_one(query, key, value, is_query, is_key, is_value, columns, WIDTH)
+        tl.store(target + columns, copied, mask=inside & (columns < WIDTH))
 
 
 @triton.jit

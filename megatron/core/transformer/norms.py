@@ -10,6 +10,9 @@ The fused RMSNorm keeps its input and one number per token. Its backward, with g
 
 is LayerNorm's backward at m = 0 plus the term r * mean(g) which LayerNorm subtracts, so torch's one-pass kernel does
 the work on the CPU, where torch has no RMSNorm kernel of its own.
+
+Where kernels run (megatron/core/kernels/norm.py) one of ours adds x to the residual stream, normalises the sum, and in
+backward adds what comes along the stream.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from megatron.core.device import is_cpu
 from megatron.core.errors import ConfigError
+from megatron.core.kernels import launching
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.mappings import (
@@ -34,21 +38,32 @@ from megatron.core.transformer.compilation import Compile, is_compiled
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+_WIDEST = 8192
+"""Channels that a kernel of ours normalises: all of a token's lie in the registers of one program."""
+
 
 def uses_fused_norm(config: TransformerConfig) -> bool:
     """Whether norms run as one operation; a compiler makes its own from the elementary ones."""
     return config.persist_layer_norm and not is_compiled(config, "norm")
 
 
-class _Norm(MegatronModule):
+def has_norm_kernel(config: TransformerConfig) -> bool:
+    """Whether a kernel of ours normalises the residual stream where kernels run."""
+    assert config.hidden_size is not None
+    return uses_fused_norm(config) and config.hidden_size <= _WIDEST
+
+
+class Norm(MegatronModule):
     """A weight of ones; stored as zeros, and one added in use, with layernorm_zero_centered_gamma.
 
     normalise: the norm with everything around it, in the number format of the weight.
+    joins_stream: whether a kernel may take the sums of the residual stream, too, so that nobody sees their gradients.
 
     partial_grad_axes: axes whose ranks each normalise a part of the input; those of sequence parallelism when None.
     """
 
     normalise: Callable[..., Tensor]
+    joins_stream = True
 
     def __init__(
         self,
@@ -74,6 +89,33 @@ class _Norm(MegatronModule):
             partial_grad_axes=self.partial,
         )
 
+    def forward(
+        self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, returns_sum: bool = False
+    ) -> Any:
+        """Normalise x [..., h] -> [..., h] in the number format of the weight.
+
+        returns_sum: normalise x + bias + residual, [h] and [..., h], either left out, and return that sum as well, for
+        what goes on from it to another place. Only where `can_join` says so. Overwrites x where there is a residual.
+        """
+        if self._runs_kernel(x, bias, residual):
+            offset = getattr(self, "bias", None)
+            joined = _KernelNorm.apply(x, bias, residual, self.weight, offset, self.eps, self.zero_centered)
+            return joined if returns_sum else joined[0]
+        assert not returns_sum, "asked for a sum that no kernel makes"
+        return self._normalise(x)
+
+    def can_join(self, x: Tensor, *others: Tensor | None) -> bool:
+        """Whether the norm takes over the sums before and around it, of x and the others; a kernel does."""
+        return self.joins_stream and self._runs_kernel(x, *others)
+
+    def _runs_kernel(self, *tensors: Tensor | None) -> bool:
+        is_fit = self.is_fused and self.hidden_size <= _WIDEST
+        return is_fit and launching.uses_kernels(*tensors, self.weight)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        """By torch's operations: [..., h] -> [..., h]."""
+        return self.normalise(x, self.weight, self.eps, self.zero_centered)
+
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compilation.py."""
         if not self.is_fused:
@@ -84,7 +126,7 @@ class _Norm(MegatronModule):
         return f"{self.hidden_size}, eps={self.eps}, zero_centered={self.zero_centered}, fused={self.is_fused}"
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
     def __init__(
@@ -97,12 +139,8 @@ class RMSNorm(_Norm):
         super().__init__(config, hidden_size, eps, partial_grad_axes)
         self.normalise = _fused_rms_norm if self.is_fused else _plain_rms_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h] -> [..., h] in the number format of the weight."""
-        return self.normalise(x, self.weight, self.eps, self.zero_centered)
 
-
-class LayerNorm(_Norm):
+class LayerNorm(Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
 
     def __init__(
@@ -122,8 +160,7 @@ class LayerNorm(_Norm):
         )
         self.normalise = _fused_layer_norm if self.is_fused else _plain_layer_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h] -> [..., h] in the number format of the weight."""
+    def _normalise(self, x: Tensor) -> Tensor:
         return self.normalise(x, self.weight, self.bias, self.eps, self.zero_centered)
 
 
@@ -246,6 +283,46 @@ class _FusedRMSNorm(torch.autograd.Function):
             mean_g = (grad_rows @ weight).unsqueeze(-1).div_(width)  # [tokens, 1]
             grad_x = grad_x.add_(mean_g.mul_(rstd)).view(grad.shape)
         return grad_x, grad_weight, None
+
+
+class _KernelNorm(torch.autograd.Function):
+    """The norm of x + bias + residual, and that sum; of x and x where there is neither."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Tensor, offset: Tensor | None,
+        eps: float, zero_centered: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        from megatron.core.kernels import norm as kernels
+
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.zero_centered = x.dtype, zero_centered
+        # Written over although autograd knows it: the fresh output of a product, which does not keep it for backward.
+        x = x.detach()
+        y, sums, (means, factors) = kernels.normalise(
+            x, weight, offset, eps, zero_centered, bias=bias, residual=residual
+        )
+        ctx.save_for_backward(sums, weight, means, factors)
+        return y, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_sums: Tensor | None) -> Any:
+        from megatron.core.kernels import norm as kernels
+
+        sums, weight, means, factors = ctx.saved_tensors
+        needs_weights = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        if grad is None:  # nobody used the norm's output
+            grad = torch.zeros_like(sums, dtype=weight.dtype)
+        grad_residual, grad_x, of_weights = kernels.find_gradients(
+            grad, grad_sums, sums, weight, kernels.Statistics(means, factors), ctx.zero_centered,
+            rounds_to=ctx.kind, with_weights=needs_weights,
+        )  # fmt: skip
+        grad_bias = grad_x.reshape(-1, grad_x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        grad_weight, grad_offset = (None, None) if of_weights is None else (of_weights[0], of_weights[-1])
+        return (
+            grad_x, grad_bias, grad_residual if ctx.needs_input_grad[2] else None, grad_weight,
+            grad_offset if ctx.needs_input_grad[4] else None, None, None,
+        )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

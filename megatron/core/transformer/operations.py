@@ -17,7 +17,7 @@ from megatron.core.transformer.fp8_layers import read_fp8_recipe
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.moe.permutation import uses_fused_permutation
-from megatron.core.transformer.norms import uses_fused_norm
+from megatron.core.transformer.norms import has_norm_kernel, uses_fused_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
 
@@ -34,7 +34,7 @@ def describe_operations(
     device = current_device() if device is None else device
     plain = "compiled by torch.compile" if config.compile else "elementary operations"
 
-    def fused_or_plain(is_fused: bool, fused: str = "one fused operation") -> str:
+    def fused_or_plain(is_fused: bool, fused: str) -> str:
         return fused if is_fused else plain
 
     by_kernel = "one kernel each way" if kernels_work(device) else "fused"
@@ -49,11 +49,13 @@ def describe_operations(
     # What a norm has made is rotated by itself.
     if kernels_work(device) and config.apply_rope_fusion and not (uses_fused_rope(config) or config.compile):
         fused_rope = "one kernel each way for queries, and one for keys"
+    by_norm = kernels_work(device) and has_norm_kernel(config)
+    norm = "one kernel each way, with sums of the residual stream" if by_norm else "one fused operation"
     rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
     return {
         "linear": _describe_linear(config, device) if engine is None else engine,
         "attention": "; ".join(dict.fromkeys(layer_backends)),
-        "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config)),
+        "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config), norm),
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
         + fused_or_plain(uses_fused_activation(config), f"{by_kernel}, keeps only its input"),
         **rotary,

@@ -37,6 +37,7 @@ from megatron.core.transformer.cuda_graphs import Part, Passes
 from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -146,6 +147,8 @@ class TransformerLayer(MegatronModule):
             again = functools.partial(checkpoint, self._run, False) if self.is_recomputed_whole else None
             output: Tensor = whole(self._run, (hidden_states,), constants, recorded=again)
             return output
+        if not self.recorded:
+            return self._run(hidden_states, *constants)
         attended = (
             self._add_attention(hidden_states, *constants)
             if attention is None
@@ -179,32 +182,44 @@ class TransformerLayer(MegatronModule):
             router.auxiliary_loss_scale.keep_address(current_device())
 
     def _run(self, hidden_states: Tensor, *constants: Any) -> Tensor:
-        attended = self._add_attention(hidden_states, *constants)
+        output, bias, residual = self._attend(hidden_states, *constants)
+        norm = self.pre_mlp_layernorm
+        if self._joins(norm, output, bias, residual):
+            with self.offload("mlp_norm"):
+                normed, residual = norm(output, bias=bias, residual=residual, returns_sum=True)
+            return self._add_mlp_of(normed, residual, residual)
+        attended = self._add(output, bias, residual)
         return self._add_mlp(attended, hidden_states if self.config.parallel_residual else None)
 
-    def _add_attention(
+    def _add_attention(self, layer_input: Tensor, *constants: Any) -> Tensor:
+        return self._add(*self._attend(layer_input, *constants))
+
+    def _attend(
         self,
         layer_input: Tensor,
         attention_mask: Tensor | None,
         rotation: Rotation | None,
         inference_context: InferenceContext | None,
         packed_seq_params: PackedSeqParams | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Attention's output, a bias and the residual: what is to be added."""
         normed, residual = self._enter(self.input_layernorm, layer_input, "attn_norm")
         with self._keep_or_normalise_again(self.recomputes_attention_norm, "attn_norm", normed, layer_input):
             output, bias = self.self_attention(normed, attention_mask, rotation, inference_context, packed_seq_params)
-        return self._leave(self.post_self_attn_layernorm, output, bias, residual)
+        return *self._finish(self.post_self_attn_layernorm, output, bias), residual
 
     def _add_mlp(self, attended: Tensor, layer_input: Tensor | None = None) -> Tensor:
         """layer_input: in the parallel form, in which the MLP reads what attention read, and its output is added to
         what attention left."""
         mlp_input = attended if layer_input is None else layer_input
         normed, residual = self._enter(self.pre_mlp_layernorm, mlp_input, "mlp_norm")
-        if layer_input is not None:
-            residual = attended
+        return self._add_mlp_of(normed, residual if layer_input is None else attended, mlp_input)
+
+    def _add_mlp_of(self, normed: Tensor, residual: Tensor, mlp_input: Tensor) -> Tensor:
+        """mlp_input: what was normalised."""
         with self._keep_or_normalise_again(self.recomputes_mlp_norm, "mlp_norm", normed, mlp_input):
             output, bias = self._run_mlp_in_chunks(normed)
-        return self._leave(self.post_mlp_layernorm, output, bias, residual)
+        return self._add(*self._finish(self.post_mlp_layernorm, output, bias), residual)
 
     def _add_experts(self, attended: Tensor, layer_input: Tensor | None = None) -> Tensor:
         """`_add_mlp` with the norm and the router apart."""
@@ -214,7 +229,7 @@ class TransformerLayer(MegatronModule):
         if layer_input is None and self.pre_mlp_layernorm is not None:
             residual = self._choose_residual(normed, attended)
         output, bias = self.mlp(normed, self.mlp.take_routing(normed, routed))
-        return self._leave(self.post_mlp_layernorm, output, bias, residual)
+        return self._add(*self._finish(self.post_mlp_layernorm, output, bias), residual)
 
     def _route(self, mlp_input: Tensor) -> tuple[Tensor, ...]:
         normed, _ = self._enter(self.pre_mlp_layernorm, mlp_input, "mlp_norm")
@@ -245,8 +260,12 @@ class TransformerLayer(MegatronModule):
         norm where activations are offloaded."""
         if norm is None:
             return hidden_states.to(self.compute_dtype), hidden_states
+        around_norm = not self.config.apply_residual_connection_post_layernorm
         with self.offload(part):
-            normed = norm(hidden_states)
+            if around_norm and isinstance(norm, Norm) and norm.can_join(hidden_states):
+                normed, hidden_states = norm(hidden_states, returns_sum=True)
+            else:
+                normed = norm(hidden_states)
         return normed, self._choose_residual(normed, hidden_states)
 
     def _choose_residual(self, normed: Tensor, hidden_states: Tensor) -> Tensor:
@@ -254,6 +273,14 @@ class TransformerLayer(MegatronModule):
         if not self.config.apply_residual_connection_post_layernorm:
             return hidden_states
         return normed.to(hidden_states.dtype)
+
+    def _joins(self, norm: Any, output: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
+        """Whether a norm takes over the sum before it: nothing is dropped, and it alone reads the sum beside what goes
+        round it."""
+        config = self.config
+        is_alone = not (config.parallel_residual or config.apply_residual_connection_post_layernorm)
+        is_plain_sum = config.bias_dropout_fusion and not (self.training and config.hidden_dropout > 0.0)
+        return is_alone and is_plain_sum and isinstance(norm, Norm) and norm.can_join(output, bias, residual)
 
     def _keep_or_normalise_again(
         self, is_recomputed: bool, part: str, normed: Tensor, norm_input: Tensor
@@ -266,15 +293,19 @@ class TransformerLayer(MegatronModule):
         get_input = hold(part, norm_input)
         return keep_as(normed, Recomputed(lambda: norm(get_input())))
 
-    def _leave(self, norm: Any, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Add what attention or MLP returned, normalised and scaled as configured, to the residual; [s, b, h] each."""
-        # A norm or a factor acts on the bias too, which otherwise is added in the same pass as the residual.
+    def _finish(self, norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What attention or MLP returned, normalised and scaled as configured: [s, b, h], and the bias that is still to
+        be added."""
         scale = self.config.residual_multiplier
-        # The bias belongs to what is normalised and scaled, so it cannot wait for the fused sum.
+        # The bias belongs to what is normalised and scaled; otherwise it is added in the same pass as the residual.
         if norm is not None or scale != 1.0:
             output, bias = (output if bias is None else output + bias), None
             output = output if norm is None else norm(output)
             output = output if scale == 1.0 else output * scale
+        return output, bias
+
+    def _add(self, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """The residual stream behind attention or MLP; [s, b, h] each."""
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, self.training)
 
 

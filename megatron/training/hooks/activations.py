@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.run import Run
@@ -117,6 +118,7 @@ class ActivationRecorder:
         self._micro_batch_size = run.batch_size.micro_batch_size
         self._seen: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
+        self._joining: list[Norm] = []
         if run.plans is None:
             for chunk in run.model:
                 self._watch_chunk(chunk.module)
@@ -129,6 +131,8 @@ class ActivationRecorder:
         """Take the hooks off the modules."""
         while self._handles:
             self._handles.pop().remove()
+        while self._joining:
+            self._joining.pop().joins_stream = True
 
     def list_records(self) -> list[PointRecord]:
         """What was seen, in forward order; points whose shape does not fit the layout are left out."""
@@ -187,6 +191,9 @@ class ActivationRecorder:
         self._handles.append(model.register_forward_pre_hook(read, with_kwargs=True))
 
     def _watch_norm(self, norm: nn.Module, name: str, attribute: str) -> None:
+        if isinstance(norm, Norm):  # a kernel that adds what reaches the stream from two sides would show one of them
+            norm.joins_stream = False
+            self._joining.append(norm)
         # Between attention and MLP the residual stream is the output of no module.
         if attribute == "pre_mlp_layernorm":
             entering = _Watched(name, "input", type(norm).__name__, _all_channels)

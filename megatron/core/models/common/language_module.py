@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cro
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
 from megatron.core.tensor_parallel.products import choose_product
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
@@ -72,6 +74,27 @@ class LanguageModule(MegatronModule):
         not the first stage's."""
         placement = get_placement(word_embeddings)
         place(word_embeddings, dataclasses.replace(placement, is_copy=is_copy, partial_grad_axes=("embd",)))
+
+    def compute_loss_of_states(
+        self, labels: Tensor, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Loss of every token, [b, s] float32, of labels [b, s] and hidden states [s, b, h], with sequence parallelism
+        [s/tp, b, h]; in chunks of loss_chunk_size positions, if it is set.
+
+        compute_logits: [s, b, h] -> [s, b, v / tp], all of the group's tokens.
+        """
+        size = self.config.loss_chunk_size
+        if size is None:
+            return self.compute_language_model_loss(labels, compute_logits(hidden_states))
+
+        def compute(states: Tensor, targets: Tensor) -> Tensor:
+            return self.compute_language_model_loss(targets.flatten(1), compute_logits(states)).view(targets.shape)
+
+        # With sequence parallelism a chunk is the same stretch of every rank's tokens.
+        ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
+        chunks = zip(hidden_states.split(size), labels.unflatten(1, (ranks, -1)).split(size, dim=2), strict=True)
+        losses = [checkpoint(compute, False, states, targets) for states, targets in chunks]  # [b, ranks, size] each
+        return torch.cat(losses, dim=2).flatten(1)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32, with

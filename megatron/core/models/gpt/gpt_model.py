@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -117,7 +118,7 @@ class GPTModel(LanguageModule):
         """Hidden states that come from the stage before: one, or one and those of multi-token prediction."""
         self.predicts_further = build_pipeline_layout(config, shape)[stage].has_prediction
         """Whether the layers of multi-token prediction lie here."""
-        self.reuses_end_weights = is_tied or config.mtp_num_layers is not None
+        self.reuses_end_weights = is_tied or config.mtp_num_layers is not None or config.loss_chunk_size is not None
         """Whether embedding or output layer are used more than once in a forward pass."""
         use = find_embedding_use(config, shape, is_tied=is_tied)
         needs_embedding = self.pre_process or self.predicts_further or (is_tied and self.post_process)
@@ -221,7 +222,7 @@ class GPTModel(LanguageModule):
             return self.compute_logits(hidden_states)
         if shift is not None:
             hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)
-        return self.compute_language_model_loss(labels, self._compute_logits(hidden_states))
+        return self.compute_loss_of_states(labels, hidden_states, self._compute_logits)
 
     def _list_layer_inputs(
         self,
@@ -311,8 +312,8 @@ class GPTModel(LanguageModule):
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         for depth, states in enumerate(further):
             labels, mask = shift(labels), shift(mask)
-            logits = self._compute_logits(states, detaches_weight=self.config.detaches_prediction)
-            losses = self.compute_language_model_loss(labels, logits)
+            compute_logits = partial(self._compute_logits, detaches_weight=self.config.detaches_prediction)
+            losses = self.compute_loss_of_states(labels, states, compute_logits)
             hidden_states = self.mtp_loss.attach(hidden_states, depth, losses, mask, shift.sequence)
         return hidden_states
 

@@ -71,6 +71,10 @@ class ArchitectureFields(ModelParallelConfig):
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
     round; the model's when not given."""
+    loss_chunk_size: int | None = flag(None, minimum=1, unit="tokens", kind="kernel")
+    """Compute logits and loss of so many positions of each sequence at a time, and the logits again in backward: never
+    are those of a whole microbatch in memory, for one more product of the output layer. All positions when not
+    given."""
     bias_activation_fusion: bool = derived(True, kind="kernel")
     """The MLP's activation (with its bias or gate) as one differentiable operation that keeps only its inputs."""
     bias_dropout_fusion: bool = flag(True, kind="kernel")
