@@ -190,6 +190,15 @@ def test_kernels_of_a_layer(seen: Any, four: str, six: str, budget: int) -> None
     assert (more - fewer) / 2 / MICROBATCHES <= budget
 
 
+def test_heads_of_latent_attention_are_joined_by_one_kernel(seen: Any) -> None:
+    """In each of four layers, and again in backward, where they are computed again."""
+    (rank,) = of_layout(seen, "latent heads recomputed")
+    kernels = rank["kernels"]
+    assert (kernels["join_heads"], kernels["separate_heads"]) == (2 * 4 * MICROBATCHES, 4 * MICROBATCHES)
+    # Of a layer: query, latent vectors and rotations used to be taken apart by these.
+    assert kernels["cat"] + kernels.get("addcmul_", 0) <= 4 * MICROBATCHES
+
+
 @pytest.mark.flags("--loss-chunk-size")
 def test_logits_of_chunks_are_not_there_at_once(seen: Any) -> None:
     (rank,), (plain,) = of_layout(seen, "loss in chunks"), of_layout(seen, "1")

@@ -45,7 +45,15 @@ from megatron.core.transformer.moe.permutation import (
     unpermute_reference,
 )
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.rotary import Rotation, apply_rotary, rotate_heads, split_and_rotate, split_qkv
+from megatron.core.transformer.rotary import (
+    Rotation,
+    apply_rotary,
+    join_latent_heads,
+    rotate_and_join_latent_heads,
+    rotate_heads,
+    split_and_rotate,
+    split_qkv,
+)
 from tests.kernels.harness import TOLERANCES, assert_close, compared, kernels_chosen, randn, run
 from tests.unit.gpt_models import read_config
 
@@ -370,6 +378,33 @@ def rotary_positions_of_heads(device: str) -> None:
             found = run(lambda x, r=rounded: rotate_heads(x, r), [x], with_gaps=True)
         assert len(launched) == 2
         assert_close(found, expected, 2e-6)
+
+
+@compared
+def latent_heads(device: str) -> None:
+    """Key channels that all heads share lie between others; gradients come in other orders of dimensions."""
+    sizes = ((3, 24, 8, 16, torch.float32), (5, 8, 12, 40, torch.float32), (2, 1030, 16, 16, torch.float32),
+             (1, 16, 16, 16, torch.bfloat16))  # fmt: skip
+    for interleaved, (heads, plain, shared, width, dtype) in itertools.product((False, True), sizes):
+        angles = torch.outer(torch.arange(4.0), torch.linspace(0.1, 1.0, shared // 2)).to(device)
+        query = randn(4, 2, heads, plain + shared, dtype=dtype, device=device)
+        expanded = randn(4, 2, heads, plain + width, dtype=dtype, device=device)
+        packed = randn(4, 2, 1, 5 + shared, dtype=dtype, device=device)
+        exact = Rotation(angles.double().cos(), angles.double().sin(), interleaved)
+        rounded = Rotation(angles.cos(), angles.sin(), interleaved)
+
+        def fused(q: Tensor, x: Tensor, p: Tensor, rotation: Rotation = rounded) -> tuple[Tensor, ...]:
+            parts = rotate_and_join_latent_heads(q, x, p[..., 5:], rotation)
+            for part, order in zip(parts, ((1, 0), (2, 0), (3, 1)), strict=True):
+                part.register_hook(lambda grad, order=order: grad.transpose(*order).contiguous().transpose(*order))
+            return parts
+
+        inputs = [query, expanded, packed]
+        expected = run(lambda q, x, p, r=exact: join_latent_heads(q, x, p[..., 5:], r), [t.double() for t in inputs])
+        with kernels_chosen() as launched:
+            found = run(fused, [*inputs])
+        assert len(launched) == 2 and found[1].dtype == dtype
+        assert_close(found, expected, TOLERANCES[dtype])
 
 
 # ---- experts

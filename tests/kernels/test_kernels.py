@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.grouped_products import GroupedMatmul  # noqa
 from megatron.core.transformer.moe.permutation import unpermute  # noqa: E402
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.operations import describe_operations  # noqa: E402
-from megatron.core.transformer.rotary import Rotation, split_and_rotate  # noqa: E402
+from megatron.core.transformer.rotary import Rotation, rotate_and_join_latent_heads, split_and_rotate  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
 from tests.kernels.training_comparisons import ALL_COMPARISONS  # noqa: E402
 from tests.unit.gpt_models import read_config  # noqa: E402
@@ -94,6 +94,14 @@ def interleaved_rotation() -> None:
     rotation(interleaved=True)
 
 
+def latent_heads() -> None:
+    """Of DeepSeek V3."""
+    angles = Rotation(torch.zeros(8, 32), torch.zeros(8, 32), False)
+    shapes = ((8, 2, 16, 192), (8, 2, 16, 256), (8, 2, 1, 64))
+    parts = (torch.randn(shape).bfloat16().requires_grad_() * 1 for shape in shapes)
+    sum(part.sum() for part in rotate_and_join_latent_heads(*parts, angles)).backward()  # type: ignore[union-attr]
+
+
 def stream_and_norm() -> None:
     norm = build_norm(read_config("--normalization LayerNorm --bf16").model, 4096)
     output, residual = (torch.randn(8, 2, 4096).bfloat16().requires_grad_() for _ in range(2))
@@ -120,7 +128,7 @@ def eight_bits() -> None:
 
 OPERATIONS: list[Callable[[], None]] = [
     weighted_gate, loss, stream_and_norm, adam, rotation, interleaved_rotation, combination, expert_weight_gradient,
-    eight_bits,
+    eight_bits, latent_heads,
 ]  # fmt: skip
 
 

@@ -43,9 +43,8 @@ def describe_operations(
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
     experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device, engine)
     gate = "gated " if config.gated_linear_unit else ""
-    # Latent attention's come with joining its heads, which has no kernel.
-    by_rope = "fused" if config.multi_latent_attention else by_kernel
-    fused_rope = fused_or_plain(uses_fused_rope(config), f"{by_rope} with the query-key-value split, in place")
+    what = "joining of latent heads" if config.multi_latent_attention else "query-key-value split"
+    fused_rope = fused_or_plain(uses_fused_rope(config), f"{by_kernel} with the {what}, in place")
     # What a norm has made is rotated by itself.
     if kernels_work(device) and config.apply_rope_fusion and not (uses_fused_rope(config) or config.compile):
         fused_rope = "one kernel each way for queries, and one for keys"

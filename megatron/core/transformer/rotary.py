@@ -227,7 +227,7 @@ def join_latent_heads(
 
 
 class _RotateAndJoin(torch.autograd.Function):
-    """`join_latent_heads` that rotates queries where they lie, and writes each key once."""
+    """`join_latent_heads` that rotates queries where they lie, and writes each key once; by a kernel where one runs."""
 
     @staticmethod
     def forward(
@@ -236,6 +236,12 @@ class _RotateAndJoin(torch.autograd.Function):
         ctx.rotation, ctx.plain = rotation, query.shape[-1] - positions.shape[-1]
         # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
         query = query.detach()
+        turns_all = rotation is not None and rotation.channels == positions.shape[-1]
+        ctx.is_kernel = turns_all and launching.uses_kernels(query, expanded)
+        if rotation is not None and ctx.is_kernel:
+            from megatron.core.kernels import latent_heads as kernels
+
+            return query, *kernels.join(query, expanded, positions, *rotation[:3])
         key = torch.empty_like(query)
         key[..., : ctx.plain] = expanded[..., : ctx.plain]
         key[..., ctx.plain :] = positions if rotation is None else apply_rotary(positions, rotation)
@@ -246,6 +252,11 @@ class _RotateAndJoin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Any:
         rotation, plain = ctx.rotation, ctx.plain
+        if ctx.is_kernel:
+            from megatron.core.kernels import latent_heads as kernels
+
+            shared = grad_query.shape[-1] - plain
+            return *kernels.separate(grad_query, grad_key, grad_value, shared, *rotation[:3]), None
         grad_expanded = torch.cat((grad_key[..., :plain], grad_value), dim=-1)
         grad_positions = grad_key[..., plain:].sum(dim=2, keepdim=True)
         if rotation is None:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries, keys and values of latent attention put together, one kernel each way; the parts stand in
+megatron/core/transformer/rotary.py.
+
+A program takes all heads of one token, so that the gradient of the key channels that they share is a sum inside the
+program: float32, and the same every time. Forward rotates queries where they lie and writes each key and value once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.kernels import launching
+from megatron.core.kernels.launching import choose_block
+from megatron.core.kernels.rotary import _load_pairs, _store_pairs
+
+_CHANNELS = 2048  # of several heads, that a program takes at a time
+
+
+@triton.jit
+def _copy(source, target, inside, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = inside & (columns < COUNT)
+    tl.store(target + columns, tl.load(source + columns, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def join_heads(
+    query, expanded, positions, key, value, cos, sin, batch, positions_s, positions_b,
+    HEADS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LINES: tl.constexpr, PLAIN_BLOCK: tl.constexpr, PAIRS: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PAIRS)[None, :]
+    angles = (token // batch) * (SHARED // 2) + column
+    c = tl.load(cos + angles, mask=column < SHARED // 2, other=1.0)
+    s = tl.load(sin + angles, mask=column < SHARED // 2, other=0.0)
+    every = tl.full((1, 1), 1, tl.int1)
+    shared = positions + (token // batch) * positions_s + (token % batch) * positions_b
+    k1, k2 = _load_pairs(shared + tl.zeros((1, 1), tl.int64), every, SHARED, INTERLEAVED, 1, PAIRS)
+    k1, k2 = k1 * c - k2 * s, k2 * c + k1 * s
+    for first in range(0, HEADS, LINES):
+        head = first + tl.arange(0, LINES)[:, None]
+        inside = head < HEADS
+        line = token * HEADS + head
+        own = query + line * (PLAIN + SHARED) + PLAIN
+        q1, q2 = _load_pairs(own, inside, SHARED, INTERLEAVED, LINES, PAIRS)
+        _store_pairs(own, q1 * c - q2 * s, q2 * c + q1 * s, inside, SHARED, INTERLEAVED, LINES, PAIRS)
+        source = expanded + line * (PLAIN + VALUE)
+        target = key + line * (PLAIN + SHARED)
+        _copy(source, target, inside, PLAIN, PLAIN_BLOCK)
+        _copy(source + PLAIN, value + line * VALUE, inside, VALUE, VALUE_BLOCK)
+        zeros = tl.zeros((LINES, PAIRS), tl.float32)
+        _store_pairs(target + PLAIN, k1 + zeros, k2 + zeros, inside, SHARED, INTERLEAVED, LINES, PAIRS)
+
+
+@triton.jit
+def separate_heads(
+    grad_query, grad_key, grad_value, query, expanded, positions, cos, sin, batch,
+    query_s, query_b, query_n, key_s, key_b, key_n, value_s, value_b, value_n,
+    HEADS: tl.constexpr, PLAIN: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LINES: tl.constexpr, PLAIN_BLOCK: tl.constexpr, PAIRS: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    place = token // batch
+    sequence = token % batch
+    column = tl.arange(0, PAIRS)[None, :]
+    c = tl.load(cos + place * (SHARED // 2) + column, mask=column < SHARED // 2, other=1.0)
+    s = tl.load(sin + place * (SHARED // 2) + column, mask=column < SHARED // 2, other=0.0)
+    grad_query += place * query_s + sequence * query_b
+    grad_key += place * key_s + sequence * key_b
+    grad_value += place * value_s + sequence * value_b
+    total1 = tl.zeros((LINES, PAIRS), tl.float32)
+    total2 = tl.zeros((LINES, PAIRS), tl.float32)
+    for first in range(0, HEADS, LINES):
+        head = first + tl.arange(0, LINES)[:, None].to(tl.int64)
+        inside = head < HEADS
+        line = token * HEADS + head
+        source = grad_query + head * query_n
+        target = query + line * (PLAIN + SHARED)
+        _copy(source, target, inside, PLAIN, PLAIN_BLOCK)
+        q1, q2 = _load_pairs(source + PLAIN, inside, SHARED, INTERLEAVED, LINES, PAIRS)
+        _store_pairs(target + PLAIN, q1 * c + q2 * s, q2 * c - q1 * s, inside, SHARED, INTERLEAVED, LINES, PAIRS)
+        source = grad_key + head * key_n
+        target = expanded + line * (PLAIN + VALUE)
+        _copy(source, target, inside, PLAIN, PLAIN_BLOCK)
+        _copy(grad_value + head * value_n, target + PLAIN, inside, VALUE, VALUE_BLOCK)
+        k1, k2 = _load_pairs(source + PLAIN, inside, SHARED, INTERLEAVED, LINES, PAIRS)
+        total1 += k1
+        total2 += k2
+    k1 = tl.sum(total1, axis=0, keep_dims=True)
+    k2 = tl.sum(total2, axis=0, keep_dims=True)
+    target = positions + token * SHARED + tl.zeros((1, 1), tl.int64)
+    every = tl.full((1, 1), 1, tl.int1)
+    _store_pairs(target, k1 * c + k2 * s, k2 * c - k1 * s, every, SHARED, INTERLEAVED, 1, PAIRS)
+
+
+def _constants(heads: int, plain: int, shared: int, value: int, interleaved: bool) -> dict[str, Any]:
+    blocks = [choose_block(count, 1 << 30) for count in (plain, shared // 2, value)]
+    lines = min(choose_block(heads, 1 << 30), max(1, _CHANNELS // max(blocks)))
+    return {
+        "HEADS": heads, "PLAIN": plain, "SHARED": shared, "VALUE": value, "INTERLEAVED": interleaved, "LINES": lines,
+        "PLAIN_BLOCK": blocks[0], "PAIRS": blocks[1], "VALUE_BLOCK": blocks[2],
+    }  # fmt: skip
+
+
+def join(
+    query: Tensor, expanded: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys [s, b, n, d + p] and values [s, b, n, dv] of query [s, b, n, d + p], whose last p channels are rotated in
+    its own memory, expanded [s, b, n, d + dv], and positions [s, b, 1, p], which need not be contiguous."""
+    positions = positions if positions.stride(-1) == 1 else positions.contiguous()
+    length, batch, heads, width = query.shape
+    plain = width - positions.shape[-1]
+    key = torch.empty_like(query)
+    value = query.new_empty(length, batch, heads, expanded.shape[-1] - plain)
+    launching.launch(
+        join_heads, (length * batch,), query, expanded, positions, key, value, cos.contiguous(), sin.contiguous(),
+        batch, *positions.stride()[:2],
+        **_constants(heads, plain, positions.shape[-1], value.shape[-1], interleaved),
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(query)
+    return key, value
+
+
+def separate(
+    query: Tensor, key: Tensor, value: Tensor, shared: int, cos: Tensor, sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of what `join` reads, of those of what it makes; their memory may lie in any order. shared: p."""
+    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)]
+    length, batch, heads, width = query.shape
+    grad_query = query.new_empty(query.shape)
+    grad_expanded = query.new_empty(length, batch, heads, width - shared + value.shape[-1])
+    grad_positions = query.new_empty(length, batch, 1, shared)
+    launching.launch(
+        separate_heads, (length * batch,), *parts, grad_query, grad_expanded, grad_positions, cos.contiguous(),
+        sin.contiguous(), batch, *(stride for part in parts for stride in part.stride()[:3]),
+        **_constants(heads, width - shared, shared, value.shape[-1], interleaved),
+    )  # fmt: skip
+    return grad_query, grad_expanded, grad_positions
