@@ -183,7 +183,7 @@ def test_chunks_are_not_copied(seen: Any) -> None:
     assert chunked["clone"] - whole["clone"] == 2 * 4 * MICROBATCHES
 
 
-@pytest.mark.parametrize(("four", "six", "budget"), [("1", "six layers", 27), ("moe", "moe, six layers", 80)])
+@pytest.mark.parametrize(("four", "six", "budget"), [("1", "six layers", 27), ("moe", "moe, six layers", 79)])
 def test_kernels_of_a_layer(seen: Any, four: str, six: str, budget: int) -> None:
     """Forward and backward of one microbatch: each kernel costs the host about ten microseconds."""
     fewer, more = (sum(of_layout(seen, name)[0]["kernels"].values()) for name in (four, six))
@@ -195,8 +195,7 @@ def test_heads_of_latent_attention_are_joined_by_one_kernel(seen: Any) -> None:
     (rank,) = of_layout(seen, "latent heads recomputed")
     kernels = rank["kernels"]
     assert (kernels["join_heads"], kernels["separate_heads"]) == (2 * 4 * MICROBATCHES, 4 * MICROBATCHES)
-    # Of a layer: query, latent vectors and rotations used to be taken apart by these.
-    assert kernels["cat"] + kernels.get("addcmul_", 0) <= 4 * MICROBATCHES
+    assert "addcmul_" not in kernels, "rotated in elementary operations"
 
 
 @pytest.mark.flags("--loss-chunk-size")
