@@ -16,6 +16,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.cuda_graphs import forget_recordings
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.operations import describe_operations
 from megatron.training.flags.read import read_run_config
 from tests.unit.gpt_models import SEQUENCE_LENGTH, build_model, read_config, token_batch
 from tests.unit.graph_stand_in import StandInRecorder
@@ -308,3 +309,15 @@ def test_parts_that_lie_elsewhere_may_be_combined() -> None:
     assert not read_config("--context-parallel-size 1 --cuda-graph-impl local --cuda-graph-modules mlp").model.records(
         "attn"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "eager"),
+        ("--cuda-graph-impl local", "eager; whole layers launched as CUDA graphs from step 4 on"),
+        (f"{GRAPHS} --cuda-graph-modules attn mlp", "eager; attn and mlp launched as CUDA graphs from step 3 on"),
+    ],
+)
+def test_the_log_says_so(flags: str, said: str) -> None:
+    assert describe_operations(read_config(flags).model)["layers"] == said

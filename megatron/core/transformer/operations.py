@@ -62,8 +62,16 @@ def describe_operations(
         "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
         "cross entropy": f"vocabulary-parallel, {_describe_loss(config, device)}",
         **describe_kernels(device),
-        "layers": "regions between products compiled by torch.compile" if config.compile else "eager",
+        "layers": _describe_launching(config),
     }
+
+
+def _describe_launching(config: TransformerConfig) -> str:
+    described = "regions between products compiled by torch.compile" if config.compile else "eager"
+    if config.cuda_graph_impl == "none":
+        return described
+    parts = " and ".join(config.cuda_graph_modules) or "whole layers"
+    return f"{described}; {parts} launched as CUDA graphs from step {max(1, config.cuda_graph_warmup_steps) + 1} on"
 
 
 def describe_kernels(device: torch.device) -> dict[str, str]:

@@ -13,7 +13,7 @@ from megatron.training.flags.flag import Flag
 
 
 class PlannedFlags:
-    """The values of the flags that no config declares, by upstream's name: `planned["cuda_graph_impl"]`."""
+    """The values of the flags that no config declares, by upstream's name: `planned["mtp_hsm"]`."""
 
     def __init__(self, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> None:
         self._flags, self._given = flags, given
@@ -23,7 +23,7 @@ class PlannedFlags:
         return self._given.get(dest, self._flags[dest].default)
 
     def say(self, dest: str) -> str:
-        """The flag as a user writes it: `--cuda-graph-impl local`."""
+        """The flag as a user writes it: `--pipeline-model-parallel-comm-backend ucc`."""
         return self._flags[dest].spell(self[dest])
 
     def name(self, dest: str) -> str:
