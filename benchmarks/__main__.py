@@ -61,6 +61,7 @@ TABLE: dict[str, Entry] = {
     "linear": Entry("linear layers, experts and FP8 products, forward and backward", "benchmarks.operations"),
     "optimizer": Entry("an update of all parameters", "benchmarks.operations"),
     "loss": Entry("cross entropy of a large vocabulary", "benchmarks.operations"),
+    "emulation": Entry("a small model in emulated FP8 and FP4 against bfloat16", "benchmarks.operations"),
     **{name: Entry(text, f"benchmarks.{name}", is_program=True) for name, text in _PROGRAMS.items()},
     "gpu": Entry("everything that a machine with a GPU can answer in nine minutes", "benchmarks.gpu", True),
 }

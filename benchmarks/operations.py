@@ -9,6 +9,7 @@
                  that has them
     optimizer    the trainer's update with its norm and clipping, against torch's AdamW(fused=True) with clip_grad_norm_
     loss         cross entropy of a large vocabulary, both ways, against F.cross_entropy of float32 logits
+    emulation    a small model in bfloat16 whose products are emulated in each recipe of FP8 and in NVFP4, against none
 
 Bytes are the least that has to be moved: every operand read once and every result written once, forward and backward.
 """
@@ -42,7 +43,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
 from megatron.core.tensor_parallel.products import Product, choose_product, multiply
 from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.select import build_attention_backend
-from megatron.core.transformer.fp8_layers import multiply_in_fp8
+from megatron.core.transformer.fp8_layers import FP8Products, multiply_in_fp8
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -270,6 +271,51 @@ def list_loss(sizes: Sizes) -> Iterator[Case]:
         yield name, partial(_forward_and_backward, way, logits), facts | ({} if name == base else {"baseline": base})
 
 
+# ---- emulation
+
+
+def list_emulation(sizes: Sizes) -> Iterator[Case]:
+    """Forward and backward of a model that a laptop trains, by recipe."""
+    groups = ProcessGroupCollection.single()
+    layers, hidden, ffn, sequence, vocab = (1, 128, 128, 32, 128) if sizes.is_tiny else (4, 256, 640, 256, 8192)
+    ids = torch.randint(vocab, (4, sequence), device=sizes.device)
+    positions = torch.arange(sequence, device=sizes.device).expand(4, -1)
+    recipes: dict[str, dict[str, Any]] = {"bfloat16": {}}
+    for name in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        recipes[f"FP8 {name}"] = {"fp8": "hybrid", "fp8_recipe": name, "fp8_emulation": True}
+    recipes["NVFP4"] = {"fp4": "e2m1", "fp8_emulation": True}
+    for title, fields in recipes.items():
+        config = TransformerConfig(
+            num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=4, bf16=True,
+            params_dtype=torch.bfloat16, normalization="RMSNorm", gated_linear_unit=True, activation_func="silu",
+            add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, **fields,
+        )  # fmt: skip
+        with sizes.device:
+            model = GPTModel(
+                config,
+                get_gpt_layer_local_spec(),
+                vocab,
+                sequence,
+                position_embedding_type="rope",
+                pg_collection=groups,
+            )
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        facts = {"baseline": "bfloat16"} if fields else {}
+        yield title, partial(_bind_step, model, groups, ids, positions), facts
+
+
+def _bind_step(model: GPTModel, groups: ProcessGroupCollection, ids: Tensor, positions: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model(ids, positions, labels=ids).mean().backward()
+        model.zero_grad()
+        for part in model.modules():
+            if isinstance(part, FP8Products):
+                part.finish_step(groups)
+
+    return step
+
+
 # ---- the benchmark
 
 OPERATIONS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
@@ -277,6 +323,7 @@ OPERATIONS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     "linear": list_linear,
     "optimizer": list_optimizer,
     "loss": list_loss,
+    "emulation": list_emulation,
 }
 
 

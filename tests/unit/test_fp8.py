@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,15 @@ def test_the_device_multiplies_what_emulation_multiplies(
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
     turned = rounded(torch.randn(columns, 48), formats[1]).transposed
     torch.testing.assert_close(multiply_natively(a, turned, torch.float32), multiply_emulated(a, turned))
+
+
+def test_the_precision_of_products_is_left_as_it_was() -> None:
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, (a, b) = matmul.fp32_precision, (rounded(torch.randn(32, 32), E4M3) for _ in range(2))
+    multiply_emulated(a, b)
+    with pytest.raises(RuntimeError):
+        multiply_emulated(a, rounded(torch.randn(32, 16), E4M3))
+    assert matmul.fp32_precision == before
 
 
 def recipe(name: str, **changes: object) -> FP8Recipe:

@@ -154,6 +154,13 @@ def test_recipes_are_the_packages(engine: Engine, flags: str, recipe: str) -> No
         assert has["fp8_format"].name == "HYBRID"
 
 
+def test_largest_values_are_those_of_the_whole_stage(engine: Engine) -> None:
+    layer, groups = first_layer(build_model(f"{LLAMA} {FP8_SIZES} {ASKED}")), pretend(1, tp=2, dp=2)
+    layer.multiply_in_few_bits(layer.config, groups)
+    with layer.open_pass():
+        assert engine.passes[-1]["amax_reduction_group"] is groups.tp_dp_cp and groups.tp_dp_cp.size() == 4
+
+
 def test_delayed_scales_go_on_where_they_were_saved(engine: Engine, tmp_path: Path) -> None:
     flags = (
         f"{LLAMA} {EXPERTS} --moe-layer-freq 2 --ffn-hidden-size 48 --bf16 --lr-decay-iters 6 --fp8-format hybrid "
