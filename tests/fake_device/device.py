@@ -52,7 +52,11 @@ def install(library: Path) -> None:
 
     # It makes a table of torch's functions, in which each has to be there once.
     import torch._dynamo
+    import torch._subclasses.fake_tensor
 
+    # A CUDA build has set its own, and would take real memory for the first fake tensor.
+    fake.register_fake_guard()
+    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
     for name, stand_in in _STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     host_generator = torch.Generator

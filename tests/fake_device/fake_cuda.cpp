@@ -60,7 +60,8 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isPinnedPtr(const void*) const override { return false; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks);
+// Before those of a CUDA build, which is loaded later.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 
 }  // namespace at
 
