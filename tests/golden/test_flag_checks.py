@@ -18,6 +18,7 @@ BETTER_HERE = {
     "C023": "without --eval-interval there is no evaluation; upstream crashes",
     "C033": "CUDA_DEVICE_MAX_CONNECTIONS is set where a layout needs it",
     "C120": "--use-torch-fsdp2 works with tied embeddings",
+    "C131": "the fused loss is deterministic: its kernel adds nothing atomically",
     "C137": "--DDP-impl of earlier releases has no effect and is noted",
     "C138": "--no-async-tensor-model-parallel-allreduce of earlier releases has no effect and is noted",
 }
@@ -30,10 +31,7 @@ STATUS_REFUSES = {
 # Values we derive otherwise, and why.
 OTHER_VALUES = {
     ("C029", "group_query_attention"): "--num-query-groups implies --group-query-attention",
-    (
-        "C104",
-        "no_load_optim",
-    ): "a dense checkpoint gives weights alone; an upcycled run that is resumed is continued whole",
+    ("C104", "no_load_optim"): "a dense checkpoint gives weights alone; an upcycled run is resumed whole",
     ("C104", "no_load_rng"): "likewise",
     ("C122", "use_distributed_optimizer"): "PyTorch's FSDP2 divides the optimizer state itself",
 }
