@@ -112,7 +112,7 @@ class TransformerLayer(MegatronModule):
         if config.few_bits_recipe is not None:
             self.multiply_in_few_bits(config, groups)
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
-        self.recorded: dict[str, Part] = {}
+        self.recorded: dict[str, Part] = {}  # what CUDA graphs launch of it, see record_parts
         self.is_recomputed_whole = False
 
     def multiply_in_few_bits(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
@@ -141,25 +141,10 @@ class TransformerLayer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
-        whole, attention, mlp = self.recorded.get("layer"), self.recorded.get("attn"), self.recorded.get("mlp")
         constants = (attention_mask, rotation, inference_context, packed_seq_params)
-        if whole is not None:
-            again = functools.partial(checkpoint, self._run, False) if self.is_recomputed_whole else None
-            output: Tensor = whole(self._run, (hidden_states,), constants, recorded=again)
-            return output
-        if not self.recorded:
-            return self._run(hidden_states, *constants)
-        attended = (
-            self._add_attention(hidden_states, *constants)
-            if attention is None
-            else attention(self._add_attention, (hidden_states,), constants)
-        )
-        # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
-        inputs = (attended, hidden_states) if self.config.parallel_residual else (attended,)
-        if "moe_router" in self.recorded:
-            return self._add_experts(*inputs)
-        result: Tensor = self._add_mlp(*inputs) if mlp is None else mlp(self._add_mlp, inputs)
-        return result
+        if self.recorded:
+            return self._run_recorded(hidden_states, constants)
+        return self._run(hidden_states, *constants)
 
     def record_parts(self, passes: Passes, parts: Collection[str], *, is_recomputed: bool) -> None:
         """Let passes be recorded: of these parts (attn, mlp, moe_router), or of the whole layer where none is named.
@@ -181,14 +166,34 @@ class TransformerLayer(MegatronModule):
             self.recorded["moe_router"] = passes.add(*(module for module in modules if module is not None))
             router.auxiliary_loss_scale.keep_address(current_device())
 
+    def _run_recorded(self, hidden_states: Tensor, constants: tuple[Any, ...]) -> Tensor:
+        """`_run` by the parts that are launched as CUDA graphs, in passes that have recordings of them."""
+        whole, attention, mlp = (self.recorded.get(name) for name in ("layer", "attn", "mlp"))
+        if whole is not None:
+            again = functools.partial(checkpoint, self._run, False) if self.is_recomputed_whole else None
+            output: Tensor = whole(self._run, (hidden_states,), constants, recorded=again)
+            return output
+        attended = (
+            self._add_attention(hidden_states, *constants)
+            if attention is None
+            else attention(self._add_attention, (hidden_states,), constants)
+        )
+        inputs = (attended, hidden_states) if self.config.parallel_residual else (attended,)
+        if "moe_router" in self.recorded:
+            return self._add_experts(*inputs)
+        result: Tensor = self._add_mlp(*inputs) if mlp is None else mlp(self._add_mlp, inputs)
+        return result
+
     def _run(self, hidden_states: Tensor, *constants: Any) -> Tensor:
         output, bias, residual = self._attend(hidden_states, *constants)
         norm = self.pre_mlp_layernorm
+        # One kernel then adds what attention returned to the residual stream and normalises the sum.
         if self._joins(norm, output, bias, residual):
             with self.offload("mlp_norm"):
                 normed, residual = norm(output, bias=bias, residual=residual, returns_sum=True)
             return self._add_mlp_of(normed, residual, residual)
         attended = self._add(output, bias, residual)
+        # In the parallel form the MLP does not see what attention added; both are added to one residual stream.
         return self._add_mlp(attended, hidden_states if self.config.parallel_residual else None)
 
     def _add_attention(self, layer_input: Tensor, *constants: Any) -> Tensor:
