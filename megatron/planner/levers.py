@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _BYTES_PER_SCORE = 2
 _INPUT_BYTES = 2
+_LOSS_CHUNK = 1024
+"""Positions whose logits are computed at once: few enough to be small, enough to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ def list_levers(
         # What tensor parallelism alone leaves whole on every rank: ten bytes of each element of hidden states.
         per_layer = 10 * tokens * model.hidden_size * (1 - 1 / ranks)
         yield Lever({"sequence_parallel": True}, per_layer * _count_kept_layers(model, workload))
+    positions = _count_positions(model, workload)
+    # Zero-bubble schedules keep the gradients of all logits in any case.
+    if model.loss_chunk_size is None and positions >= 2 * _LOSS_CHUNK and not model.defers_weight_gradients:
+        logits = _INPUT_BYTES * _count_tokens(model, workload) * workload.padded_vocab_size
+        logits //= model.tensor_model_parallel_size
+        saved = logits * (1 - _LOSS_CHUNK / positions)
+        yield Lever({"loss_chunk_size": _LOSS_CHUNK}, saved, shrinks_tensors=True)
     if model.recompute_granularity is None and model.attention_backend in ("unfused", "local"):
         yield Lever({"recompute_granularity": "selective"}, _count_score_bytes(model, workload))
     if model.recompute_granularity != "full":
@@ -92,6 +101,12 @@ def list_levers(
 def _count_tokens(model: TransformerConfig, workload: Workload) -> int:
     """Tokens of a microbatch on one process."""
     return workload.seq_length // model.context_parallel_size * workload.micro_batch_size
+
+
+def _count_positions(model: TransformerConfig, workload: Workload) -> int:
+    """Positions of a sequence whose hidden states lie on one process."""
+    ranks = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return workload.seq_length // model.context_parallel_size // ranks
 
 
 def _count_kept_layers(model: TransformerConfig, workload: Workload) -> float:

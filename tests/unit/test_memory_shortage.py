@@ -169,6 +169,11 @@ def test_levers_are_those_not_in_use_and_possible() -> None:
     assert "--micro-batch-size 2" in levers(tp, 4, is_one_tensor=True)
     experts = "--micro-batch-size 1 --num-experts 4 --seq-length 1024 --max-position-embeddings 1024"
     assert "--recompute-granularity full" in levers(experts)
+    # Three of four chunks of the logits, 2 bytes each, of 4096 positions and a vocabulary of 64.
+    long = "--micro-batch-size 1 --seq-length 4096 --max-position-embeddings 4096"
+    assert levers(long).startswith("cheapest first: --loss-chunk-size 1024 (393.2 KB less)")
+    assert "--loss-chunk-size" not in levers(experts), "a single chunk"
+    assert "--loss" not in levers(f"{long} --loss-chunk-size 2048")
 
 
 def test_no_lever_on_activations_where_the_weights_are_too_many(limit: Limit) -> None:
