@@ -125,7 +125,7 @@ def test_every_part_runs_on_the_cpu(name: str, tmp_path: Path, on_cpu: None, mon
 
 def check_curves(results: dict[str, Any]) -> None:
     """The CPU agrees with itself: the same curve twice, and bit for bit after a resume."""
-    assert len(results["curves"]) == 12 and all(curve["is_right"] for curve in results["curves"].values())
+    assert len(results["curves"]) == 14 and all(curve["is_right"] for curve in results["curves"].values())
 
 
 def check_two_processes(results: dict[str, Any]) -> None:

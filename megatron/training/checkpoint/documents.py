@@ -23,9 +23,13 @@ _WORDS = 624
 """Words in the state of a Mersenne twister, which both generators are (Matsumoto and Nishimura 1998)."""
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path, *, counts_steps: bool = True) -> dict[str, Any]:
     """`state.json`: progress, optimizer and scheduler, the last two None where they were not saved. Raises
-    CheckpointError."""
+    CheckpointError.
+
+    counts_steps: whether the run's scheduler is the one of this program, whose state has a count; what one of the
+    user's own keeps is for that one to look over.
+    """
     state = read_document(checkpoint, STATE)
     _require(isinstance(state, dict), checkpoint, STATE, "the whole of it")
     for name in ("progress", "optimizer", "scheduler"):
@@ -36,7 +40,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     # Checkpoints of later releases may hold what this one does not know, of whatever kind.
     for count in dataclasses.fields(Progress):
         _require(_is_count(state["progress"].get(count.name, 0)), checkpoint, STATE, f"progress.{count.name}")
-    for part, name in (("optimizer", "step_count"), ("scheduler", "num_steps")):
+    counts = [("optimizer", "step_count"), *([("scheduler", "num_steps")] if counts_steps else [])]
+    for part, name in counts:
         if state[part] is not None:
             _require(_is_count(state[part].get(name)), checkpoint, STATE, f"{part}.{name}")
     scaler = (state["optimizer"] or {}).get("grad_scaler", {})

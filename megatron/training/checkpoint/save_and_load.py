@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.validation import ModelMismatchError, shor
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.mesh import RankGrid
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
@@ -254,7 +255,8 @@ def _restore(
     if from_dense := upcycling.begins(run, changes, found.path):
         changes, weights_only = upcycling.leave_out_expert_settings(changes), True
     refuse_another_function(changes, str(found.path), is_overridden=settings.override_model_settings)
-    state = with_everyone(world, lambda: read_state(found.path))
+    counts_steps = isinstance(run.scheduler, OptimizerParamScheduler)
+    state = with_everyone(world, lambda: read_state(found.path, counts_steps=counts_steps))
     with_optimizer = not (weights_only or settings.no_load_optim)
     with_rng = not (weights_only or settings.no_load_rng)
     if with_optimizer and state["optimizer"] is None:
