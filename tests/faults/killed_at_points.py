@@ -140,4 +140,6 @@ def _find_expected_iteration(case: Case) -> int:
     """What a run loads after a kill there."""
     if case.way == "non-persistent" and case.point in ("old-unmarked", "old-removed"):
         return _END  # the last checkpoint is persistent again, and removes the first
+    if case.way == "torch" and case.point == "tensors-written" and case.rank > 0:
+        return _SAVED_AGAIN  # the first rank has heard of every file by then, and needs nothing more of the others
     return _SAVED_AGAIN if _ORDER.index(case.point) >= _ORDER.index("renamed") else _SAVED_FIRST
