@@ -264,10 +264,25 @@ def test_earlier_names(flags: str, impl: str, modules: list[str], notes: list[st
         assert any(note in found for found in config.notes), config.notes
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--cuda-graph-impl local --fp8-format hybrid --cuda-graph-modules attn", "with --fp8-format hybrid, whose"),
+        ("--enable-cuda-graph --fp4-format e2m1 --bf16 --cuda-graph-warmup-steps 5", "with --fp4-format e2m1, whose"),
+        ("--external-cuda-graph --transformer-impl transformer_engine", "with the modules of --transformer-impl"),
+        ("--num-experts 4 --cuda-graph-impl local --fp8-format hybrid", "with --fp8-format hybrid, whose"),
+    ],
+)
+def test_layers_whose_numbers_no_graph_repeats_are_launched_as_ever(flags: str, said: str) -> None:
+    config = read_config(flags)
+    assert config.model.cuda_graph_impl == "none" and not config.model.records("attn")
+    (note,) = (note for note in config.notes if note.startswith("CUDA graphs have no effect"))
+    assert said in note and not any("without --cuda-graph-impl" in found for found in config.notes)
+
+
 ROUTER = "--num-experts 4 --cuda-graph-modules moe_router"
 REFUSED = {
     "--num-experts 4": "--cuda-graph-modules attn",
-    "--fp8-format hybrid": "rounded once in a step",
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1": "--pipeline-schedule 1f1b or interleaved",
     "--cpu-offloading-num-layers 1": "--cpu-offloading-num-layers 1 cannot move",
     "--fine-grained-activation-offloading --offload-modules core_attn": "--offload-modules core_attn: ",
@@ -280,7 +295,6 @@ REFUSED = {
     "--tensor-model-parallel-size 2 --attention-dropout 0.1": "use --sequence-parallel or --attention-dropout 0",
     "--qk-clip": "leave out --qk-clip",
     "--use-torch-fsdp2": "--use-distributed-optimizer",
-    "--transformer-impl transformer_engine": "modules of --transformer-impl transformer_engine",
     "--log-comm-volume": "--log-comm-volume counts calls",
     "--dataloader-inter-document-masking": "microbatches of one shape",
     "--cuda-graph-impl full_iteration": "use none or local or transformer_engine",

@@ -145,8 +145,6 @@ def layers_can_be_recorded(run: RunConfig) -> Iterator[str]:
             f"{asked} needs weights that stay where they are, which {sharding_flag(run)} gathers anew; use "
             "--use-distributed-optimizer"
         )
-    if run.gpt.transformer_impl == "transformer_engine":
-        yield f"{asked} does not record the modules of --transformer-impl transformer_engine; leave out one of them"
     if run.logger.log_comm_volume:
         yield f"--log-comm-volume counts calls, which {asked} no longer makes; leave out one of them"
     for name in ("sft", "dataloader_inter_document_masking", "reset_attention_mask"):
