@@ -269,7 +269,11 @@ def test_earlier_names(flags: str, impl: str, modules: list[str], notes: list[st
     [
         ("--cuda-graph-impl local --fp8-format hybrid --cuda-graph-modules attn", "with --fp8-format hybrid, whose"),
         ("--enable-cuda-graph --fp4-format e2m1 --bf16 --cuda-graph-warmup-steps 5", "with --fp4-format e2m1, whose"),
-        ("--external-cuda-graph --transformer-impl transformer_engine", "with the modules of --transformer-impl"),
+        (
+            "--external-cuda-graph --transformer-impl transformer_engine",
+            "with --transformer-impl transformer_engine, whose",
+        ),
+        ("--cuda-graph-impl local --transformer-impl auto", "with --transformer-impl auto, whose"),
         ("--num-experts 4 --cuda-graph-impl local --fp8-format hybrid", "with --fp8-format hybrid, whose"),
     ],
 )
@@ -278,6 +282,9 @@ def test_layers_whose_numbers_no_graph_repeats_are_launched_as_ever(flags: str, 
     assert config.model.cuda_graph_impl == "none" and not config.model.records("attn")
     (note,) = (note for note in config.notes if note.startswith("CUDA graphs have no effect"))
     assert said in note and not any("without --cuda-graph-impl" in found for found in config.notes)
+    # A caller from Python hears that it cannot be.
+    config.model.cuda_graph_impl = "local"
+    assert any(said.removeprefix("with ") in problem for problem in [*config.model.problems(), *config.problems()])
 
 
 ROUTER = "--num-experts 4 --cuda-graph-modules moe_router"

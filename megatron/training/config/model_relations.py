@@ -135,6 +135,13 @@ def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
     )
 
 
+def find_what_no_graph_repeats(run: RunConfig) -> str | None:
+    """CudaGraphFields.find_what_no_graph_repeats, of the settings of all groups."""
+    if run.gpt.transformer_impl != "local":
+        return f"{run.say('transformer_impl')}, whose modules keep scales and work space of their own"
+    return run.model.find_what_no_graph_repeats()
+
+
 def layers_can_be_recorded(run: RunConfig) -> Iterator[str]:
     """A CUDA graph repeats kernels at fixed addresses, on tensors of fixed shapes, and nothing that the host does."""
     if run.model.cuda_graph_impl == "none":
@@ -145,6 +152,8 @@ def layers_can_be_recorded(run: RunConfig) -> Iterator[str]:
             f"{asked} needs weights that stay where they are, which {sharding_flag(run)} gathers anew; use "
             "--use-distributed-optimizer"
         )
+    if run.gpt.transformer_impl != "local":
+        yield f"{asked} cannot record layers of {find_what_no_graph_repeats(run)}; use --cuda-graph-impl none"
     if run.logger.log_comm_volume:
         yield f"--log-comm-volume counts calls, which {asked} no longer makes; leave out one of them"
     for name in ("sft", "dataloader_inter_document_masking", "reset_attention_mask"):

@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import sort_step_schedule
 from megatron.core.tokenizers.tokenizer_options import DEFAULT_TYPE
 from megatron.training.config.container import Fields, RunConfig, group_classes
 from megatron.training.config.layout_relations import sharding_flag
+from megatron.training.config.model_relations import find_what_no_graph_repeats
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
 
 
@@ -249,9 +250,9 @@ def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
     ):
         if name in given and getattr(model, name):
             yield f"{run.say(name)} is an earlier name of {becomes}"
-    eager = _find_what_no_graph_repeats(run)
-    if eager is not None and (model.cuda_graph_impl != "none" or model.enable_cuda_graph or model.external_cuda_graph):
-        yield f"CUDA graphs have no effect with {eager}: layers are launched one kernel at a time"
+    what = find_what_no_graph_repeats(run)
+    if what is not None and (model.cuda_graph_impl != "none" or model.enable_cuda_graph or model.external_cuda_graph):
+        yield f"CUDA graphs have no effect with {what}: layers are launched one kernel at a time"
         model.cuda_graph_impl, model.cuda_graph_modules, model.cuda_graph_scope_deprecated = "none", [], None
         model.enable_cuda_graph = model.external_cuda_graph = False
         model.cuda_graph_warmup_steps = type(model).cuda_graph_warmup_steps
@@ -261,16 +262,6 @@ def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
         yield "--cuda-graph-modules moe_preprocess is launched one kernel at a time, behind the graph of moe_router"
     if model.te_rng_tracker:
         yield "--te-rng-tracker has no effect: graphs move on the generator that everything else draws from"
-
-
-def _find_what_no_graph_repeats(run: RunConfig) -> str | None:
-    """Why layers of this run cannot be recorded, of what the model's numbers depend on; None where they can."""
-    if run.model.few_bits_recipe is not None:
-        given = "fp4" if run.model.fp4 is not None else "fp8"
-        return f"{run.say(given)}, whose weights are rounded once in a step"
-    if run.gpt.transformer_impl == "transformer_engine":
-        return "the modules of --transformer-impl transformer_engine, which keep scales and work space of their own"
-    return None
 
 
 def _checkpoint(run: RunConfig) -> Iterator[str]:

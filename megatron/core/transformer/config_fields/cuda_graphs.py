@@ -14,6 +14,7 @@ from megatron.core.transformer.config_fields.offload import OF_EXPERTS, OffloadF
 _GRAPHS = Needs("--cuda-graph-impl local", lambda run: run.cuda_graph_impl != "none")
 _MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _UNSUPPORTED_MODULES = ("moe", "mamba")
+# Modules of --offload-modules that lie inside of a part: what a graph keeps has a fixed address and never leaves it.
 _OFFLOADED_BY = {
     "attn": ("attn_norm", "qkv_linear", "core_attn", "attn_proj"),
     "mlp": ("mlp_norm", "mlp_fc1", "mlp_act"),
@@ -72,6 +73,7 @@ class CudaGraphFields(OffloadFields):
         if self.cuda_graph_impl == "none" and (self.enable_cuda_graph or self.external_cuda_graph):
             self.cuda_graph_impl = "local" if self.enable_cuda_graph else "transformer_engine"
         if self.cuda_graph_scope_deprecated and not self.cuda_graph_modules:
+            # Whole layers are what no module at all stands for.
             self.cuda_graph_modules = [part for part in self.cuda_graph_scope_deprecated if part != "full"]
 
     def problems(self) -> Iterator[str]:
@@ -85,20 +87,27 @@ class CudaGraphFields(OffloadFields):
         """Whether attention (attn) or a dense MLP (mlp) is in a graph."""
         return self.cuda_graph_impl != "none" and (not self.cuda_graph_modules or part in self.cuda_graph_modules)
 
+    def find_what_no_graph_repeats(self) -> str | None:
+        """The setting, and why, with which layers are launched as ever because its numbers would be others in a graph;
+        None where there is none. On a command line graphs are then left out with a note."""
+        others: Any = self  # fields of other groups
+        if others.few_bits_recipe is None:
+            return None
+        # Recorded, the rounding would be repeated in every micro-batch, or in none.
+        given = "fp4" if others.fp4 is not None else "fp8"
+        return f"{self.say(given)}, whose weights are rounded once in a step"
+
     def _layers_can_be_recorded(self) -> Iterator[str]:
         """What a graph cannot do: it repeats its kernels, and nothing that the host did, or decided, between them."""
         asked, parts = self.say("cuda_graph_impl"), self.cuda_graph_modules
-        others: Any = self  # fields of other groups
+        others: Any = self
         if others.num_moe_experts is not None and not parts:
             yield (
                 f"{asked} cannot record layers with experts as a whole: how many tokens an expert gets is only known "
                 "while they run; add --cuda-graph-modules attn moe_router"
             )
-        if others.fp8 is not None or others.fp4 is not None:
-            yield (
-                f"{asked} cannot record layers in 8 or 4 bits, whose weights are rounded once in a step; leave out one "
-                "of them"
-            )
+        if (what := self.find_what_no_graph_repeats()) is not None:
+            yield f"{asked} cannot record layers of {what}; use --cuda-graph-impl none"
         if self.defers_weight_gradients or self.delays_weight_gradients or self.overlap_moe_expert_parallel_comm:
             yield (
                 f"{asked} computes weight gradients with the others, which a schedule of deferred ones, or of two "
@@ -134,6 +143,7 @@ class CudaGraphFields(OffloadFields):
                 yield f"{asked} records layers one by one; use --recompute-num-layers 1"
             if self.distribute_saved_activations:
                 yield f"{asked} cannot record --distribute-saved-activations; leave out one of them"
+        # The random stream is set back on the host before a part is computed again; a replay only moves it on.
         draws_again = (
             others.attention_dropout > 0 and self.records("attn") and "core_attn" in (self.recompute_modules or ())
         )
