@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import time
@@ -30,11 +31,11 @@ from megatron.core.dist_checkpointing.checksums import (
     list_segments,
     take_share,
 )
-from megatron.core.dist_checkpointing.manifest import checksum
+from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, checksum
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.shard_files import SavedBox, read_box, write_boxes
+from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, read_box, write_boxes
 from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
-from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
+from megatron.core.dist_checkpointing.tensor_reading import _Job, read_upstream_tensors
 from megatron.core.errors import CheckpointError
 from tests.unit.small_checkpoints import ALONE
 
@@ -276,6 +277,25 @@ def test_a_file_that_ends_too_early_is_refused(tmp_path: Path) -> None:
     ):
         with io.FileIO(path) as file, pytest.raises(CheckpointError, match=problem):
             read_box(file, boxes["a"]._replace(length=length), (0, 0), torch.zeros(400, 5))
+
+
+def test_what_a_rank_that_does_not_verify_finds_is_told_as_damage(tmp_path: Path) -> None:
+    path = tmp_path / "boxes"
+    boxes = write(path, {"a": make((4, 5)), "b": make((4, 5))})
+    whole = path.read_bytes()
+    fill = Fill((0, 0), torch.zeros(4, 5))
+    for content, what in (
+        (whole.replace(b"PK", b"pk"), "the box at byte 0 cannot be loaded: File is not a zip file"),
+        (whole[: boxes["a"].length - 1], f"has {boxes['a'].length - 1} bytes; its table of contents says"),
+    ):
+        path.write_bytes(content)
+        job = _Job(path, 0, boxes["a"], boxes["a"].length, None, [fill], is_unverified=True)
+        with pytest.raises(DamagedCheckpointError) as found:
+            job.run()
+        assert str(found.value).startswith(f"{path} is damaged ({what}") and str(found.value).endswith(")")
+        with pytest.raises(CheckpointError) as foreign:
+            dataclasses.replace(job, is_unverified=False).run()
+        assert not isinstance(foreign.value, DamagedCheckpointError)
 
 
 @pytest.mark.usefixtures("short_pieces")

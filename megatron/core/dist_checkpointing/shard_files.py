@@ -355,7 +355,7 @@ def _read_exactly(file: io.FileIO, position: int, memory: Tensor) -> None:
 def _read_other(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
     """The same from any archive that torch reads, with the whole box in memory."""
     file.seek(box.start)
-    content = read_restricted(io.BytesIO(file.read(box.length)), f"{file.name!s} at byte {box.start}")
+    content = read_restricted(io.BytesIO(file.read(box.length)), f"{file.name!s}: the box at byte {box.start}")
     if not isinstance(content, Tensor) or tuple(content.shape) != box.shape:
         raise CheckpointError(f"{file.name!s}: no tensor of shape {box.shape} lies at byte {box.start}")
     target.copy_(content[tuple(slice(first, first + n) for first, n in zip(offsets, target.shape, strict=True))])

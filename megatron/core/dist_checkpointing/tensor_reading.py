@@ -273,8 +273,11 @@ class _Job:
                     return read_boxes(file, self.box, self.fills, verify=self.number is not None)
                 return compute_range_checksum(file, self.start, self.num_bytes)
         except CheckpointError as error:
+            if not self.is_unverified or isinstance(error, DamagedCheckpointError):
+                raise
             # Its length was right when the checkpoint was chosen.
-            raise DamagedCheckpointError(str(error)) if self.is_unverified else error from None
+            what = str(error).removeprefix(str(self.path)).lstrip(": ")
+            raise DamagedCheckpointError(f"{self.path} is damaged ({what})") from None
         except OSError as error:
             error.filename = error.filename or str(self.path)
             if not self.is_unverified:
