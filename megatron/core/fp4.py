@@ -75,7 +75,9 @@ def quantise_nvfp4(x: Tensor, block: tuple[int, int], *, at_random: bool = False
     of_blocks = find_block_amax(blocks)
     # Infinities are cut off, NaN must stay: their block's scale is NaN.
     stored = widen((of_blocks / LARGEST / factor).clamp_(max=torch.finfo(E4M3).max).to(E4M3))
-    encode = torch.where(stored == 0, torch.zeros_like(stored), 1.0 / (stored * factor))
+    # The inverse of a tiny block scale is beyond float32, and infinity would make NaN of the zeros in its block.
+    encode = (1.0 / (stored * factor)).clamp_(max=torch.finfo(torch.float32).max)
+    encode = torch.where(stored == 0, torch.zeros_like(stored), encode)
     fractions = _draw_fractions(blocks, amax, turned=turned) if at_random else None
     encode = spread_over_blocks(encode)
     scaled = blocks * encode if blocks.dtype == torch.float32 else blocks.float().mul_(encode)

@@ -50,7 +50,8 @@ def nearest_e4m3(x: float) -> float:
 def definition(x: Tensor, block: tuple[int, int]) -> np.ndarray:
     """A matrix as NVFP4 rounds it to nearest values. Appendix C of the paper, in float64 between what is stored."""
     matrix, result = x.double().numpy(), np.zeros(x.shape)
-    factor = float(np.float32(1) / (np.float32(6 * 448) / np.float32(abs(matrix).max())))
+    largest = np.finfo(np.float32).max
+    factor = float(np.float32(1) / min(np.float32(6 * 448) / np.float32(abs(matrix).max()), largest))
     table = np.array(VALUES)
     for row in range(0, x.shape[0], block[0]):
         for column in range(0, x.shape[1], block[1]):
@@ -59,7 +60,7 @@ def definition(x: Tensor, block: tuple[int, int]) -> np.ndarray:
             scale = nearest_e4m3(float(np.float32(np.float32(abs(part).max()) / np.float32(6)) / np.float32(factor)))
             if scale == 0:
                 continue
-            encode = np.float32(1) / np.float32(scale * factor)
+            encode = min(np.float32(1) / np.float32(scale * factor), largest)
             scaled = (abs(part).astype(np.float32) * encode).astype(np.float64)
             distance = abs(table - np.minimum(scaled, 6.0)[..., None])
             # Of two values at the same distance that with the even code.
@@ -83,6 +84,18 @@ def test_scales_are_those_of_the_definition(block: tuple[int, int], spread: int)
     assert torch.equal(stack.select_matrix(1).dequantise(), quantise_nvfp4(x, block).dequantise())
     # Blocks that are not full.
     assert torch.equal(quantise_nvfp4(x[:, :40], (1, 16)).inverse[:, :2], quantise_nvfp4(x, (1, 16)).inverse[:, :2])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("amax", [1e-30, 1e-33, 1e-36, 3e-38, 1e-38, 1e-40, 1e-45])
+def test_tiny_values_stay_near_and_zeros_beside_them_stay_zeros(amax: float) -> None:
+    x = torch.zeros(4, 32)
+    x[0, 0], x[1, 20], x[2, :], x[3, 0] = amax, -amax / 3, amax, amax / 400
+    found = quantise_nvfp4(x, (1, 16)).dequantise()
+    assert torch.equal(found, torch.from_numpy(definition(x, (1, 16))).float())
+    assert not found[x == 0].any()
+    # Below that float32 itself has fewer bits.
+    assert amax < 2.0**-125 or (found - x).abs()[:3].max() <= amax / 5
 
 
 def test_what_is_no_number_stays_so_and_infinities_are_cut_off() -> None:

@@ -104,7 +104,9 @@ def test_scale_of_a_tensor() -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_microscaling_factor_is_the_largest_that_saturates_nothing_and_fits_e8m0(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
-    amax = torch.cat((torch.rand(500) * torch.logspace(-20, 20, 500), largest * 2.0 ** torch.arange(-9.0, 9.0)))
+    exact = largest * 2.0 ** torch.arange(-9.0, 9.0)
+    beside = (torch.nextafter(exact, torch.tensor(end)) for end in (0.0, torch.inf))
+    amax = torch.cat((torch.rand(500) * torch.logspace(-20, 20, 500), exact, *beside))
     scale = compute_mx_scale(amax, dtype)
     assert (amax * scale <= largest).all() and (amax * scale * 2 > largest).all()
     stored = (1 / scale).to(torch.float8_e8m0fnu)
