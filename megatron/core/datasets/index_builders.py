@@ -150,7 +150,7 @@ def build_shuffle_index(num_samples: int, total: int, random: np.random.RandomSt
 
 _WORDS_AT_ONCE = 1 << 14  # what a block works on stays in the cache of one core
 _PLAIN_UP_TO = 1 << 21  # with fewer values left, numpy is as fast
-_WIDENED_UP_TO = 1 << 17  # numpy swaps 8 bytes faster than 4, as long as they stay in the cache of one core
+_WIDENED_UP_TO = 1 << 20  # numpy swaps 8 bytes faster than 4, as long as they stay in the processor's caches
 _MOST_VALUES = 1 << 32  # above it numpy takes two words for a place
 
 
