@@ -90,8 +90,11 @@ class Clock:
 
 
 def _read_metrics(directory: Path) -> bytes:
-    path = directory / "metrics" / "metrics.jsonl"
-    return path.read_bytes() if path.exists() else b""
+    # A run that begins anew sets the file aside.
+    try:
+        return (directory / "metrics" / "metrics.jsonl").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _count_done(directory: Path) -> int:

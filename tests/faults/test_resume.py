@@ -34,8 +34,11 @@ def start(directory: Path, *flags: str) -> Program:
 
 def rows(directory: Path) -> list[dict[str, Any]]:
     """What the run measured, without what depends on the machine's mood. A torn last line is none."""
-    path = directory / "metrics" / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    # While a run begins anew it sets the file aside.
+    try:
+        lines = (directory / "metrics" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
     return [
         {key: value for key, value in json.loads(line).items() if key not in TIMES_AND_MEMORY}
         for line in lines
