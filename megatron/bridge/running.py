@@ -64,7 +64,9 @@ class HuggingFaceFiles:
         try:
             describe_run(config, vocab_size, self._families)
         except ConfigError as error:
-            raise ConfigError(f"--save-hf {directory}: {error}") from None
+            raise ConfigError(
+                f"--save-hf {directory}: {error}; train a model that one of them computes, or leave --save-hf out"
+            ) from None
         problem = explain_unmakeable_directory(directory)
         if problem is None and directory.is_dir() and any(directory.iterdir()) and not is_written_by_a_run(directory):
             problem = "holds files that no --save-hf has written; give a directory that does not exist yet"

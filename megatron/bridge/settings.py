@@ -18,7 +18,7 @@ from megatron.bridge.inverse_settings import invert_flags
 from megatron.core.config_base import get_settings
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.checkpoint.differences import find_changes
+from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.config.container import RunConfig, group_classes
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.families import FAMILIES
@@ -85,9 +85,9 @@ def build_config_json(
         kept = {**carried, "vocab_size": vocab_size, "dtype" if "dtype" in carried else "torch_dtype": number_format}
         family = find_family_of(carried, Path("config.json"), families)
         # As long as it says what the model is, nothing in it needs another form.
-        if not _find_losses(family, kept, config, dtype, families):
+        if _find_losses(family, kept, config, dtype, families) == []:
             return family, kept
-    lost: dict[str, list[str]] = {}
+    lost: dict[str, list[Change]] = {}
     for family in families:
         fields = invert_flags(family, config)
         if fields is None:
@@ -96,13 +96,16 @@ def build_config_json(
             "architectures": [family.model_class], **_UNNAMED_TOKENS, "model_type": family.model_type,
             "vocab_size": vocab_size, "torch_dtype": number_format, **fields,
         }  # fmt: skip
-        lost[family.name] = _find_losses(family, document, config, dtype, families)
-        if not lost[family.name]:
+        losses = _find_losses(family, document, config, dtype, families)
+        if losses is None:
+            continue
+        if not losses:
             return family, document
+        lost[family.name] = losses
     closest = min(lost, key=lambda name: len(lost[name])) if lost else None
     raise ConfigError(
         "no model of Hugging Face transformers that is known here computes what these settings say"
-        + (f"; the closest is {closest}, but for: {'; '.join(lost[closest])}" if closest else "")
+        + (f"; the closest is {closest}, which has {_describe_losses(lost[closest])}" if closest else "")
     )
 
 
@@ -112,21 +115,27 @@ def _find_losses(
     config: RunConfig,
     dtype: torch.dtype,
     families: Sequence[Family],
-) -> list[str]:
-    """How the settings that a config.json gives differ from ours, in what concerns the model."""
+) -> list[Change] | None:
+    """From our settings to those that a config.json gives, in what concerns the model; None where it gives none."""
     if config.model.mtp_num_layers is None:
         # What the field says is not always in the files (keep_stored_prediction), and not in this model.
         document = {name: value for name, value in document.items() if name != PREDICTION}
     try:
         again = read_settings(document, Path("config.json"), dtype, families=families)
-    except (ConfigError, CheckpointError) as error:
-        return [str(error)]
-    changes = find_changes(config.to_dict(), again)
+    except (ConfigError, CheckpointError):
+        return None
     # The tokenizer is carried along, and padding rows are not: what is compared is the network.
     network = {name for group in ("model", "gpt") for name in get_settings(group_classes()[group])}
     network.discard("make_vocab_size_divisible_by")
     return [
-        str(change)
-        for change in changes
+        change
+        for change in find_changes(config.to_dict(), again)
         if change.setting.dest in network and change.setting.kind in ("shape", "function")
     ]
+
+
+def _describe_losses(losses: Sequence[Change]) -> str:
+    """`--normalization RMSNorm (here LayerNorm), activation_func silu (here gelu)`."""
+    return ", ".join(
+        f"{change.setting.name} {change.show(change.now)} (here {change.show(change.then)})" for change in losses
+    )

@@ -64,7 +64,7 @@ class StorageError(MegatronError):
 
 
 class TemporaryError(MegatronError):
-    """The job can be started again as it is: a peer was lost or did not answer, another run has --save."""
+    """The job can be started again as it is: a peer was lost or did not answer, another run has the directory."""
 
     exit_code = 75
 

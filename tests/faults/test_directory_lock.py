@@ -18,6 +18,8 @@ import pytest
 from megatron.core.dist_checkpointing import directory_lock
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock, Holder
 from megatron.core.errors import StorageError, TemporaryError
+from megatron.training.hooks.dispatch import Hooks
+from megatron.training.hooks.writers import MetricsFile
 from megatron.training.run import Hook, Run, StepResult
 from tests.functional.pretrain_runs import TINY, start
 from tests.unit.tiny_training import finish, prepare
@@ -288,6 +290,33 @@ def test_S35_a_run_that_lost_its_directory_saves_nothing_there(
     errors = capsys.readouterr().err
     assert "iteration 4 was not saved" in errors and "gpu07" in errors and "training goes on" in errors
     assert lock_files(root) == ["save-00000002.lock"], "the other's lock is left alone"
+
+
+def test_rows_of_two_runs_are_never_mixed(tmp_path: Path) -> None:
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text('{"iteration": 1, "lm loss": 4.0}\n')
+    kept: list[DirectoryLock] = []
+    with process(lambda: kept.append(MetricsFile(tmp_path).lock())) as pid:
+        with pytest.raises(TemporaryError, match=rf"--metrics-dir {tmp_path} is in use by run \w+ \(process {pid} on"):
+            finish(prepare("--metrics-dir", str(tmp_path)))
+        assert len(rows.read_text().splitlines()) == 1, "what the other run writes stays its own"
+    finish(prepare("--metrics-dir", str(tmp_path)))
+    assert rows.with_suffix(".jsonl.old").exists() and lock_files(tmp_path) == []
+
+
+def test_metrics_within_the_save_directory_need_no_lock_of_their_own(tmp_path: Path) -> None:
+    class Look(Hook):
+        def on_step_end(self, run: Run, result: StepResult) -> None:
+            found.append([*lock_files(tmp_path), *lock_files(tmp_path / "metrics")])
+
+    found: list[list[str]] = []
+    beside = tmp_path / "there" / ".." / "metrics"
+    (tmp_path / "there").mkdir()
+    run = prepare("--save", str(tmp_path), "--metrics-dir", str(beside))
+    run.hooks = Hooks([*run.hooks.hooks, Look()])
+    finish(run)
+    assert found and all(len(files) == 1 for files in found)
+    assert (tmp_path / "metrics" / "metrics.jsonl").exists()
 
 
 def test_S36_two_runs_with_one_save_directory(tmp_path: Path) -> None:

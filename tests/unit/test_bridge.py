@@ -486,5 +486,14 @@ def test_looking_at_a_model_takes_no_memory(hf_directory: Path) -> None:
 
 def test_settings_that_no_family_has_are_refused() -> None:
     config = read_config("--normalization RMSNorm --swiglu --position-embedding-type rope --add-qkv-bias")
-    with pytest.raises(ConfigError, match=r"no model of Hugging Face transformers .* the closest is .*, but for: --"):
+    with pytest.raises(ConfigError, match=r"no model of Hugging Face transformers .* the closest is .*, which has --"):
         build_config_json(config, 64, torch.float32)
+
+
+def test_a_refused_model_is_told_by_its_own_settings() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        build_config_json(read_config("--swiglu --disable-bias-linear --num-experts 4"), 64, torch.float32)
+    told = str(refusal.value)
+    # Not the flags that only the family's own config.json stands for, nor words about a checkpoint.
+    assert "the closest is" in told and "--normalization RMSNorm (here LayerNorm)" in told
+    assert "checkpoint" not in told and "needs" not in told

@@ -70,7 +70,10 @@ def build_stage(config: RunConfig, rows: int, rank: int, chunk: int = 0) -> GPTM
         ("--cp-comm-type a2a+p2p --context-parallel-size 2 --hierarchical-context-parallel-sizes 2",
          "--hierarchical-context-parallel-sizes, two numbers"),
         ("--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-         "--rampup-batch-size 3 5 40", "global batch size 3: 3 microbatches in groups of 2"),
+         "--rampup-batch-size 3 2 40 --global-batch-size 13",
+         r"--rampup-batch-size 3 2 40 has global batch size 3: 3 microbatches in groups of 2 .*, as do 4 more of its "
+         r"sizes, up to 11\b"),
+        ("--split 0,100,0", "--split 0,100,0 leaves no documents for training; .* --skip-train"),
     ],
 )  # fmt: skip
 def test_what_no_rank_could_build_is_refused_by_the_flags(flags: str, sentence: str) -> None:

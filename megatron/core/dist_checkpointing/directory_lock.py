@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run may write into a directory of checkpoints: one at a time, also on a network file system.
+"""Which run may write into a directory of checkpoints or of metrics: one at a time, also on a network file system.
 
     root/save-00000003.lock      {"run": "5f0c…", "host": "gpu07", "pid": 4711, …, "beat": "0000000042"}
 
@@ -106,18 +106,20 @@ class Holder:
 class DirectoryLock:
     """The right to write into a directory, from its making until `release` or the end of the process."""
 
-    def __init__(self, root: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, root: Path, tell: Callable[[str], None], *, flag: str = "--save") -> None:
         """Take the lock of a directory that exists; waits up to PATIENCE_SECONDS for a run that may have ended.
 
-        tell: is given a sentence when it waits, and when it takes over. Raises TemporaryError that names the holder
-        while another run has the directory, OSError where it cannot be written to.
+        tell: is given a sentence when it waits, and when it takes over. flag: what a user has named the directory
+        with. Raises TemporaryError that names the holder while another run has the directory, OSError where it cannot
+        be written to.
         """
         self.root = root
+        self.flag = flag
         self.holder = Holder.of_this_process()
         self._start(tell)
 
     def _start(self, tell: Callable[[str], None]) -> None:
-        self.path = _claim(self.root, self.holder, tell)
+        self.path = _claim(self.root, self.holder, tell, self.flag)
         self.note_save()
         stop = threading.Event()
         # It knows the file and not this object, so that a lock to which nobody refers any more is released.
@@ -127,7 +129,8 @@ class DirectoryLock:
 
     def covers(self, path: Path) -> bool:
         """Whether it is the lock of this directory: of itself, or of one that it is in."""
-        return path == self.root or self.root in path.parents
+        root, inner = Path(os.path.realpath(self.root)), Path(os.path.realpath(path))
+        return inner == root or root in inner.parents
 
     def check(self) -> None:
         """Raise StorageError when another run has taken the directory over, as it may while this process is stopped."""
@@ -142,7 +145,7 @@ class DirectoryLock:
         whom = f"to {others[0]}" if others else "to another run, which has saved there"
         raise StorageError(
             f"{self.root} was lost {whom} while this run had shown no sign of life for {PATIENCE_SECONDS:.0f} s; "
-            "stop one of the two, and give the other a --save of its own"
+            f"stop one of the two, and give the other a {self.flag} of its own"
         )
 
     def note_save(self) -> None:
@@ -163,10 +166,10 @@ def list_holders(root: Path) -> dict[str, Holder | None]:
 # ---- taking
 
 
-def _claim(root: Path, holder: Holder, tell: Callable[[str], None]) -> Path:
+def _claim(root: Path, holder: Holder, tell: Callable[[str], None], flag: str) -> Path:
     """Create the lock file that makes `holder` the only one."""
     while True:
-        ended = _await_end_of_others(root, tell)
+        ended = _await_end_of_others(root, tell, flag)
         path = root / f"save-{1 + max(map(_read_number, ended), default=0):08d}.lock"
         try:
             _create(path, holder)
@@ -184,7 +187,7 @@ def _claim(root: Path, holder: Holder, tell: Callable[[str], None]) -> Path:
         return path
 
 
-def _await_end_of_others(root: Path, tell: Callable[[str], None]) -> dict[str, bytes]:
+def _await_end_of_others(root: Path, tell: Callable[[str], None], flag: str) -> dict[str, bytes]:
     """The lock files there, all of runs that have ended. Raises TemporaryError for one of a run that has not."""
     first_seen: dict[str, tuple[bytes, float]] = {}
     while True:
@@ -200,7 +203,7 @@ def _await_end_of_others(root: Path, tell: Callable[[str], None]) -> dict[str, b
             # A file whose content comes only now is one of a run that has just begun.
             if holder is not None and (is_gone is False or (is_gone is None and content != content_then)):
                 raise TemporaryError(
-                    f"--save {root} is in use by {holder}; wait for its end, stop it, or give another directory"
+                    f"{flag} {root} is in use by {holder}; wait for its end, stop it, or give another directory"
                 )
             who = holder or f"a run that did not write its name into {name}"
             if is_gone:

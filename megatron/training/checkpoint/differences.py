@@ -30,9 +30,10 @@ class Change:
     """A user wrote it, for one of the two runs; otherwise it is a default or follows from other settings."""
 
     def __str__(self) -> str:
-        return f"{self.setting.name} was {self._show(self.then)} in the checkpoint, is {self._show(self.now)} now"
+        return f"{self.setting.name} was {self.show(self.then)} in the checkpoint, is {self.show(self.now)} now"
 
-    def _show(self, value: Any) -> str:
+    def show(self, value: Any) -> str:
+        """A value of the setting as a person reads it."""
         if value is None:
             return "not given"
         if self.setting.is_switch:

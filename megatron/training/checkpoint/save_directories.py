@@ -60,7 +60,7 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
     def take(directory: Path, flag: str) -> list[str]:
         make_save_directory(directory, flag)
         with refuse_unwritable(directory, flag):
-            locks.append(DirectoryLock(directory, lambda sentence: say_once(world, sentence)))
+            locks.append(DirectoryLock(directory, lambda sentence: say_once(world, sentence), flag=flag))
             # Only now: before, what looks like a leftover may be the save of a run that goes on.
             return [f"{directory}: {done}" for done in settle_leftovers(directory)]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.config_base import name_divisors, name_multiples
+from megatron.core.datasets.blend import read_shares
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
@@ -66,6 +67,21 @@ def run_is_described(run: RunConfig) -> Iterator[str]:
         yield "--lr is missing; give the learning rate, for example --lr 3e-4"
     if run.training.train_iters is None and run.training.train_samples is None and not run.validation.skip_train:
         yield "--train-iters is missing; say how long to train with --train-iters or --train-samples"
+
+
+def training_has_documents(run: RunConfig) -> Iterator[str]:
+    """A share of the documents is there for training, where a run trains."""
+    if run.data.split is None or run.validation.skip_train or run.checkpoint.ckpt_convert_format is not None:
+        return
+    try:
+        train, *_ = read_shares(run.data.split)
+    except ConfigError:
+        return  # the data's own rules say what is wrong with the text
+    if train == 0:
+        yield (
+            f"{run.say('split')} leaves no documents for training; make the first number larger than 0, as in 99,1,0, "
+            "or evaluate only, with --skip-train"
+        )
 
 
 def batch_is_divisible(run: RunConfig) -> Iterator[str]:
@@ -123,14 +139,24 @@ def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
             if iterations is None and training.train_samples is not None:
                 iterations = sizes.count_iterations(training.train_samples)
             sizes.check_sizes(0, iterations)
-            for size in sorted({stretch.global_batch_size for stretch in sizes.stretches(0, iterations)} - {batch}):
-                problem = find_interleaving_problem(run, size // sizes.samples_per_microbatch)
-                if problem is not None:
-                    yield f"global batch size {size}: {problem}"
+            grown = sorted({stretch.global_batch_size for stretch in sizes.stretches(0, iterations)} - {batch})
+            yield from _say_once_of_all_sizes(run, grown, sizes.samples_per_microbatch)
     except ConfigError as error:
         # Where the layout does not fit, that sentence is enough: these numbers would follow from it.
         if run.is_divisible:
             yield from error.problems
+
+
+def _say_once_of_all_sizes(run: RunConfig, sizes: list[int], samples_per_microbatch: int) -> Iterator[str]:
+    """One sentence for all sizes of a growing batch that the interleaved schedule cannot run."""
+    problems = {size: find_interleaving_problem(run, size // samples_per_microbatch) for size in sizes}
+    refused = {size: problem for size, problem in problems.items() if problem is not None}
+    if not refused:
+        return
+    first = min(refused)
+    others = f", as do {len(refused) - 1} more of its sizes, up to {max(refused)}" if len(refused) > 1 else ""
+    grows_by = "rampup_batch_size" if run.training.rampup_batch_size is not None else "step_batch_size_schedule"
+    yield f"{run.say(grows_by)} has global batch size {first}: {refused[first]}{others}"
 
 
 def last_batch_size(schedule: str) -> int | None:
@@ -303,8 +329,9 @@ def copies_of_local_files_have_their_ranks(run: RunConfig) -> Iterator[str]:
 
 
 RELATIONS = (
-    run_is_described, batch_is_divisible, evaluation_batch_is_divisible, growing_batch_is_possible,
-    units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises, final_decay_has_a_length,
+    run_is_described, training_has_documents, batch_is_divisible, evaluation_batch_is_divisible,
+    growing_batch_is_possible, units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
+    final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
     upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
     profiled_ranks_exist,

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import optional_deps
-from megatron.core.errors import ConfigError
+from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
+from megatron.core.errors import ConfigError, say
 from megatron.core.line_files import append_lines
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
@@ -44,6 +45,7 @@ class MetricsFileHook(Hook):
 
     def __init__(self, directory: str) -> None:
         self.file = MetricsFile(directory)
+        self._lock: DirectoryLock | None = None
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MetricsFileHook | None:
@@ -51,14 +53,18 @@ class MetricsFileHook(Hook):
         return None if config.logger.metrics_dir is None else cls(config.logger.metrics_dir)
 
     def on_train_start(self, run: Run) -> None:
-        """Drop the rows of iterations that will be done again."""
+        """Drop the rows of iterations that will be done again. Raises TemporaryError while another run writes there."""
         if run.is_first_rank:
+            root = self.file.path.parent
+            # One that lies in --save belongs to this run already.
+            is_ours = any(lock.covers(root) for lock in run.save_locks)
+            self._lock = None if is_ours else self.file.lock()
             self.file.open(run.progress.iteration)
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Write a line for each iteration."""
         if run.is_first_rank:
-            self.file.write(*({"iteration": row.iteration, **row.values} for row in rows))
+            self._write(*({"iteration": row.iteration, **row.values} for row in rows))
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Write a line for the evaluation."""
@@ -71,7 +77,17 @@ class MetricsFileHook(Hook):
             row |= {} if evaluation.set_name is None else {"set": evaluation.set_name}
             row |= {"final": True} if evaluation.final else {}
             row |= {"generated": evaluation.generated} if evaluation.generated else {}
-            self.file.write(row)
+            self._write(row)
+
+    def on_close(self, run: Run) -> None:
+        """Let the next run have the directory."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _write(self, *rows: dict[str, Any]) -> None:
+        if self._lock is not None:
+            self._lock.check()
+        self.file.write(*rows)
 
 
 class MetricsFile:
@@ -79,6 +95,18 @@ class MetricsFile:
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory) / FILE_NAME
+
+    def lock(self) -> DirectoryLock:
+        """The right to write there, which one run at a time has: rows of two would be mixed. Makes the directory.
+
+        Raises TemporaryError while another run has it, ConfigError when the directory cannot be written.
+        """
+        root = self.path.parent
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            return DirectoryLock(root, lambda sentence: say(f"metrics: {sentence}"), flag="--metrics-dir")
+        except OSError as error:
+            raise self._explain(error) from error
 
     def open(self, resumed_iteration: int) -> None:
         """Keep the rows up to `resumed_iteration`, and see that more can be appended.
@@ -93,13 +121,15 @@ class MetricsFile:
                 self._keep_until(resumed_iteration)
             self.path.touch()
         except OSError as error:
-            raise ConfigError(
-                f"--metrics-dir {self.path.parent} cannot be written ({error.strerror}); give a writable directory"
-            ) from error
+            raise self._explain(error) from error
 
     def write(self, *rows: dict[str, Any]) -> None:
         """Append rows, all or none. Raises StorageError when the disk does not take them."""
         append_lines(self.path, (json.dumps(_finite(row)) for row in rows))
+
+    def _explain(self, error: OSError) -> ConfigError:
+        where = self.path.parent
+        return ConfigError(f"--metrics-dir {where} cannot be written ({error.strerror}); give a writable directory")
 
     def _keep_until(self, iteration: int) -> None:
         if iteration == 0:
