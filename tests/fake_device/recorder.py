@@ -327,6 +327,27 @@ def _tolist(tensor: Tensor) -> Any:
     return _torch_tolist(tensor)
 
 
+def _take_out_dtype(add_product: Callable[..., Any]) -> Callable[..., Any]:
+    """How shape and dtype of `addmm` follow, for operands whose product is wanted in a wider dtype."""
+
+    @functools.wraps(add_product)
+    def add_wide_product(into: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, **options: Any) -> Any:
+        return add_product(into, a.to(out_dtype), b.to(out_dtype), **options)
+
+    return add_wide_product
+
+
+def _correct_wide_sums() -> None:
+    """Torch 2.11 takes the out_dtype of `addmm` for its factor beta where tensors are fake, and fails; its CUDA kernel
+    does not. Later releases say how to do it."""
+    table = torch._decomp.decomposition_table
+    overloads = torch.ops.aten.addmm
+    for name in {"dtype", "dtype_out"} & set(overloads.overloads()):
+        wide = getattr(overloads, name)
+        if table.get(wide) is table[overloads.default]:
+            table[wide] = _take_out_dtype(table[wide])
+
+
 _active: list[Recorder] = []
 
 
@@ -392,6 +413,7 @@ def replace_operations() -> None:
     dist.all_gather_object = _all_gather_object
     dist.broadcast_object_list = _broadcast_object_list
     launching.launch = _launch_kernel
+    _correct_wide_sums()
     F.rms_norm = _rms_norm
     F.scaled_dot_product_attention = _attend
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
