@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from megatron.core.device import current_device, is_cuda, release_cached_memory, synchronize
 
@@ -93,6 +94,21 @@ class GraphRecorder:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return Recording(graph.replay, result)
+
+
+def renew_gradient_nodes(parameters: Iterable[nn.Parameter]) -> None:
+    """Let autograd make its nodes for the gradients of these parameters anew; their values stay where they are.
+
+    A node runs on the stream of the forward pass that first used the parameter, and lives as long as any graph that
+    leads to it, such as that of a loss that somebody keeps. In a recording that stream would have to wait for ours,
+    which CUDA refuses.
+    """
+    for parameter in parameters:
+        values = parameter.data
+        # Autograd lets go of the node of a parameter that changes its number format.
+        other = torch.float32 if values.dtype == torch.float64 else torch.float64
+        parameter.data = values.new_empty(0, dtype=other)
+        parameter.data = values
 
 
 def is_recording() -> bool:

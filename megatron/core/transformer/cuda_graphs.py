@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device_graphs import Recorder, Recording
+from megatron.core.device_graphs import Recorder, Recording, renew_gradient_nodes
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensor | Tensors]
@@ -297,6 +297,7 @@ class _Slot:
         self._loaded = [(tensor, tensor._version) for tensor in _list_tensors(constants)]
         self._lease: weakref.ref[_Lease] | None = None
         self.calls: list[_RecordedCall] = []
+        renew_gradient_nodes(parameter for call in calls for parameter in call.part.list_parameters())
         graphs = [self._record_forward(call) for call in calls]
         for number in reversed(range(len(calls))):
             # Popped: what forward has kept for backward is free for the recordings that come after it.

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded parts by themselves: small functions instead of a model's layers, by a stand-in for a GPU's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.core.transformer.cuda_graphs import Part, Passes
+from tests.unit.graph_stand_in import StandInRecorder
+
+WIDTH = 4
+
+
+class Parts:
+    """Two parts, each a product with a weight of its own; the second reads what the first returns, and a table."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.weights = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        self.recorder = StandInRecorder()
+        self.passes = Passes(self.recorder, 1)
+        self.parts: list[Part] = [self.passes.add(weight) for weight in self.weights]
+
+    def run(self, x: Tensor, table: Tensor, between: Callable[[Tensor], Tensor] = lambda y: y) -> tuple[Tensor, Tensor]:
+        """A pass: both outputs of the second part."""
+        with self.passes.open(x, (table,)) as (table,):
+            y = between(self.parts[0](self.weights[0], (x,)))
+            result: tuple[Tensor, Tensor] = self.parts[1](self._multiply, (y,), (table,))
+        return result
+
+    def _multiply(self, y: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.weights[1](y)
+        return z * table, z.sin()
+
+    def expect(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without recordings."""
+        return self._multiply(self.weights[0](x), table)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """In which every pass replays both parts, forward and backward."""
+        before = self.recorder.replays
+        yield
+        assert self.recorder.replays == before + 4
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+@pytest.fixture
+def recorded() -> Parts:
+    """Parts behind their warm-up."""
+    parts = Parts()
+    sum(y.sum() for y in parts.run(draw(0), torch.ones(WIDTH))).backward()  # type: ignore[union-attr]
+    parts.passes.finish_step()
+    assert parts.passes.slots == 1
+    return parts
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1), (0,)])
+def test_outputs_that_nobody_uses_have_no_gradient(recorded: Parts, used: tuple[int, ...]) -> None:
+    """Of one pass; what another pass left at the address of its gradient does not count."""
+    table = torch.ones(WIDTH)
+    sum(y.sum() for y in recorded.run(draw(1), table)).backward()  # type: ignore[union-attr]
+    for seed in (2, 3):
+        x, wanted = draw(seed), [weight.weight for weight in recorded.weights]
+        expected = torch.autograd.grad(sum(recorded.expect(x, table)[i].sum() for i in used), [x, *wanted])
+        with recorded.replaying():
+            found = torch.autograd.grad(sum(recorded.run(x, table)[i].sum() for i in used), [x, *wanted])
+        assert all(map(torch.equal, found, expected))
+
+
+def test_what_leaves_the_first_part_is_the_callers_own(recorded: Parts) -> None:
+    """A pipeline may still be sending the gradient when the next micro-batch computes its own."""
+    x, table = draw(1), torch.ones(WIDTH)
+    (kept,) = torch.autograd.grad(recorded.run(x, table)[0].sum(), [x])
+    before = kept.clone()
+    with recorded.replaying():
+        recorded.run(draw(2), table)[1].sum().backward()
+    assert torch.equal(kept, before)
+
+
+def test_tables_are_copied_whenever_they_have_changed(recorded: Parts) -> None:
+    """In place, or another part of the same memory; and the same one again."""
+    tables = torch.arange(2.0 * WIDTH).view(2, WIDTH)
+    for change in (lambda: None, lambda: tables.mul_(2.0), lambda: None):
+        change()
+        for table in (tables[0], tables[1], tables[1], tables[0]):
+            assert torch.equal(recorded.run(draw(1), table)[0], recorded.expect(draw(1), table)[0])
+
+
+def test_a_pass_that_an_error_ended_is_not_recorded() -> None:
+    parts = Parts()
+
+    def fail(y: Tensor) -> Tensor:
+        raise ValueError("out of luck")
+
+    sum(y.sum() for y in parts.run(draw(0), torch.ones(WIDTH))).backward()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="out of luck"):
+        parts.run(draw(0), torch.ones(WIDTH), fail)
+    assert parts.passes.current is None
+    parts.passes.finish_step()
+    with parts.replaying():
+        sum(y.sum() for y in parts.run(draw(1), torch.ones(WIDTH))).backward()  # type: ignore[union-attr]
+
+
+def test_hidden_states_that_a_hook_replaces_are_refused(recorded: Parts) -> None:
+    with pytest.raises(RuntimeError, match=r"a hook has replaced the hidden states \[3, 4\]"):
+        recorded.run(draw(1), torch.ones(WIDTH), lambda y: y.clone())
+    with recorded.replaying():
+        sum(y.sum() for y in recorded.run(draw(1), torch.ones(WIDTH))).backward()  # type: ignore[union-attr]
+
+
+def test_inputs_of_another_kind_go_without(recorded: Parts) -> None:
+    table = torch.ones(WIDTH)
+    for x in (draw(1).detach(), draw(1)[:2]):
+        assert all(map(torch.equal, recorded.run(x, table), recorded.expect(x, table)))
+    recorded.weights[0].double()
+    recorded.weights[1].double()
+    recorded.run(draw(1).double(), table.double())
+    assert recorded.recorder.replays == 0
+
+
+def test_recordings_share_no_node_with_graphs_that_are_alive() -> None:
+    """Such a node runs on the stream of the forward pass that made it, which would have to wait for the recording."""
+    parts, table = Parts(), torch.ones(WIDTH)
+    losses = [sum(y.sum() for y in parts.run(draw(seed), table)) for seed in range(2)]
+    parameters = [weight.weight for weight in parts.weights]
+    addresses = [parameter.data_ptr() for parameter in parameters]
+    nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+    losses[0].backward()  # type: ignore[union-attr]
+    before = [parameter.grad.clone() for parameter in parameters]  # type: ignore[union-attr]
+    parts.passes.finish_step()
+    assert parts.passes.slots == 2
+    assert all(get_gradient_edge(p).node is not node for p, node in zip(parameters, nodes, strict=True))
+    assert [parameter.data_ptr() for parameter in parameters] == addresses
+    # The graph that was alive meanwhile reaches its parameters all the same.
+    losses[1].backward()  # type: ignore[union-attr]
+    added = [p.grad - grad for p, grad in zip(parameters, before, strict=True)]  # type: ignore[operator]
+    expected = torch.autograd.grad(sum(y.sum() for y in parts.expect(draw(1), table)), parameters)
+    for one, other in zip(added, expected, strict=True):
+        torch.testing.assert_close(one, other)
