@@ -222,6 +222,17 @@ def test_bounds_are_made_once_for_all_layers(calls: list[FlashCall]) -> None:
     assert calls[-1].sequences is not None and calls[-1].sequences.longest_queries == 5
 
 
+def test_evaluation_leaves_the_bounds_of_training_where_they_are(calls: list[FlashCall]) -> None:
+    """A CUDA graph goes on reading them there."""
+    chunked = core_attention(24, attention_chunk_size=5)
+    for training, length in ((True, 24), (False, 12), (True, 18), (False, 24), (True, 24)):
+        chunked.train(training)
+        chunked(*operands(2, (24, 24), length, length))
+    of_training = [calls[index].sequences for index in (0, 2, 4)]
+    assert of_training[0] is of_training[2] is not of_training[1]
+    assert calls[3].sequences is not of_training[0], "of evaluation"
+
+
 def test_dropout_reaches_the_kernel_in_training_only(calls: list[FlashCall]) -> None:
     core = core_attention(24, window_size=(3, 0))
     core.backend.options = dataclasses.replace(core.options, dropout=0.25)  # type: ignore[union-attr]

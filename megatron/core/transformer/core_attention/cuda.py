@@ -22,7 +22,12 @@ from megatron.core.transformer.core_attention import flash
 from megatron.core.transformer.core_attention.block_kernels import Sequences
 from megatron.core.transformer.core_attention.flash import FlashCall, flash_attention
 from megatron.core.transformer.core_attention.flex import FlexAttention
-from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
+from megatron.core.transformer.core_attention.interface import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionOptions,
+    KeptByShape,
+)
 from megatron.core.transformer.core_attention.query_blocks import QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 
@@ -44,7 +49,7 @@ class CUDAAttention(AttentionBackend):
         self.flex = None if options.softcap is None or flex_problem is not None else FlexAttention(options)
         self.operator = SDPAttention(options, kernel, device)
         self.blocks = QueryBlocksAttention(options)
-        self._last_chunks: tuple[object, Sequences] | None = None
+        self._chunks = KeptByShape[Sequences]()
         self.name = self._describe()
 
     def _describe(self) -> str:
@@ -132,6 +137,4 @@ class CUDAAttention(AttentionBackend):
         key = (before, keys, query.shape[1], visible.chunk, device)
         if visible.documents is not None:
             return visible.documents.keep(key, build), first_key
-        if self._last_chunks is None or self._last_chunks[0] != key:
-            self._last_chunks = (key, build())
-        return self._last_chunks[1], first_key
+        return self._chunks.find(key, build, training=inputs.training), first_key

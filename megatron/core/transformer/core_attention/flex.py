@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.core_attention.block_kernels import add_sinks
-from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
+from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, KeptByShape, Visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -63,7 +63,7 @@ class FlexAttention:
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
         self.name = "torch's flex attention, compiled, with bounded scores"
-        self._last: tuple[object, BlockMask] | None = None
+        self._blocks: KeptByShape[BlockMask] = KeptByShape()
 
     def takes(self, inputs: AttentionInputs) -> bool:
         """Whether it has what is asked for: no given masks and no dropout, and only the few lengths of training, for
@@ -91,9 +91,7 @@ class FlexAttention:
         key = ("flex", lengths, visible.causal, visible.window, visible.chunk, device)
         if visible.documents is not None:
             return visible.documents.keep(key, build)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, build())
-        return self._last[1]
+        return self._blocks.find(key, build, training=inputs.training)
 
 
 def build_block_mask(visible: Visible, queries: int, keys: int, device: torch.device) -> BlockMask:

@@ -5,6 +5,7 @@
     Visible            causal, within a window or a chunk, by a mask, within documents; and how to cut that to blocks
     CoreAttention      inputs -> [s, b, n * dv]; backends compute it on one rank, exchanges among ranks around a backend
     AttentionOptions   what a layer's config says about it, once per layer
+    KeptByShape        what follows from shapes alone, kept on the device
 
 Legend: s queries, t keys, b batch, n query heads, g key-value heads (groups), d width of a query and of a key, dv width
 of a value.
@@ -18,9 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from megatron.core.transformer.layer_patterns import find_chunk_of_layer, find_w
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ALL = slice(None)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,29 @@ class AttentionInputs:
         # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
         return self.visible.stretches(end - self.query.shape[0], end)
+
+
+class KeptByShape(Generic[Made]):
+    """What attention needs on the device and follows from shapes alone, such as the bounds of chunks: made once for all
+    calls of one shape.
+
+    A CUDA graph goes on reading it where it lies, so that what training uses is never let go of: training has few
+    shapes. Of evaluation and of generation, which has another length with every token, the last is kept.
+    """
+
+    def __init__(self) -> None:
+        self._of_training: dict[Hashable, Made] = {}
+        self._last: tuple[Hashable, Made] | None = None
+
+    def find(self, key: Hashable, build: Callable[[], Made], *, training: bool) -> Made:
+        """What `build` has returned for this key, or returns now."""
+        if training:
+            if key not in self._of_training:
+                self._of_training[key] = build()
+            return self._of_training[key]
+        if self._last is None or self._last[0] != key:
+            self._last = key, build()
+        return self._last[1]
 
 
 class CoreAttention(Protocol):
