@@ -300,6 +300,8 @@ REFUSED = {
     f"{SELECTIVE} core_attn --attention-dropout 0.1": "the same dropout again",
     "--context-parallel-size 2": "--cuda-graph-modules mlp",
     "--tensor-model-parallel-size 2 --attention-dropout 0.1": "use --sequence-parallel or --attention-dropout 0",
+    "--attention-dropout 0.1 --attn-logit-softcapping 30": "its seed for --attn-logit-softcapping 30",
+    "--attention-dropout 0.1 --softmax-type off-by-one": "its seed for --softmax-type off-by-one",
     "--qk-clip": "leave out --qk-clip",
     "--use-torch-fsdp2": "--use-distributed-optimizer",
     "--log-comm-volume": "--log-comm-volume counts calls",

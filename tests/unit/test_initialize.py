@@ -147,6 +147,20 @@ def test_blocks_of_memory_grow_unless_the_user_says_otherwise(
     assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [("", None, None), ("--cuda-graph-impl local", None, "0"), ("--cuda-graph-impl local", "1", "1")],
+)
+def test_recorded_collectives_register_no_buffers(
+    monkeypatch: pytest.MonkeyPatch, flags: str, given: str | None, expected: str | None
+) -> None:
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    initialize(run_config(flags))
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
+
+
 def test_communicators_are_made_in_the_same_order_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks, one after the other: what each does first in its groups, and the note."""
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --num-experts 2"

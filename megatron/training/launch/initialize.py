@@ -251,6 +251,9 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
         # Blocks grow where they are: tensors of changing sizes leave holes between blocks, which a run that fills the
         # GPU has no room for.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if config.model.cuda_graph_impl != "none":
+        # NCCL would register the buffers of recorded collectives, which it cannot in blocks that grow.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if config.model.deterministic_mode:
         # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

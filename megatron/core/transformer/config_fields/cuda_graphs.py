@@ -168,6 +168,13 @@ class CudaGraphFields(OffloadFields):
                 f"{asked} cannot switch between random streams inside of a layer, as {self.say('attention_dropout')} "
                 "needs it on several tensor-parallel ranks; use --sequence-parallel or --attention-dropout 0"
             )
+        bounded = others.attn_logit_softcapping is not None or others.softmax_type != "vanilla"
+        if others.attention_dropout > 0 and bounded and others.attention_backend != "local":
+            what = "softmax_type" if others.attn_logit_softcapping is None else "attn_logit_softcapping"
+            yield (
+                f"{asked} would repeat the same dropout in every step: the host draws its seed for {self.say(what)}; "
+                "use --attention-dropout 0, --attention-backend local, or --cuda-graph-modules mlp"
+            )
         if others.qk_clip or others.measures_attention_logits:
             yield f"{asked} cannot measure attention scores; leave out --qk-clip, or use --cuda-graph-modules mlp"
 
