@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All comparisons on the CPU, by Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.kernels [NAME ...]`.
 
-Prints a JSON object: name of a comparison -> "", or the traceback of its failure.
+Prints a JSON object: name of a comparison -> "", or the traceback of its failure. Exits with 1 where one has failed,
+else with 0.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def convert_scalars() -> None:
     interpreter._patch_lang_tensor = patch_further
 
 
-def main() -> None:
-    """Run the named comparisons, or all."""
+def main() -> int:
+    """Run the named comparisons, or all; returns the exit status."""
     convert_scalars()
     torch.set_num_threads(1)
     answers = {}
@@ -38,10 +39,11 @@ def main() -> None:
         try:
             ALL_COMPARISONS[name]("cpu")
             answers[name] = ""
-        except Exception:
+        except Exception:  # the next ones are to be heard, too
             answers[name] = traceback.format_exc()
     print(json.dumps(answers))
+    return int(any(answers.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -45,8 +45,9 @@ def answers() -> dict[str, str]:
         [sys.executable, "-m", "tests.kernels"], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_INTERPRET": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout)
+    assert done.returncode == any(found.values()), done.stderr[-3000:]
     return found
 
 

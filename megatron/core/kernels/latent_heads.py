@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries, keys and values of latent attention put together, one kernel each way; the parts stand in
-megatron/core/transformer/rotary.py.
+"""Queries, keys and values of latent attention put together, one kernel each way; the definition is
+`join_latent_heads` in megatron/core/transformer/rotary.py.
 
-A program takes all heads of one token, so that the gradient of the key channels that they share is a sum inside the
-program: float32, and the same every time. Forward rotates queries where they lie and writes each key and value once.
+A head has d plain channels, which follow from the latent vector alone, and behind them p channels with the position;
+those of the keys are made once for each token, and all n heads share them.
+
+    query     [s, b, n, d + p]     plain | position           the position is rotated in place
+    expanded  [s, b, n, d + dv]    plain of key | value       divided
+    positions [s, b, 1, p]         position of all keys       rotated, and copied to each head
+
+    key       [s, b, n, d + p]     plain of expanded | rotated positions
+    value     [s, b, n, dv]
+
+Backward goes the same way back: the rotation's gradient is the rotation by the opposite angle, and that of `positions`
+the sum over the heads. In the kernels PLAIN is d, SHARED is p and VALUE is dv; each is padded to a block, a power of
+two (PLAIN_BLOCK, VALUE_BLOCK; PAIRS is that of p / 2, because channels are rotated in pairs).
+
+The grid has a program for each token, s * b of them. It takes all heads of its token, LINES at a time, so that the sum
+over the heads stays inside of it: float32, and the same every time. Everything is read once and written once.
 """
 
 from __future__ import annotations
@@ -17,13 +31,14 @@ from torch import Tensor
 
 from megatron.core.kernels import launching
 from megatron.core.kernels.launching import choose_block
-from megatron.core.kernels.rotary import _load_pairs, _store_pairs
+from megatron.core.kernels.rotary import _load_angles, _load_pairs, _store_pairs
 
-_CHANNELS = 2048  # of several heads, that a program takes at a time
+_CHANNELS = 2048  # of the widest block: so many lines, each one head, are a tile
 
 
 @triton.jit
 def _copy(source, target, inside, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """COUNT channels of each line from one place to another; source, target: pointers to the lines [LINES, 1]."""
     columns = tl.arange(0, BLOCK)[None, :]
     mask = inside & (columns < COUNT)
     tl.store(target + columns, tl.load(source + columns, mask=mask, other=0.0), mask=mask)
@@ -36,13 +51,12 @@ def join_heads(
     LINES: tl.constexpr, PLAIN_BLOCK: tl.constexpr, PAIRS: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, PAIRS)[None, :]
-    angles = (token // batch) * (SHARED // 2) + column
-    c = tl.load(cos + angles, mask=column < SHARED // 2, other=1.0)
-    s = tl.load(sin + angles, mask=column < SHARED // 2, other=0.0)
+    place = token // batch
     every = tl.full((1, 1), 1, tl.int1)
-    shared = positions + (token // batch) * positions_s + (token % batch) * positions_b
-    k1, k2 = _load_pairs(shared + tl.zeros((1, 1), tl.int64), every, SHARED, INTERLEAVED, 1, PAIRS)
+    c, s = _load_angles(cos, sin, place, every, SHARED, PAIRS)
+    # One line, which is a tile of one line: a part of a wider tensor, and of any strides.
+    shared = positions + place * positions_s + (token % batch) * positions_b + tl.zeros((1, 1), tl.int64)
+    k1, k2 = _load_pairs(shared, every, SHARED, INTERLEAVED, 1, PAIRS)
     k1, k2 = k1 * c - k2 * s, k2 * c + k1 * s
     for first in range(0, HEADS, LINES):
         head = first + tl.arange(0, LINES)[:, None]
@@ -55,6 +69,7 @@ def join_heads(
         target = key + line * (PLAIN + SHARED)
         _copy(source, target, inside, PLAIN, PLAIN_BLOCK)
         _copy(source + PLAIN, value + line * VALUE, inside, VALUE, VALUE_BLOCK)
+        # The same line for every head.
         zeros = tl.zeros((LINES, PAIRS), tl.float32)
         _store_pairs(target + PLAIN, k1 + zeros, k2 + zeros, inside, SHARED, INTERLEAVED, LINES, PAIRS)
 
@@ -69,12 +84,13 @@ def separate_heads(
     token = tl.program_id(0).to(tl.int64)
     place = token // batch
     sequence = token % batch
-    column = tl.arange(0, PAIRS)[None, :]
-    c = tl.load(cos + place * (SHARED // 2) + column, mask=column < SHARED // 2, other=1.0)
-    s = tl.load(sin + place * (SHARED // 2) + column, mask=column < SHARED // 2, other=0.0)
+    every = tl.full((1, 1), 1, tl.int1)
+    c, s = _load_angles(cos, sin, place, every, SHARED, PAIRS)
+    # Attention leaves its gradients in an order of its own; what is written is contiguous.
     grad_query += place * query_s + sequence * query_b
     grad_key += place * key_s + sequence * key_b
     grad_value += place * value_s + sequence * value_b
+    # Of the rotated key channels, for each place in the tile; added up at the end, and rotated back only then.
     total1 = tl.zeros((LINES, PAIRS), tl.float32)
     total2 = tl.zeros((LINES, PAIRS), tl.float32)
     for first in range(0, HEADS, LINES):
@@ -96,11 +112,11 @@ def separate_heads(
     k1 = tl.sum(total1, axis=0, keep_dims=True)
     k2 = tl.sum(total2, axis=0, keep_dims=True)
     target = positions + token * SHARED + tl.zeros((1, 1), tl.int64)
-    every = tl.full((1, 1), 1, tl.int1)
     _store_pairs(target, k1 * c + k2 * s, k2 * c - k1 * s, every, SHARED, INTERLEAVED, 1, PAIRS)
 
 
 def _constants(heads: int, plain: int, shared: int, value: int, interleaved: bool) -> dict[str, Any]:
+    """Of both kernels. shared: p."""
     blocks = [choose_block(count, 1 << 30) for count in (plain, shared // 2, value)]
     lines = min(choose_block(heads, 1 << 30), max(1, _CHANNELS // max(blocks)))
     return {
