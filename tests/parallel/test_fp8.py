@@ -32,6 +32,7 @@ from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import own_rank, training
 from tests.unit.run_flags import run_config
+from tests.unit.tiny_training import note_losses
 
 STEPS = 5
 FP8 = f"""
@@ -65,15 +66,8 @@ def read_state(run: Run) -> State:
 def train_on(flags: str, layout: str) -> tuple[list[float], State]:
     """Losses of all steps, and the state at the end."""
     config, recipe = training(f"{FP8} {'' if 'fp4' in flags else '--fp8-format hybrid'} {flags}", layout)
-    losses: list[float] = []
     with open_local_run(config, recipe, own_rank(config)) as run:
-        record = run.metrics.record_losses
-
-        def note(found: dict[str, Tensor]) -> None:
-            losses.append(found["lm loss"].item())
-            record(found)
-
-        run.metrics.record_losses = note  # type: ignore[assignment, method-assign]
+        losses = note_losses(run)
         train(run)
         if not losses and config.checkpoint.save is not None:
             save_checkpoint(run)

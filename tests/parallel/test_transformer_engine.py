@@ -7,13 +7,13 @@ Its modules are stand-ins that communicate as the package's do (tests/unit/trans
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
 
 from megatron.training.loop import train
 from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
+from tests.unit.tiny_training import note_losses
 from tests.unit.transformer_engine_stand_in import install
 
 STEPS = "--train-iters 4 --num-layers 2"
@@ -31,15 +31,8 @@ def train_on(flags: str, layout: str) -> tuple[list[float], set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         engine = install(patch)
         config, recipe = training(flags, layout)
-        losses: list[float] = []
         with open_local_run(config, recipe, own_rank(config)) as run:
-            record = run.metrics.record_losses
-
-            def note(found: dict[str, Tensor]) -> None:
-                losses.append(found["lm loss"].item())
-                record(found)
-
-            run.metrics.record_losses = note  # type: ignore[assignment, method-assign]
+            losses = note_losses(run)
             train(run)
         return losses, engine.kinds()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.tensor_parallel.fp8_products import OPERANDS, FP8Matmul
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.run import Run
-from tests.unit.tiny_training import SEQUENCE, VOCABULARY, differing, finish, prepare, train_tiny
+from tests.unit.tiny_training import SEQUENCE, VOCABULARY, differing, finish, note_losses, prepare, train_tiny
 
 ROOT = Path(__file__).parents[2]
 STEPS = 200
@@ -50,18 +50,11 @@ class CountingTokens(torch.utils.data.Dataset[dict[str, Tensor]]):
 @functools.cache
 def train_on_counting(flags: str) -> list[float]:
     """Losses of all steps."""
-    losses: list[float] = []
     run = prepare(
         *WIDE, "--train-iters", str(STEPS), "--log-interval", str(STEPS), *flags.split(),
         build_datasets=lambda counts: [CountingTokens(n) if n else None for n in counts],
     )  # fmt: skip
-    record = run.metrics.record_losses
-
-    def note(found: dict[str, Tensor]) -> None:
-        losses.append(found["lm loss"].item())
-        record(found)
-
-    run.metrics.record_losses = note  # type: ignore[assignment, method-assign]
+    losses = note_losses(run)
     finish(run)
     return losses
 

@@ -58,6 +58,19 @@ def replace_forward_step(run: Run, forward_step: Any) -> None:
     run.recipe = dataclasses.replace(run.recipe, forward_step=forward_step)
 
 
+def note_losses(run: Run) -> list[float]:
+    """The language model's loss of each step that the run takes from now on."""
+    losses: list[float] = []
+    record = run.metrics.record_losses
+
+    def note(found: dict[str, torch.Tensor]) -> None:
+        losses.append(found["lm loss"].item())
+        record(found)
+
+    run.metrics.record_losses = note  # type: ignore[assignment, method-assign]
+    return losses
+
+
 def finish(run: Run) -> Run:
     """Train to the end."""
     try:

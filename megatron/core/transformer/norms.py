@@ -64,6 +64,8 @@ class Norm(MegatronModule):
 
     normalise: Callable[..., Tensor]
     joins_stream = True
+    has_offset = False
+    """Whether something is added to the scaled input, a parameter `bias`."""
 
     def __init__(
         self,
@@ -88,6 +90,19 @@ class Norm(MegatronModule):
             dtype=parameter_dtype(config),
             partial_grad_axes=self.partial,
         )
+        if self.has_offset:
+            self.bias = declare_parameter(
+                (hidden_size,),
+                kind="norm",
+                init=zeros,
+                dtype=parameter_dtype(config),
+                partial_grad_axes=self.partial,
+            )
+        self.normalise = self._choose_form()
+
+    def _choose_form(self) -> Callable[..., Tensor]:
+        """The norm by torch's operations."""
+        raise NotImplementedError
 
     def forward(
         self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, returns_sum: bool = False
@@ -129,36 +144,17 @@ class Norm(MegatronModule):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float | None = None,
-        partial_grad_axes: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(config, hidden_size, eps, partial_grad_axes)
-        self.normalise = _fused_rms_norm if self.is_fused else _plain_rms_norm
+    def _choose_form(self) -> Callable[..., Tensor]:
+        return _fused_rms_norm if self.is_fused else _plain_rms_norm
 
 
 class LayerNorm(Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float | None = None,
-        partial_grad_axes: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(config, hidden_size, eps, partial_grad_axes)
-        self.bias = declare_parameter(
-            (hidden_size,),
-            kind="norm",
-            init=zeros,
-            dtype=parameter_dtype(config),
-            partial_grad_axes=self.partial,
-        )
-        self.normalise = _fused_layer_norm if self.is_fused else _plain_layer_norm
+    has_offset = True
+
+    def _choose_form(self) -> Callable[..., Tensor]:
+        return _fused_layer_norm if self.is_fused else _plain_layer_norm
 
     def _normalise(self, x: Tensor) -> Tensor:
         return self.normalise(x, self.weight, self.bias, self.eps, self.zero_centered)
