@@ -9,7 +9,9 @@ Every round runs each variant once, in turn, and the ratios are taken within rou
 of them down. One thread: time is CPU time of the process; several: wall time.
 
     floor     forward, input-gradient and weight-gradient product of every linear layer into preallocated memory, and
-              attention as full squares (six batched products per layer)
+              attention as full squares (six batched products per layer), all by torch.mm and torch.bmm
+    floor, oneDNN
+              the linear layers' by oneDNN, on CPUs on which ours takes it (tensor_parallel/products.py)
     ours      zero gradients, forward, loss, backward, gradient synchronisation, norm, clipping, AdamW
     hf        LlamaForCausalLM (sdpa attention) of the same sizes, clip_grad_norm_, fused AdamW
 """
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optional_deps import available, require
+from megatron.core.tensor_parallel.products import multiply_by_onednn, onednn_is_faster
 
 Step = Callable[[], object]
 
@@ -60,12 +63,13 @@ class Sizes:
 
 
 # The least that any implementation has to compute, without memory traffic of its own.
-def build_floor_step(sizes: Sizes) -> Step:
-    """Build a step of the matrix products alone."""
+def build_floor_step(sizes: Sizes, by_onednn: bool = False) -> Step:
+    """Build a step of the matrix products alone: torch's, or oneDNN's of the linear layers."""
     h, f, t = sizes.hidden, sizes.ffn, sizes.tokens
-    layer = [build_linear_products(t, *shape) for shape in ((h, 3 * h), (h, h), (h, 2 * f), (f, h))]
+    build = build_onednn_products if by_onednn else build_linear_products
+    layer = [build(t, *shape) for shape in ((h, 3 * h), (h, h), (h, 2 * f), (f, h))]
     layer.append(build_attention_products(sizes.batch * sizes.heads, sizes.sequence, h // sizes.heads))
-    head = build_linear_products(t, h, sizes.vocab)
+    head = build(t, h, sizes.vocab)
 
     def step() -> None:
         for _ in range(sizes.layers):
@@ -85,6 +89,18 @@ def build_linear_products(tokens: int, inputs: int, outputs: int) -> Step:
         torch.mm(x, weight.t(), out=y)
         torch.mm(grad, weight, out=grad_x)
         torch.mm(grad.t(), x, out=grad_weight)
+
+    return products
+
+
+def build_onednn_products(tokens: int, inputs: int, outputs: int) -> Step:
+    """Build the same three by oneDNN, which allocates their results."""
+    x, weight, grad = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
+
+    def products() -> None:
+        multiply_by_onednn(x, weight.t())
+        multiply_by_onednn(grad, weight)
+        multiply_by_onednn(grad.t(), x)
 
     return products
 
@@ -259,6 +275,8 @@ def main() -> None:
     describe_machine(sizes)
     tokens = torch.randint(0, sizes.vocab, (sizes.batch, sizes.sequence + 1))
     variants: dict[str, Step | None] = {"floor": build_floor_step(sizes), "ours": build_our_step(sizes, tokens, False)}
+    if onednn_is_faster():
+        variants["floor, oneDNN"] = build_floor_step(sizes, by_onednn=True)
     if arguments.compile:
         variants["ours compiled"] = build_our_step(sizes, tokens, True)
     if not arguments.no_hf:

@@ -9,12 +9,14 @@ Recomputation does not count: it is work, but not progress.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
+from megatron.core.tensor_parallel.products import multiply_by_onednn, takes_onednn
 from megatron.core.transformer.layer_patterns import find_chunk_of_layer
 from megatron.planner.memory import count_attention, count_layers
 
@@ -91,14 +93,15 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: flo
     for size in _SIZES_ON_CPU if on_host else _SIZES_ON_GPU:
         try:
             a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-            out = torch.mm(a, b)
+            multiply = multiply_by_onednn if takes_onednn(a, b) else functools.partial(torch.mm, out=a @ b)
+            multiply(a, b)
         except torch.OutOfMemoryError:
             break
         device_module.synchronize()
         shortest = math.inf
         for _ in range(_PRODUCTS_PER_SIZE):
             began_at = time.perf_counter()
-            torch.mm(a, b, out=out)
+            multiply(a, b)
             device_module.synchronize()
             # The shortest, not the mean: whatever interrupts a product can only make it longer.
             shortest = min(shortest, time.perf_counter() - began_at)

@@ -277,7 +277,7 @@ def test_cache_gives_what_full_recomputation_gives(flags: str, steps: list[int],
 def test_describe_operations() -> None:
     fused = describe_operations(read_config("--swiglu --normalization RMSNorm").model)
     assert fused["activation"] == "gated silu, fused, keeps only its input"
-    assert fused["linear"] == "torch matmul, weight gradient added into main_grad"
+    assert fused["linear"].startswith("torch matmul, weight gradient added into main_grad")
     assert fused["attention"].startswith("blocks of queries") and fused["layers"] == "eager"
     plain = describe_operations(
         read_config(
