@@ -111,7 +111,8 @@ class SummaryHook(Hook):
         for evaluation in self._evaluations.values():
             values = (f"{loss:.4f} (perplexity {compute_perplexity(loss):.2f})" for loss in evaluation.losses.values())
             results[f"{evaluation.name} loss"] = ", ".join(values)
-        skipped = progress.skipped_iterations + progress.nan_iterations
+        # An iteration may be counted as both: a loss that is NaN has gradients that are.
+        skipped = max(progress.skipped_iterations, progress.nan_iterations)
         if skipped:
             results["not used"] = f"{skipped} iterations, whose loss or gradients were not finite"
         checkpoint = run.config.checkpoint

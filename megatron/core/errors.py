@@ -23,7 +23,9 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TextIO
 
 
@@ -143,9 +145,28 @@ def report_error(error: MegatronError) -> None:
         say(f"error: {' '.join(problem.split())}", sys.stderr)
 
 
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Inside, warnings that this library gives are shown as programs say theirs; others as Python shows them."""
+    ours, usual = str(Path(__file__).resolve().parents[1]) + os.sep, warnings.formatwarning
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if not os.path.realpath(filename).startswith(ours):
+            return usual(message, category, filename, lineno, line)
+        return f"warning: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
     """Wrap a program's `main`: a MegatronError, or an allocator's refusal, becomes its `error:` line and exit code,
-    without a traceback.
+    without a traceback; a warning of ours becomes its `warning:` line, without the line of code that gave it.
 
     `MEGATRON_TRACEBACK=1` (or `--traceback`) shows the traceback as well. A closed output pipe ends the program
     quietly.
@@ -154,7 +175,8 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
     @functools.wraps(main)
     def wrapped() -> int:
         try:
-            return main() or 0
+            with _plain_warnings():
+                return main() or 0
         except (MegatronError, MemoryError, RuntimeError) as error:
             # Not from parsed arguments: they may be what is wrong.
             if "--traceback" in sys.argv or os.environ.get("MEGATRON_TRACEBACK") == "1":

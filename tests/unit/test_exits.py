@@ -6,12 +6,15 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.errors import command_line
 from megatron.training.hooks import exits
 from megatron.training.hooks.exits import ExitHook
@@ -83,6 +86,24 @@ def test_an_interrupt_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 
         assert main() == 130
         assert capsys.readouterr().err == told
+
+
+def test_a_warning_of_ours_is_told_without_our_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = warnings.formatwarning
+
+    @command_line
+    def main() -> None:
+        (tmp_path / "file").touch()
+        IndexCache(str(tmp_path / "file" / "cache"), "name", "description", ()).load_or_build(dict)
+        warnings.warn("of a user's script", RuntimeWarning, stacklevel=1)
+
+    with warnings.catch_warnings():
+        # pytest keeps warnings for itself; a program writes them to standard error.
+        warnings.showwarning = lambda *parts: print(warnings.formatwarning(*parts[:4]), end="", file=sys.stderr)
+        assert main() == 0
+    ours, *others = capsys.readouterr().err.splitlines()
+    assert ours.startswith(f"warning: index cache {tmp_path}") and "index_cache.py" not in ours
+    assert "test_exits.py" in others[0] and warnings.formatwarning is theirs
 
 
 def test_without_save_it_says_that_nothing_is_saved(capsys: pytest.CaptureFixture[str]) -> None:

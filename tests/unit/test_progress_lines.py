@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron.training.hooks.progress_lines import (
     Clock,
     Interval,
     Pace,
+    compute_perplexity,
     format_count,
     format_duration,
     format_number,
@@ -169,6 +171,18 @@ def test_programs_that_read_upstreams_line_read_this_one() -> None:
     assert float(fields[" lm loss"]) == pytest.approx(12.3456)
     assert [name.strip() for name in fields][-3:] == ["elapsed", "ETA", "stop in"]
     assert fields[" elapsed"].strip() == "1m02s"
+
+
+def test_the_mean_loss_is_of_the_steps_that_count() -> None:
+    interval = Interval()
+    for loss, skipped in ((2.0, False), (math.nan, True), (math.nan, False), (5.0, True), (4.0, False)):
+        interval.add(build_row(**{"lm loss": loss, "skipped": skipped}))
+    assert interval.mean_losses == {"lm loss": 3.0}, "one step is both skipped and NaN"
+
+
+def test_perplexity_is_finite_for_an_untrained_model_and_none_of_nan() -> None:
+    assert compute_perplexity(1000.0) == math.exp(20)
+    assert math.isnan(compute_perplexity(math.nan))
 
 
 # ---- how long the rest takes

@@ -69,3 +69,22 @@ def test_what_is_refused_at_full_size_is_refused() -> None:
         read_small("--preset llama3-8b --freeze-all-layers", 8)
     with pytest.raises(ConfigError, match="--no-such-flag"):
         read_small("--preset llama3-8b --no-such-flag", 8)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_widths_are_whole_blocks_of_a_recipe_for_8_bits(recipe: str) -> None:
+    flags = f"--fp8-format e4m3 --fp8-recipe {recipe} --tensor-model-parallel-size 2 --sequence-parallel"
+    for preset in (
+        "llama3-8b",
+        "deepseek-v3 --qk-pos-emb-head-dim 128",
+        "qwen3-30b-a3b --expert-tensor-parallel-size 1",
+    ):
+        words, processes = shrink(f"{RUN}{DATA}--preset {preset} {flags}".split(), {"WORLD_SIZE": "16"})
+        # Its own rules have looked at every width; small is what is no larger than it must be.
+        config = read_run_config(words, {"WORLD_SIZE": str(processes)})
+        assert config.model.fp8_recipe == recipe and (config.model.hidden_size or 0) <= 256
+
+
+def test_fp16_trains_from_the_first_step() -> None:
+    words, _ = shrink((RUN + DATA + "--preset gpt3-13b").replace("--bf16", "--fp16").split(), {"WORLD_SIZE": "8"})
+    assert read_run_config(words, {"WORLD_SIZE": "1"}).optimizer.initial_loss_scale == 4096

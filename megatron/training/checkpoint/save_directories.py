@@ -66,8 +66,8 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
 
     def prepare() -> list[str]:
         if settings.ckpt_convert_save is not None:
-            make_save_directory(Path(settings.ckpt_convert_save))
-        done = take(root, "--save")
+            make_save_directory(Path(settings.ckpt_convert_save), "--ckpt-convert-save")
+        done = take(root, "--save" if settings.ckpt_convert_save is None else "--ckpt-convert-save")
         own = find_global_directory(settings, str(root))
         if settings.non_persistent_global_ckpt_dir is None:
             # It belongs to whoever has --save. An earlier run may have left something in it.

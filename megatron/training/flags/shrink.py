@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.core.transformer.config_fields.precision import MULTIPLES
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import declared_flags
 from megatron.training.flags.read import examine
@@ -59,6 +60,7 @@ def shrink(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tup
     sizes = _shrink_layout(config, values)
     processes = sizes.pop("processes")
     sizes |= _shrink_model(values, given, sizes)
+    sizes |= _fit_few_bits(config, values, sizes)
     sizes |= _shrink_run(values, given, sizes, processes)
     words: list[str] = []
     for flag in declared_flags():
@@ -145,6 +147,25 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
     return sizes
 
 
+def _fit_few_bits(config: RunConfig, values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Widths of the small model that are whole blocks of its recipe for 8 or 4 bits, on each of its ranks."""
+    recipe = config.model.few_bits_recipe
+    if recipe not in MULTIPLES:
+        return {}
+    block = MULTIPLES[recipe] * sizes["tensor_model_parallel_size"]
+    # What follows from the width of the model else, by rules that know no blocks.
+    widths = {"ffn_hidden_size": 128}
+    if not values["multi_latent_attention"]:
+        widths["kv_channels"] = 16
+    # A latent vector and its positions are columns of one layer, so each of them is rounded up.
+    rest = (
+        "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+        "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    )  # fmt: skip
+    widths |= {name: sizes[name] for name in ("hidden_size", *rest) if name in sizes}
+    return {name: -(-width // block) * block for name, width in widths.items()}
+
+
 def _shrink_experts(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
     experts = min(values["num_moe_experts"], 8)
     sizes: dict[str, Any] = {"num_moe_experts": experts, "moe_router_topk": min(values["moe_router_topk"], 2)}
@@ -164,5 +185,8 @@ def _shrink_run(
         "micro_batch_size": 1, "global_batch_size": processes // ranks * 2 * stages, "train_iters": 5,
         "mock_data": True, "log_interval": 1, "eval_iters": 0, "num_workers": 0,
     }  # fmt: skip
+    # A scale that has to be halved first would take all of these steps.
+    if values["fp16"] and values["loss_scale"] is None:
+        sizes["initial_loss_scale"] = min(values["initial_loss_scale"], 2.0**12)
     small = {"lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "recompute_num_layers": 1, "num_dataset_builder_threads": 1}
     return sizes | {name: value for name, value in small.items() if name in given and values[name]}

@@ -36,6 +36,8 @@ class Interval:
     tokens: float = 0.0
     skipped: int = 0
     nan: int = 0
+    used: int = 0
+    """Steps that were neither skipped nor NaN; many are both."""
     losses: dict[str, float] = field(default_factory=dict)
     values: dict[str, list[float | None]] = field(default_factory=dict)
     """Of all metrics, those of each step."""
@@ -50,6 +52,7 @@ class Interval:
         self.nan += row.has_nan
         # As upstream: the loss of such a step says nothing about the weights.
         if not row["skipped"] and not row.has_nan:
+            self.used += 1
             for name, loss in row.losses.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss
         for name, value in row.values.items():
@@ -59,8 +62,7 @@ class Interval:
     def mean_losses(self) -> dict[str, float]:
         """Mean losses over the steps that were neither skipped nor NaN."""
         # At least 1: in an interval of skipped steps alone the mean is 0, not an error.
-        counted = max(1, self.steps - self.skipped - self.nan)
-        return {name: total / counted for name, total in self.losses.items()}
+        return {name: total / max(1, self.used) for name, total in self.losses.items()}
 
     @property
     def tokens_per_second(self) -> float:
@@ -221,8 +223,9 @@ def format_generated(iteration: int, text: str) -> str:
 
 
 def compute_perplexity(loss: float) -> float:
-    """exp(loss), capped as upstream caps it, so that an untrained model has a finite number."""
-    return math.exp(min(_LARGEST_EXPONENT, loss))
+    """exp(loss), capped as upstream caps it, so that an untrained model has a finite number; NaN of NaN."""
+    # In this order: of NaN and a number `min` returns the first.
+    return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
 # ---- the short line

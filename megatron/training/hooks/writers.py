@@ -26,13 +26,12 @@ from megatron.core.errors import ConfigError, say
 from megatron.core.line_files import append_lines
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
+from megatron.training.hooks.progress_lines import compute_perplexity
 from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 
 # Read by examples/quickstart/report.py and by users' scripts: names in it are an interface.
 FILE_NAME = "metrics.jsonl"
-_LARGEST_EXPONENT = 20
-"""As upstream, so that an untrained model has a finite perplexity."""
 
 
 # ---- metrics.jsonl
@@ -214,7 +213,7 @@ def build_evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dic
     """Return the points of one evaluation, by curve."""
     points = {f"{name} {evaluation.name}": loss for name, loss in evaluation.losses.items()}
     if config.log_validation_ppl_to_tensorboard:
-        points |= {f"{name} ppl": math.exp(min(_LARGEST_EXPONENT, loss)) for name, loss in points.items()}
+        points |= {f"{name} ppl": compute_perplexity(loss) for name, loss in points.items()}
     return points
 
 
