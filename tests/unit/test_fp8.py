@@ -295,11 +295,16 @@ def list_histories(
     """After each step: the product, and by definition the history of each operand and its scale."""
     torch.manual_seed(3)
     product, weight = FP8Matmul(recipe("delayed", **changes)), torch.randn(32, 16)
+    weight.main_grad = torch.zeros(32, 16)  # type: ignore[attr-defined]
     length, margin = product.recipe.history_length, product.recipe.margin
     histories: list[list[float]] = [[] for _ in OPERANDS]
     scales = [0.0] * len(OPERANDS)
     for step in range(steps):
         weight.mul_(1 + 0.1 * math.sin(step))
+        # An evaluation between two steps leaves no trace.
+        product.eval()
+        product.forward(torch.full((1, 16), 1e6), weight)
+        product.train()
         amax = [0.0] * len(OPERANDS)
         for _ in range(2):
             x, grad = torch.randn(4, 16) * (1 + step % 7), torch.randn(4, 32) * 2.0 ** -(step % 5)
@@ -307,9 +312,6 @@ def list_histories(
             product.input_grad(grad, weight)
             product.weight_grad(grad, x, weight, None)
             amax = [max(a, m.abs().max().item()) for a, m in zip(amax, (x, weight, grad), strict=True)]
-        product.eval()
-        product.forward(torch.full((1, 16), 1e6), weight)
-        product.train()
         end_step([product], SingleRankGroup())
         for operand, history in enumerate(histories):
             history.insert(0, amax[operand])

@@ -195,8 +195,9 @@ class FP8Matmul(Product, HasScales):
         # The last output gradients, which two products read one after the other, how often they had been written to,
         # and what they were rounded to.
         self._grad: tuple[Tensor, int, Operand] | None = None
-        # The weight in 8 bits, and which weight that was: its memory and how often that had been written to.
-        self._weight: tuple[tuple[int, int], Operand] | None = None
+        # The weight in 8 bits, and which weight that was: its memory, how often that had been written to, and whether
+        # it was rounded in training.
+        self._weight: tuple[tuple[int, int, bool], Operand] | None = None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Multiply x [..., in] by the weight, and add the bias: -> [..., out]."""
@@ -330,7 +331,8 @@ class FP8Matmul(Product, HasScales):
         """The weight in 8 bits, rounded once per step where its gradients lie in flat buffers."""
         if not self.recipe.has_one_scale(WEIGHT):
             return self._round(WEIGHT, weight.detach(), over_rows=over_rows)
-        which = (weight.data_ptr(), weight._version)
+        # A training step has to see the weight itself, and cannot take what an evaluation before it has rounded.
+        which = (weight.data_ptr(), weight._version, self.training)
         if self._weight is None or self._weight[0] != which:
             self._weight = which, self._round(WEIGHT, weight.detach())
         rounded = self._weight[1]
