@@ -10,14 +10,16 @@ plan can say what fits. It is proven within 3 % against steps on a device that c
                   recomputation leaves rows out
     in flight     the schedule's own table of forwards and backwards is walked through
     temporaries   the gradients within the layer that is in backward, or the logits beside the loss, whichever is more
+    graphs        what recorded layers keep and their temporaries, as often as microbatches are in flight, for good
 
 Tensors are those of GPU kernels: no attention scores, unless attention is written out. Not counted: CUDA's context,
-communicators, the allocator's gaps, buckets of gradients under way.
+communicators, the allocator's gaps, buckets of gradients under way, what the driver needs for a CUDA graph itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +51,8 @@ class Kept(NamedTuple):
     """The entry of --offload-modules that lets it wait on the host."""
     is_factor: bool = False
     """A product's input, or as large as its output: there until the weight has its gradient, where that is deferred."""
+    is_of_mlp: bool = False
+    """Of the MLP or the experts with their norm, not of attention with its."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,8 @@ class _Chunk(NamedTuple):
     """Beside it at the end of forward."""
     backward: float
     """Beside it in backward, at most."""
+    recorded: float
+    """In CUDA graphs, which keep their memory: for each microbatch that is ever in flight."""
 
 
 def _describe_chunk(
@@ -263,22 +269,34 @@ def _describe_chunk(
     hidden = tokens / (ranks if model.sequence_parallel else 1) * model.hidden_size * width
     numbers = [index + 1 for index in content.layers]
     layers = {number: list(list_kept(model, workload, number)) for number in numbers}
-    kept = computed_again = waiting = 0.0
+    in_graphs = {number: _find_recorded(model, number, rows) for number, rows in layers.items()}
+    kept = computed_again = waiting = recorded = 0.0
     on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
-    for unit in ActivationPolicy(model).divide_layers(len(content.layers)):
+    units = ActivationPolicy(model).divide_layers(len(content.layers))
+    for unit in units:
         of_unit = [layers[numbers[index]] for index in unit.layers]
         if unit.is_recomputed:
             (unit_input,) = _leave_out(model, [Kept("the unit's input", hidden, place="attn_norm")])
-            kept += unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
+            of_input = unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
             computed_again = max(computed_again, sum(row.bytes for rows in of_unit for row in rows))
-        else:
-            here = (rows for index, rows in zip(unit.layers, of_unit, strict=True) if index not in on_host)
-            kept += sum(row.bytes for rows in here for row in _leave_out(model, rows))
+            kept, recorded = (kept, recorded + of_input) if in_graphs[numbers[0]] else (kept + of_input, recorded)
+            continue
+        for index, rows in zip(unit.layers, of_unit, strict=True):
+            left = [row for row in _leave_out(model, rows) if index not in on_host]
+            of_graphs = sum(row.bytes for row in left if row.name in in_graphs[numbers[index]])
+            kept, recorded = kept + sum(row.bytes for row in left) - of_graphs, recorded + of_graphs
+            computed_again = max(computed_again, _count_restored(model, rows))
+    if recorded:
+        # The gradients of the inputs of layers that are computed again, which free nothing of it, pile up.
+        piled_up = hidden * (len(units) - 1) if all(unit.is_recomputed for unit in units) else 0.0
+        recorded += _count_beside_recorded(model, layers, hidden) + computed_again + piled_up
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     if model.defers_weight_gradients or model.delays_weight_gradients:
         waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers.values())
     chunks = model.mlp_chunks_for_training
     gradients = max((_count_gradients(rows, chunks) for rows in layers.values()), default=0.0)
+    if recorded and model.records("mlp"):
+        gradients, computed_again = 2 * hidden, 0.0
     forward = 0.0
     if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
@@ -292,7 +310,7 @@ def _describe_chunk(
             forward += 2 * head  # gathered, and in backward its gradient before that is divided
     # Hidden states and gradients on their way from and to other stages.
     under_way = 2 * hidden if model.pipeline_model_parallel_size > 1 else 0.0
-    return _Chunk(kept, waiting, forward + under_way, max(computed_again + gradients, forward) + under_way)
+    return _Chunk(kept, waiting, forward + under_way, max(computed_again + gradients, forward) + under_way, recorded)
 
 
 def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
@@ -303,18 +321,65 @@ def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
     return min(1.0, (model.loss_chunk_size or positions) / positions)
 
 
-def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
-    """The rows that selective recomputation keeps, less what waits on the host."""
+def _find_recomputed_parts(model: TransformerConfig) -> set[str]:
+    """The entries of --recompute-modules, with those that lie inside of others."""
     parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
     if "moe" in parts:
         parts |= {"moe_act", "shared_experts"}
     if "mlp" in parts:
         parts.add("mlp_act")
+    return parts
+
+
+def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
+    """The rows that selective recomputation keeps, less what waits on the host."""
+    parts = _find_recomputed_parts(model)
     moved = set(model.offload_modules) if model.fine_grained_activation_offloading else set()
     for row in rows:
         if row.part not in parts:
             share = model.activation_offload_fraction if row.place in moved else 0.0
             yield row._replace(bytes=row.bytes * (1 - share))
+
+
+def _count_restored(model: TransformerConfig, rows: Sequence[Kept]) -> float:
+    """Bytes of what selective recomputation restores while a layer's MLP is in backward."""
+    parts, chunks = _find_recomputed_parts(model), model.mlp_chunks_for_training
+    inner = ("mlp_act", "expert_fc1", "moe_act")
+    return sum(row.bytes for row in rows if row.part in parts and row.place in inner) / chunks
+
+
+def _find_recorded(model: TransformerConfig, number: int, rows: Sequence[Kept]) -> set[str]:
+    """Names of what CUDA graphs hold of a layer; what a recorded part passes on is its graph's, whoever keeps it."""
+    names = [row.name for row in rows]
+    mlp = names.index("the MLP's input")
+    found: set[str] = set()
+    if model.records("attn"):
+        found.update(names[: mlp + 1])
+    if has_experts(model, number):
+        if model.records("moe_router"):
+            found |= {*names[mlp : mlp + 2], "the router's scores"}
+    elif model.records("mlp"):
+        found.update(names[mlp:], names[:1])
+    return found
+
+
+def _count_beside_recorded(model: TransformerConfig, layers: Mapping[int, Sequence[Kept]], hidden: float) -> float:
+    """Bytes that graphs hold for one microbatch beside what waits for backward: where gradients come in, the output of
+    the last layer, and the most that backward of a part needs for itself."""
+    passes_on: list[bool] = []  # part after part, whether it is recorded
+    grads = temporaries = 0.0
+    for number, rows in layers.items():
+        routes, by_name = has_experts(model, number), {row.name: row.bytes for row in rows}
+        second = model.records("moe_router" if routes else "mlp")
+        passes_on += [model.records("attn"), second, *([False] if routes else [])]
+        grads += hidden if routes and second else 0.0  # beside the residual stream's that of what the router has read
+        if model.records("attn"):
+            of_heads = ("attention's output", "packed queries, keys, values", "queries and keys", "values")
+            temporaries = max(temporaries, sum(by_name.get(name, 0.0) for name in of_heads))
+        if second and not routes:
+            temporaries = max(temporaries, by_name["the activation"] / model.mlp_chunks_for_training)
+    ends = sum(is_recorded and not is_next for is_recorded, is_next in itertools.zip_longest(passes_on, passes_on[1:]))
+    return hidden * (ends + all(passes_on)) + grads + temporaries
 
 
 def _count_gradients(rows: Sequence[Kept], chunks: int) -> float:
@@ -328,7 +393,12 @@ def _count_gradients(rows: Sequence[Kept], chunks: int) -> float:
 
 def _walk(table: Sequence[tuple[str, int, int, bool]], chunks: Sequence[_Chunk]) -> float:
     """The most that lives at one moment of a rank's schedule."""
-    now = most = 0.0
+    most = 0.0
+    in_flight, recorded = [0] * len(chunks), [0] * len(chunks)
+    for kind, _, number, _ in table:
+        in_flight[number] += {"F": 1, "B": -1}.get(kind, 0)
+        recorded[number] = max(recorded[number], in_flight[number])
+    now = sum(times * chunk.recorded for times, chunk in zip(recorded, chunks, strict=True))
     for kind, _, number, _ in table:
         chunk = chunks[number]
         if kind == "F":

@@ -141,14 +141,23 @@ class Stream:
         _note_wait("Stream.synchronize")
 
 
+class Pool:
+    """Memory of graphs: what they free, only they take again, so that it keeps the most that was ever in use."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.most_bytes = 0
+
+
 class CUDAGraph:
     """Counts what is launched while it captures, and each replay as one launch."""
 
     def __init__(self) -> None:
         self.kernels = 0
+        self.pool = Pool()
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
         assert not CAPTURING, "two graphs cannot capture at once"
+        self.pool = pool or self.pool
         CAPTURING.append(self)
 
     def capture_end(self) -> None:
@@ -206,7 +215,7 @@ _STAND_INS: dict[str, Any] = {
     "device": lambda device: contextlib.nullcontext(),
     "stream": lambda stream: contextlib.nullcontext(),
     "CUDAGraph": CUDAGraph,
-    "graph_pool_handle": object,
+    "graph_pool_handle": Pool,
     "is_current_stream_capturing": lambda: bool(CAPTURING),
     "Event": Event,
     "Stream": Stream,

@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.peak_holders: Counter[str] = Counter()
         """Place in the program -> bytes made there that lived at the peak."""
-        self._live: dict[int, tuple[int, str]] = {}
+        self._live: dict[int, tuple[int, str, device.Pool | None]] = {}
         self.kernels: Counter[str] = Counter()
         """Name of the operation -> how often."""
         self.waits: Counter[str] = Counter()
@@ -219,30 +219,43 @@ class Recorder(TorchDispatchMode):
             return
         # Small ones are many, and do not matter.
         place = find_place() if storage.nbytes() >= 1 << 20 else "less than a MiB each"
-        self._live[key] = storage.nbytes(), place
-        self.live_bytes += storage.nbytes()
-        if self.live_bytes > self.peak_bytes:
-            self._note_peak()
+        pool = device.CAPTURING[-1].pool if device.CAPTURING else None
+        self._live[key] = storage.nbytes(), place, pool
+        self._add(storage.nbytes(), pool)
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._live.pop(key, (0, ""))[0]
+        size, _, pool = self._live.pop(key, (0, "", None))
+        self._add(-size, pool)
+
+    def _add(self, size: int, pool: device.Pool | None) -> None:
+        if pool is not None:
+            pool.live_bytes += size
+            size = max(0, pool.live_bytes - pool.most_bytes)
+            pool.most_bytes += size
+        self.live_bytes += size
+        if self.live_bytes > self.peak_bytes:
+            self._note_peak()
 
     def note_size(self, storage: torch.UntypedStorage) -> None:
         """A piece of memory has another size now: FSDP frees and takes what it gathers so, without an operation."""
         if storage._cdata not in self._live:
             return
-        before, place = self._live[storage._cdata]
-        self._live[storage._cdata] = storage.nbytes(), place
-        self.live_bytes += storage.nbytes() - before
-        if self.live_bytes > self.peak_bytes:
-            self._note_peak()
+        before, place, pool = self._live[storage._cdata]
+        self._live[storage._cdata] = storage.nbytes(), place, pool
+        self._add(storage.nbytes() - before, pool)
 
     def _note_peak(self) -> None:
         self.peak_bytes = self.live_bytes
         self.peak_holders = Counter()
-        for size, place in self._live.values():
-            self.peak_holders[place] += size
+        pools = set()
+        for size, place, pool in self._live.values():
+            if pool is None:
+                self.peak_holders[place] += size
+            else:
+                pools.add(pool)
+        if pools:
+            self.peak_holders["pools of graphs"] = sum(pool.most_bytes for pool in pools)
 
 
 def _is_group(leaf: Any) -> bool:

@@ -135,6 +135,14 @@ def test_blocks_have_scales_of_their_own(shape: tuple[int, ...], block: tuple[in
     assert torch.equal(found.transposed.dequantise(), whole.transpose(-2, -1))
 
 
+@pytest.mark.parametrize("mx", [False, True])
+def test_blocks_of_float16_have_scales_beyond_its_range(mx: bool) -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(6)).mul_(1e-4).half()
+    found, expected = (quantise_blocks(values, torch.float8_e4m3fn, (1, 32), mx=mx) for values in (x, x.float()))
+    assert (1 / expected.inverse > torch.finfo(torch.float16).max).all()
+    assert torch.equal(found.dequantise(), expected.dequantise())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_that_travel_as_bytes_are_rounded_once(dtype: torch.dtype) -> None:
     rows = torch.randn(5, 96).mul(torch.logspace(-38, 4, 96)).to(dtype)
