@@ -163,6 +163,10 @@ def test_a_microbatch_whose_loss_is_thrown_away_gives_its_recordings_back() -> N
 
 def test_parts_pass_tensors_on_without_copies() -> None:
     model, _ = recorded_model("--cuda-graph-modules attn mlp --num-layers 3")
+    handed_on: list[torch.Tensor] = []
+    model.embedding.register_forward_hook(
+        lambda module, inputs, output: output.register_hook(handed_on.append) and None
+    )
     run(model).backward()
     calls = model.decoder.passes._slots[0].calls  # type: ignore[union-attr]
     assert len(calls) == 6
@@ -170,6 +174,8 @@ def test_parts_pass_tensors_on_without_copies() -> None:
         assert later.inputs[0].data_ptr() == earlier.outputs[0].data_ptr()
         assert earlier.output_grads[0].data_ptr() == later.input_grads[0].data_ptr()  # type: ignore[union-attr]
     assert all(grad is None for call in calls for grad in call.parameter_grads), "they are in main_grad"
+    # What leaves the layers is not overwritten by the next micro-batch while it is being sent.
+    assert handed_on[0].data_ptr() != calls[0].input_grads[0].data_ptr()  # type: ignore[union-attr]
 
 
 def test_other_passes_run_without_recordings() -> None:
@@ -189,6 +195,12 @@ def test_other_passes_run_without_recordings() -> None:
     handle.remove()
     run(model).backward()
     assert recorder.replays == 2 * replays and slots(model) == 1
+    model, _ = recorded_model(f"{EXPERTS} --cuda-graph-modules moe_router")
+    (part,) = model.decoder.passes._parts  # type: ignore[union-attr]
+    assert not part.is_watched()
+    (router,) = (module for module in model.modules() if isinstance(module, TopKRouter))
+    router.route_log = object()  # type: ignore[assignment]
+    assert part.is_watched(), "choices that are logged are made in every pass"
 
 
 def test_masks_reach_the_recordings() -> None:

@@ -76,6 +76,9 @@ def test_first_and_last_layers_may_stay_in_bf16() -> None:
     assert layers("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0") == {0, 1, 2, 3, 4}
     assert layers("--first-last-layers-bf16 --num-layers-at-end-in-bf16 3") == {1, 2}
     assert layers("--num-layers-at-end-in-bf16 3") == {0, 1, 2, 3, 4, 5}, "a count alone says nothing"
+    further = "--mtp-num-layers 1 --position-embedding-type rope --fp8-format e4m3 --fp8-recipe tensorwise"
+    names = list_fp8(f"{further} --first-last-layers-bf16")
+    assert len(names) == 5 and all(name.startswith("mtp") for name in names), "they come behind the last layer"
 
 
 def losses_and_grads(flags: str) -> list[Tensor]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel.fp8_products import OPERANDS, FP8Matmul
 from megatron.training.checkpoint.trained_model import load_trained_model
+from megatron.training.hooks.fp8_measures import FP8Hook
 from megatron.training.run import Run
 from tests.unit.tiny_training import SEQUENCE, VOCABULARY, differing, finish, note_losses, prepare, train_tiny
 
@@ -147,8 +149,21 @@ def test_overflow_and_underflow_are_counted() -> None:
     amax, signal, noise, overflow, underflow, elements = product.take_statistics(x.device)[0].tolist()
     assert (amax, overflow, underflow, elements) == (1000.0, 1, 1, 4)
     assert noise == pytest.approx(552.0**2) and signal == pytest.approx(1000.0**2 + 448.0**2)
-    assert not product.take_statistics(x.device).any()
+    product.eval()
+    product.forward(x, torch.ones(16, 4))
+    assert not product.take_statistics(x.device).any(), "evaluation is not counted"
     finish(run)
+
+
+def test_the_lowest_ratio_is_that_of_operands_with_an_error() -> None:
+    recorded: dict[str, Tensor] = {}
+    run = mock.Mock()
+    run.metrics.record = lambda name, value, *options, **more: recorded.update({name: value})
+    hook = FP8Hook()
+    hook.names = ["layer"]
+    # Of zeros alone there is neither signal nor noise.
+    hook._record(run, {"fp8_sqnr": torch.tensor([[torch.nan, torch.inf, 30.0]])})
+    assert recorded["fp8_sqnr"] == 30.0 and recorded["fp8_sqnr layer input"].isnan()
 
 
 # ---- falling back

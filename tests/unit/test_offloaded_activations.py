@@ -289,6 +289,16 @@ def test_views_go_as_one_and_come_back_with_their_strides() -> None:
     assert torch.equal(grad, (packed[:, :, 1] + packed[:, :, 2]).t())
 
 
+def test_large_memory_stays_where_little_of_it_is_kept() -> None:
+    """Most of it may be somebody else's."""
+    offloader, memory = Offloader(OffloadChoice(frozenset({"part"}))), torch.zeros(640)
+    for numel, goes in ((9, False), (10, True)):
+        with offloader.open_pass():
+            get = hold("part", memory[:numel])
+        assert offloader.offloaded_bytes == (memory.nbytes if goes else 0)
+        del get
+
+
 def test_a_host_without_memory_is_said_in_a_sentence() -> None:
     offloader = Offloader(OffloadChoice(frozenset({"part"})))
     weight = torch.ones(4, requires_grad=True)

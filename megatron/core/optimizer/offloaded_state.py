@@ -250,8 +250,6 @@ def divide_members(
     while number < len(sizes) and before + sizes[number] / 2 <= wanted:
         before += sizes[number]
         number += 1
-    if fraction == 1.0:
-        number = len(in_place)
     cut = in_place[number].slot.start if number < len(in_place) else max((stop for _, stop in ranges), default=0)
     parts = []
     for chosen, first, last in ((in_place[:number], 0, cut), (in_place[number:], cut, None)):
