@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -136,6 +137,8 @@ def test_tensorboard_writes_on_when_there_is_space_again(
         real(writer, data)
 
     monkeypatch.setattr(RecordWriter, "write", write)
+    # No pause follows a failure, however long it takes on a busy machine.
+    monkeypatch.setattr(outages, "_UNNOTICED_SECONDS", math.inf)
     flags = ("--log-interval", "1", "--tensorboard-queue-size", "1", "--tensorboard-dir", tmp_path)
     finish(with_hooks(prepare(*flags), Switch()))
     events = EventAccumulator(str(tmp_path))
