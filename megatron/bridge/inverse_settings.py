@@ -12,7 +12,7 @@ from megatron.core.transformer.layer_patterns import (
     has_experts,
 )
 from megatron.training.config.container import RunConfig
-from megatron.training.flags.declarations import declared_flags
+from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
 
 
@@ -99,7 +99,7 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
 
 
 def _find_flag(flag: str) -> Any:
-    return next(declared for declared in declared_flags() if flag in declared.spellings)
+    return flags_by_spelling()[flag]
 
 
 def _read(flag: str, config: RunConfig) -> Any:

@@ -41,7 +41,7 @@ from tests.parallel.small_training import training
 
 COMPILERS = ("cc", "gcc", "clang")
 _RANKS = 2
-_FLAGS = "--num-layers 1 --hidden-size 16 --seq-length 8 --global-batch-size 4 --save-retain-interval 1000"
+_FLAGS = "--num-layers 1 --hidden-size 16 --seq-length 8 --global-batch-size 2 --save-retain-interval 1000"
 _JOB_SECONDS = 300.0
 _SAVED, _END = 1, 2
 
@@ -56,6 +56,8 @@ class Fault(NamedTuple):
 
 _KILL = 1
 _NEVER = 10**9
+_EVERY_RANK = -1
+"""As the victim: each counts its calls."""
 FAULTS = {
     "SIGKILL": Fault(_KILL, 0),
     "EIO": Fault(2, EIO),
@@ -178,15 +180,15 @@ class _Failing(Hook):
 def train_on(
     rank: int, root: str, way: str, fault: str, victim: int, first: int, step: int, iterations: int
 ) -> tuple[int, list[list[str]]]:
-    """Train with a fault in each second save; how many calls a save has on this rank, and on the first rank case and
-    problem of each fault."""
+    """Train with a fault in each second save; how many calls a save has on this rank, if it is the victim, and on the
+    first rank case and problem of each fault."""
     path = Path(root)
     path.mkdir(exist_ok=True)
     flags = (
         f"{_FLAGS} {' '.join(WAYS[way])} --save {root} --save-interval 1 --train-iters {iterations} --lr-warmup-iters 0"
     )
     state = path.with_name(f"{path.name}.state{rank}")
-    failing = _Failing(path, FAULTS[fault], first, step, is_victim=rank == victim, state=state)
+    failing = _Failing(path, FAULTS[fault], first, step, is_victim=victim in (rank, _EVERY_RANK), state=state)
     sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
     config, recipe = training(flags, "tp2")
     with open_local_run(config, recipe, rank, [failing]) as run:
@@ -243,12 +245,18 @@ def _value(job: Any, rank: int) -> Any:
 
 def _play_fault(directory: Path, way: str, fault: str, victim: int, order: dict[str, Any]) -> Iterator[list[str]]:
     first, step = order["first"], order["step"]
-    counting = _run(train_on, str(directory / "count"), way, fault, victim, _NEVER, 1, 4)
-    calls = _value(counting, victim)[0]
+    calls = _count_calls(directory / "count", way)[victim]
     cases = len(range(first, calls + 1, step))
     # The first save has nothing before it, and after each fault comes a save without one.
     job = _run(train_on, str(directory / f"{fault}{victim}"), way, fault, victim, first, step, 2 * cases + 2)
     yield from _value(job, 0)[1]
+
+
+@functools.cache
+def _count_calls(root: Path, way: str) -> list[int]:
+    """How many calls a save has on each rank; whichever fault is to come, up to it they are the same."""
+    job = _run(train_on, str(root), way, "EIO", _EVERY_RANK, _NEVER, 1, 4)
+    return [_value(job, rank)[0] for rank in range(_RANKS)]
 
 
 def _play_kills(directory: Path, way: str, victim: int, order: dict[str, Any]) -> Iterator[list[str]]:

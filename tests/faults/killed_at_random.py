@@ -32,7 +32,8 @@ _FLAGS = f"""--train-iters {ITERATIONS} --save-interval {INTERVAL} --save-retain
 # Upstream's formats have no place for the state of our random numbers.
 EXACT_WAYS = [way for way in WAYS if way != "torch"]
 _VICTIMS = ((0,), (1,), (0, 1))
-_KILLS_OF_A_RUN = 6
+_KILLS_OF_A_RUN = 13
+"""A kill costs a start, and a run costs its end and a comparison. Each resume shows in the end of its run."""
 _END_SECONDS = 240
 """Ranks that have lost one end within seconds; on a machine with ten times as much to do within minutes."""
 _AT_START = 0.25
@@ -73,13 +74,17 @@ class Clock:
             return False
         # Rows of iterations that will be repeated are there until the run begins to train.
         stale = _read_metrics(directory) if _count_done(directory) > saved else b""
+        seen: tuple[int, int] | None = None
         started_at: float | None = None
         while ranks[0].poll() is None:
-            done = saved if stale and _read_metrics(directory) == stale else _count_done(directory)
-            if done > saved and started_at is None:
-                started_at = time.monotonic()
-            if done >= target:
-                break
+            # Reading rows again and again would take the time of those who train.
+            if (now := _look_at_metrics(directory)) != seen:
+                seen = now
+                done = saved if stale and _read_metrics(directory) == stale else _count_done(directory)
+                if done > saved and started_at is None:
+                    started_at = time.monotonic()
+                if done >= target:
+                    break
             time.sleep(0.002)
         if started_at is not None:
             self.start_seconds = started_at - began_at
@@ -95,6 +100,15 @@ def _read_metrics(directory: Path) -> bytes:
         return (directory / "metrics" / "metrics.jsonl").read_bytes()
     except FileNotFoundError:
         return b""
+
+
+def _look_at_metrics(directory: Path) -> tuple[int, int] | None:
+    """What changes when a row is written."""
+    path = directory / "metrics" / "metrics.jsonl"
+    if not path.exists():
+        return None
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def _count_done(directory: Path) -> int:
@@ -114,7 +128,7 @@ def play(whole: Whole, directory: Path, seed: int, kills: int, ways: list[str]) 
         pick = random.Random(f"{seed} {number}")
         run = directory / f"run{number}"
         run.mkdir()
-        way = ways[number % len(ways)]
+        way = ways[(seed + number) % len(ways)]
         verdicts = [Verdict("")]
         for _ in range(min(left, _KILLS_OF_A_RUN)):
             verdict = _kill_once(run, way, pick, clock)
@@ -141,7 +155,7 @@ def _kill_once(directory: Path, way: str, pick: random.Random, clock: Clock) -> 
         ranks[victim].kill()
     if not is_training:
         # Whoever has not met the others yet waits for them as long as a job may take to start; a launcher does this.
-        time.sleep(pick.random())
+        time.sleep(pick.random() * clock.start_seconds)
         for rank in ranks:
             rank.kill()
     victim_names = " and ".join(map(str, victims))

@@ -16,8 +16,13 @@ from tests.functional.pretrain_runs import TINY, finish, free_port, start
 from tests.programs import Program
 
 RANKS = 2
-# The two ranks hold different halves of everything, so that neither's file can be done without.
-FLAGS = [*TINY, *"--train-iters 6 --tensor-model-parallel-size 2 --save-interval 2".split()]
+# The two ranks hold different halves of everything, so that neither's file can be done without. One layer and one
+# microbatch: what is killed is saving, which then is most of what such a run does.
+FLAGS = [
+    *TINY,
+    *"""--train-iters 6 --tensor-model-parallel-size 2 --save-interval 2 --num-layers 1
+        --global-batch-size 2""".split(),
+]
 
 WAYS = {
     "sync": [],

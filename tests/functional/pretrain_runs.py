@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +94,21 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def free_port() -> str:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port nobody listens on, for a run that is about to start."""
+    for port in _OWN_PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("there is no end of ports")
+
+
+def _count_ports() -> Iterator[int]:
+    """Ports below those that the system gives to whoever asks for any: between choosing one and the start of the run,
+    each process of another run asks for many. No worker of a test session has another's."""
+    worker, workers = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 16, 16
+    lowest, count = 12_000, 20_000 // workers
+    for number in itertools.count(random.SystemRandom().randrange(count)):
+        yield lowest + number % count * workers + worker
+
+
+_OWN_PORTS = _count_ports()

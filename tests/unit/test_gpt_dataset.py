@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blend import parse_blend, parse_split, split_matrix
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -323,7 +324,9 @@ def test_masks_and_positions_by_definition(seed: int) -> None:
 def test_mock_data_is_deterministic_and_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer(eod=4999, vocab_size=5000)
-    first, again = (build(MockGPTDataset, sizes=(30, 6, 6), tokenizer=tokenizer, sequence_length=64) for _ in range(2))
+    first = build(MockGPTDataset, sizes=(30, 6, 6), tokenizer=tokenizer, sequence_length=64)
+    gpt_dataset._lay_out_once.cache_clear()
+    again = build(MockGPTDataset, sizes=(30, 6, 6), tokenizer=tokenizer, sequence_length=64)
     assert list(tmp_path.iterdir()) == []
     for ours, theirs in zip(first, again, strict=True):
         assert all(torch.equal(ours[i]["tokens"], theirs[i]["tokens"]) for i in range(6))
@@ -333,6 +336,26 @@ def test_mock_data_is_deterministic_and_needs_no_files(tmp_path: Path, monkeypat
         assert (labels[inside] == tokens[inside] + 1).all()
         assert (labels[tokens == 4999] == 1).all()
     assert not set(first[0].document_index.tolist()) & set(first[1].document_index.tolist())
+
+
+def test_the_same_mock_indices_are_built_once_in_a_process() -> None:
+    names = ("document_index", "sample_index", "shuffle_index")
+
+    def get(**options: Any) -> list[Any]:
+        data = build(MockGPTDataset, **({"sequence_length": 512} | options))[0]
+        return [getattr(data, name) for name in names]
+
+    first, again = get(), get(sizes=(30, 0, 0))
+    assert all(ours is theirs and not ours.flags.writeable for ours, theirs in zip(first, again, strict=True))
+    for options in ({"sequence_length": 1024}, {"random_seed": 6}):
+        others = get(**options)
+        gpt_dataset._lay_out_once.cache_clear()
+        assert all(map(np.array_equal, others, get(**options)))
+        assert not all(map(np.array_equal, others, first))
+    # More samples than an epoch has: another order, which is not kept.
+    epochs = [get(sequence_length=4096, sizes=(60_000, 0, 0)) for _ in range(2)]
+    assert all(map(np.array_equal, *epochs)) and not any(ours is theirs for ours, theirs in zip(*epochs, strict=True))
+    assert len(epochs[0][0]) > len(first[0])
 
 
 @pytest.mark.parametrize(("vocab_size", "eod"), [(128, 127), (128, 0), (2, 1), (1, 0)])

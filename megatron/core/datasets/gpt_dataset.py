@@ -15,6 +15,7 @@ import torch
 from megatron.core.datasets.blend import Split
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, DatasetTokenizer
 from megatron.core.datasets.index_builders import (
+    EpochPlan,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
@@ -230,8 +231,6 @@ class GPTDataset(MegatronDataset):
                 f"documents with {tokens_per_epoch} tokens, too few for one sample of {self._length + extra} tokens; "
                 "give this split a larger share with --split, or more data"
             )
-        # One stream for documents and samples, drawn in this order, as upstream draws it.
-        random = np.random.RandomState(self.config.random_seed)
         plan = plan_epochs(tokens_per_epoch, self.num_samples, self._length, extra)
         # A document's number has 4 bytes, a sample's place at least 8, and its place in the shuffled order 4.
         num_samples = self.num_samples or 0
@@ -240,21 +239,46 @@ class GPTDataset(MegatronDataset):
             f"{self.dataset_path or 'mock data'}: the indices of {num_samples} samples ({plan.num_epochs} epochs)",
             "ask for fewer with --train-iters, --train-samples or --global-batch-size",
         )
-        document_index = build_document_index(documents, plan, random)
-        sample_index = build_sample_index(
-            lengths,
-            document_index,
-            self._length,
-            drop_last_partial=self._drops_last_partial(),
-            add_extra_token=self.config.add_extra_token_to_sequence,
+        return self._lay_out(plan)
+
+    def _lay_out(self, plan: EpochPlan) -> Arrays:
+        """The indices of so many epochs."""
+        drops = self._drops_last_partial()
+        return _lay_out(
+            self.dataset.sequence_lengths, self.indices, plan, self.config.random_seed, self._length, self._extra, drops
         )
-        total = len(sample_index) - 1
-        first_part = plan.samples_before_last_epoch if plan.separate_last_epoch else total
-        shuffle_index = build_shuffle_index(first_part, total, random)
-        return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
     def _drops_last_partial(self) -> bool:
         return self.index_split is not Split.valid or self.config.drop_last_partial_validation_sequence
+
+
+def _lay_out(
+    lengths: Array, documents: Array, plan: EpochPlan, seed: int, sequence_length: int, extra: int, drops_last: bool
+) -> Arrays:
+    # One stream for documents and samples, drawn in this order, as upstream draws it.
+    random = np.random.RandomState(seed)
+    document_index = build_document_index(documents, plan, random)
+    sample_index = build_sample_index(
+        lengths, document_index, sequence_length, drop_last_partial=drops_last, add_extra_token=bool(extra)
+    )
+    total = len(sample_index) - 1
+    first_part = plan.samples_before_last_epoch if plan.separate_last_epoch else total
+    shuffle_index = build_shuffle_index(first_part, total, random)
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+
+
+# The indices of one epoch take a tenth of a second or more, and no file keeps them: programs that train several times
+# (comparing layouts, trying out settings) would build the same ones again and again.
+@functools.lru_cache(maxsize=4)
+def _lay_out_once(
+    lengths: bytes, documents: bytes, plan: EpochPlan, seed: int, sequence_length: int, extra: int, drops_last: bool
+) -> Arrays:
+    """_lay_out() of int32 values; read-only, as they are shared."""
+    of_documents, numbers = np.frombuffer(lengths, dtype=np.int32), np.frombuffer(documents, dtype=np.int32)
+    arrays = _lay_out(of_documents, numbers, plan, seed, sequence_length, extra, drops_last)
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays
 
 
 class MockGPTDataset(GPTDataset):
@@ -267,6 +291,16 @@ class MockGPTDataset(GPTDataset):
             raise ConfigError("--mock-data needs a tokenizer; give --tokenizer-type NullTokenizer --vocab-size N")
         eod, vocab_size = config.tokenizer.eod, config.tokenizer.vocab_size
         return MockTokens(vocab_size - 1 if eod is None else eod, vocab_size)
+
+    def _lay_out(self, plan: EpochPlan) -> Arrays:
+        # Many epochs may be gigabytes: they are not kept.
+        if plan.num_epochs > 1:
+            return super()._lay_out(plan)
+        lengths, documents = self.dataset.sequence_lengths.astype(np.int32), self.indices.astype(np.int32)
+        drops = self._drops_last_partial()
+        return _lay_out_once(
+            lengths.tobytes(), documents.tobytes(), plan, self.config.random_seed, self._length, self._extra, drops
+        )
 
 
 class MockTokens:
