@@ -44,7 +44,9 @@ from megatron.bridge.tensor_files import (
     write_tensors,
 )
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
+from megatron.core.dist_checkpointing.directory import saved_iterations
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
+from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
@@ -123,6 +125,9 @@ def open_source(
     """
     if problem := explain_no_directory(path):
         raise CheckpointError(f"{asked_by} {path} {problem}")
+    if saved_iterations(path) or (path / METADATA_NAME).exists():
+        remedy = "give --source megatron" if asked_by == "--input-path" else "leave hf: out"
+        raise CheckpointError(f"{asked_by} {path} holds checkpoints, not a model of Hugging Face; {remedy}")
     where = path / CONFIG_JSON
     fields = read_model_fields(where)
     tensors, notes = open_tensors(path), []

@@ -49,8 +49,8 @@ def choose_iterations(arguments: argparse.Namespace) -> list[int]:
     saved = saved_iterations(arguments.load)
     if not 2 <= arguments.last <= len(saved):
         raise ConfigError(
-            f"--last {arguments.last}: {arguments.load} holds {len(saved)} checkpoints; "
-            "give 2 or more, as many as there are"
+            f"--last {arguments.last}: {arguments.load} holds {len(saved)} checkpoint{'s' * (len(saved) != 1)}; "
+            + (f"give a number from 2 to {len(saved)}" if len(saved) > 1 else "an average takes 2 or more")
         )
     return sorted(saved[: arguments.last])
 

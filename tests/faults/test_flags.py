@@ -83,6 +83,12 @@ def test_F1_every_problem_is_said_at_once() -> None:
     assert len(found) == 5
 
 
+def test_F1_flags_within_quotation_marks_and_with_long_dashes() -> None:
+    sentence = only(problems("--num-workers 2 --seed 3"))
+    assert "'--num-workers 2 --seed 3' came as one word" in sentence and "quotation marks" in sentence
+    assert only(problems("--num-workers", "2", "\u2014bf16")).endswith("begins with a long dash; write --bf16")
+
+
 def test_F1_nonsense_has_no_suggestion() -> None:
     assert "did you mean" not in unknown_flag("--" + "q" * 1000, ["--lr"])
 

@@ -460,6 +460,9 @@ def test_sizes_and_paths_are_checked(
     ):
         assert convert(monkeypatch, source, tmp_path / "back", "megatron hf") == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "run" / "iter_0000001").mkdir(parents=True)
+    assert convert(monkeypatch, tmp_path / "run", tmp_path / "back", "hf megatron") == 2
+    assert "run holds checkpoints, not a model of Hugging Face; give --source megatron" in capsys.readouterr().err
 
 
 def test_a_result_that_is_not_the_source_is_found(hf_directory: Path, tmp_path: Path) -> None:

@@ -212,6 +212,10 @@ def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="--load .*other holds no checkpoint"):
         prepare("--load", tmp_path / "other")
+    (tmp_path / "other" / "run" / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds no checkpoint itself, .*other/run does; give .*run$"):
+        prepare("--load", tmp_path / "other")
+    shutil.rmtree(tmp_path / "other" / "run")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "other" / name).write_text("")
     with pytest.raises(CheckpointError, match="--load .*other is a model of Hugging Face.* with --load hf:.*other;"):

@@ -136,7 +136,8 @@ def test_upstreams_checkpoints_are_read(golden_dir: Path, run_tool: Tool) -> Non
     [
         ([], "give one PATH, or --diff A B"),
         (["nowhere"], "nowhere does not exist; give a checkpoint"),
-        (["."], "holds no checkpoint in the formats torch_dist or torch"),
+        (["."], "holds no checkpoint itself, ckpt does; give ckpt"),
+        (["ckpt/other"], "other holds no checkpoint in the formats torch_dist or torch"),
         (["ckpt", "--iteration", "20"], "ckpt holds no iteration 20; saved iterations: 10"),
         (["ckpt", "--only", "x*"], "--only x*: none of the 2 tensors of"),
         (["--diff", "ckpt"], "expected 2 arguments"),
@@ -147,6 +148,7 @@ def test_what_cannot_be_inspected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "ckpt", 10)
+    (tmp_path / "ckpt" / "other").mkdir()
     code, out, err = run_tool("inspect_checkpoint.py", *arguments)
     assert (code, out) == (2, "") and sentence in err and err.count("error:") == 1
 

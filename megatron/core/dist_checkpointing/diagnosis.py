@@ -9,6 +9,7 @@ diagnosis.chosen        the checkpoint that --load would take
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -163,10 +164,17 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         return (
             "is a model of Hugging Face, not a checkpoint of a run",
-            f"training starts from it with --load hf:{path}; for everything else convert it with python -m "
-            f"megatron.bridge.convert --source hf --target megatron --input-path {path} --output-path DIR",
+            f"training starts from it with --load {shlex.quote(f'hf:{path}')}; for everything else convert it with "
+            f"python -m megatron.bridge.convert --source hf --target megatron --input-path {shlex.quote(str(path))} "
+            "--output-path DIR",
         )
     return None
+
+
+def explain_wrong_level(root: Path) -> tuple[str, str] | None:
+    """Which directory in this one holds the checkpoints that it does not hold itself: what it is, and what to do."""
+    below = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and saved_iterations(entry)]
+    return (f"holds no checkpoint itself, {below[0]} does", f"give {below[0]}") if below else None
 
 
 # ---- one checkpoint
@@ -362,9 +370,9 @@ def _look_around(diagnosis: Diagnosis) -> None:
         diagnosis.add("warning", f"{root} {foreign[0]}", foreign[1])
         return
     # The commonest mistake: one level too high.
-    below = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and saved_iterations(entry)]
-    if below:
-        diagnosis.add("warning", f"{root} holds no checkpoint itself, {below[0]} does", f"give {below[0]}")
+    above = explain_wrong_level(root)
+    if above is not None:
+        diagnosis.add("warning", f"{root} {above[0]}", above[1])
     elif any(root.iterdir()):
         diagnosis.add("warning", f"{root} holds no checkpoint", "is it another directory that you mean?")
     else:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format
+from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format, explain_wrong_level
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
@@ -187,6 +187,8 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
     # The same command may start and continue a run, if --load is --save; anywhere else a missing checkpoint is more
     # likely a typing error, and training from scratch would waste the job.
     if settings.save is None or Path(settings.save).resolve() != root.resolve():
+        if obstacle is None and (above := explain_wrong_level(root)) is not None:
+            raise CheckpointError(f"--load {root} {above[0]}; {above[1]}")
         raise CheckpointError(
             f"--load {root} {what}; give a directory that holds one, or give the same directory as --save to start anew"
         )
@@ -487,5 +489,6 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     if _restore_upstream(run, root, iteration, weights_only=True):
         return
     if not _restore_newest_good(run, functools.partial(find_checkpoint, root, iteration), weights_only=True):
-        what = explain_no_directory(root) or "holds no checkpoint"
+        nothing = ("holds no checkpoint",)
+        what = explain_no_directory(root) or "; ".join(explain_wrong_level(root) or nothing)
         raise CheckpointError(f"--pretrained-checkpoint {root} {what}")

@@ -12,7 +12,7 @@ import argparse
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.setting import describe_expected
@@ -27,6 +27,8 @@ ExtraFlags = Callable[[argparse.ArgumentParser], Any]
 
 # What argparse takes for a value although it starts with a hyphen.
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
+# What word processors and web pages make of two hyphens.
+_LONG_DASHES = ("\u2013", "\u2014")
 
 
 def build_parser(
@@ -100,6 +102,9 @@ def _occurrences(
             )
         elif spelling not in arities:
             parsed.misspelt(unknown_flag(spelling, arities))
+        elif dashed := _find_long_dash(texts, arities[spelling]):
+            right = "--" + dashed.lstrip("-" + "".join(_LONG_DASHES))
+            parsed.misspelt(f"{spelling} is followed by {dashed!r}, which begins with a long dash; write {right}")
         else:
             complaint = _wrong_number(spelling, texts, arities[spelling])
             if complaint is None:
@@ -124,6 +129,13 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             texts.append(token)
     if spelling or texts:
         yield spelling, texts
+
+
+def _find_long_dash(texts: list[str], nargs: int | str | None) -> str | None:
+    """The text that was meant for a flag. What stands alone behind a flag with a value may be any text."""
+    if len(texts) == 1 and nargs != 0:
+        return None
+    return next((text for text in texts if text.startswith(_LONG_DASHES)), None)
 
 
 def _wrong_number(spelling: str, texts: list[str], nargs: int | str | None) -> str | None:
@@ -160,16 +172,22 @@ def _unmistakable(spelling: str, texts: list[str], arities: dict[str, int | str 
     return [spelling, *texts]
 
 
-def unknown_flag(spelling: str, known: Iterable[str]) -> str:
+def unknown_flag(spelling: str, known: Collection[str]) -> str:
     """The sentence for a flag nobody knows, with what it may have been meant to be."""
+    words = spelling.split()
+    if len(words) > 1 and words[0] in known:
+        shown = spelling if len(spelling) <= 40 else f"{spelling[:37]}..."
+        return (
+            f"{shown!r} came as one word, with its spaces; remove the quotation marks around it (in bash an array, "
+            '"${FLAGS[@]}", keeps the words apart)'
+        )
     spelling = spelling if len(spelling) <= 80 else f"{spelling[:77]}..."
     hyphenated = "--" + spelling.lstrip("-").replace("_", "-")
-    candidates = list(known)
-    if hyphenated in candidates:
+    if hyphenated in known:
         return f"unknown flag {spelling}; flags are written with hyphens: {hyphenated}"
     # A unique beginning is what abbreviations used to mean; five characters are the least that says something.
-    longer = [name for name in candidates if name.startswith(hyphenated)] if len(hyphenated) > 4 else []
-    likely = longer if len(longer) == 1 else difflib.get_close_matches(hyphenated, candidates, n=3, cutoff=0.75)
+    longer = [name for name in known if name.startswith(hyphenated)] if len(hyphenated) > 4 else []
+    likely = longer if len(longer) == 1 else difflib.get_close_matches(hyphenated, known, n=3, cutoff=0.75)
     if not likely:
         return f"unknown flag {spelling}; --help WORD finds flags by a word in their names and texts"
     return f"unknown flag {spelling}; did you mean {' or '.join(likely)}?"
