@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 FLAGS = f"--train-iters {BEFORE + AFTER} --lr-warmup-iters 1 --lr 1e-2"
 # Losses of experts are means over a microbatch: its size belongs to the run, not to the layout.
 RUNS = {name: f"{flags} {FLAGS}" for name, flags in STYLES.items()} | {
-    name: f"{flags} {FLAGS} --micro-batch-size 1" for name, flags in EXPERTS.items()
+    name: f"{flags} {FLAGS} --micro-batch-size 1 --global-batch-size 4" for name, flags in EXPERTS.items()
 }
 ONE = "--micro-batch-size=1"  # so that four replicas share the batch
 ALLTOALL = "--moe-token-dispatcher-type=alltoall"
