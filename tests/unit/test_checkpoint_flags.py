@@ -215,7 +215,11 @@ def test_F8_missing_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "other" / "run" / "iter_0000001").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds no checkpoint itself, .*other/run does; give .*run$"):
         prepare("--load", tmp_path / "other")
-    shutil.rmtree(tmp_path / "other" / "run")
+    (tmp_path / "other" / "sun" / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="these directories do: .*/run, .*/sun; give one of them$"):
+        prepare("--load", tmp_path / "other")
+    for name in ("run", "sun"):
+        shutil.rmtree(tmp_path / "other" / name)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "other" / name).write_text("")
     with pytest.raises(CheckpointError, match="--load .*other is a model of Hugging Face.* with --load hf:.*other;"):

@@ -172,9 +172,12 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
 
 
 def explain_wrong_level(root: Path) -> tuple[str, str] | None:
-    """Which directory in this one holds the checkpoints that it does not hold itself: what it is, and what to do."""
+    """Which directories in this one hold the checkpoints that it does not hold itself: what it is, and what to do."""
     below = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and saved_iterations(entry)]
-    return (f"holds no checkpoint itself, {below[0]} does", f"give {below[0]}") if below else None
+    if len(below) < 2:
+        return (f"holds no checkpoint itself, {below[0]} does", f"give {below[0]}") if below else None
+    further = f", {below[2]}" + (" and others" if len(below) > 3 else "") if len(below) > 2 else ""
+    return f"holds no checkpoint itself, these directories do: {below[0]}, {below[1]}{further}", "give one of them"
 
 
 # ---- one checkpoint
