@@ -52,7 +52,16 @@ from megatron.core.transformer.rotary import (
     split_and_rotate,
     split_qkv,
 )
-from tests.kernels.harness import TOLERANCES, assert_close, compared, kernels_chosen, randn, run
+from tests.kernels.harness import (
+    TOLERANCES,
+    assert_backward_is_refused,
+    assert_close,
+    assert_overwriting_is_told,
+    compared,
+    kernels_chosen,
+    randn,
+    run,
+)
 
 # ---- activations
 
@@ -136,12 +145,7 @@ def activations_run_backward_once(device: str) -> None:
     with kernels_chosen():
         y = bias_gated_activation(x * 1.0, None, _PLAIN[2]).sum()
         y.backward(retain_graph=True)
-        try:
-            y.backward()
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
-        else:
-            raise AssertionError("backward ran twice through an input that the first run had overwritten")
+        assert_backward_is_refused(y)
 
 
 # ---- cross entropy
@@ -322,6 +326,18 @@ def latent_heads(device: str) -> None:
             found = run(fused, [*inputs])
         assert len(launched) == 2 and found[1].dtype == dtype
         assert_close(found, expected, TOLERANCES[dtype])
+
+
+@compared
+def rotations_tell_what_they_overwrite(device: str) -> None:
+    angles = torch.zeros(4, 4, device=device)
+    rotation = Rotation(angles.cos(), angles.sin(), False)
+    packed, query, expanded, positions = (
+        randn(4, 2, heads, *width, dtype=torch.float32, device=device)
+        for heads, width in ((2, (3, 8)), (2, (16,)), (2, (24,)), (1, (8,)))
+    )
+    assert_overwriting_is_told(lambda x: split_and_rotate(x, 1, rotation), packed)
+    assert_overwriting_is_told(lambda x: rotate_and_join_latent_heads(x, expanded, positions, rotation), query)
 
 
 # ---- experts

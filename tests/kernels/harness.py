@@ -106,6 +106,25 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
         torch.testing.assert_close(x.double(), y.double(), rtol=tolerance, atol=tolerance * max(scale, 1e-30))
 
 
+def assert_backward_is_refused(loss: Tensor) -> None:
+    """Autograd has heard that a kernel has overwritten what backward would read."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        raise AssertionError("backward read what a kernel had overwritten")
+
+
+def assert_overwriting_is_told(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    """Whoever else has kept the function's input for backward is refused it."""
+    y = x.clone().requires_grad_() * 1.0
+    kept = y.square().sum()
+    with kernels_chosen():
+        function(y)
+    assert_backward_is_refused(kept)
+
+
 def randn(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
     """The same numbers on every device."""
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))

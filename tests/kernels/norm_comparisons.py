@@ -10,7 +10,15 @@ from torch import Tensor
 
 from megatron.core.kernels import norm as norm_kernels
 from megatron.core.transformer.norms import build_norm
-from tests.kernels.harness import TOLERANCES, assert_close, compared, kernels_chosen, randn, run
+from tests.kernels.harness import (
+    TOLERANCES,
+    assert_close,
+    assert_overwriting_is_told,
+    compared,
+    kernels_chosen,
+    randn,
+    run,
+)
 from tests.unit.gpt_models import read_config
 
 
@@ -89,3 +97,10 @@ def norms(device: str) -> None:
         _compare_norm(flags, (1, 1, 3), (full, full), device, "residual")
         _compare_norm(flags, (0, 1, 72), (full, full), device, "residual sum")
         _compare_norm(flags, (3, 1, 40), (torch.float16, torch.float16), device, "residual sum")
+
+
+@compared
+def norms_tell_what_they_overwrite(device: str) -> None:
+    norm = build_norm(read_config("--normalization RMSNorm").model, 16).to(device)
+    x, residual = (randn(3, 2, 16, dtype=torch.float32, device=device) for _ in range(2))
+    assert_overwriting_is_told(lambda x: norm(x, residual=residual, returns_sum=True), x)

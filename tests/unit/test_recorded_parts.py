@@ -77,14 +77,46 @@ def test_outputs_that_nobody_uses_have_no_gradient(recorded: Parts, used: tuple[
         assert all(map(torch.equal, found, expected))
 
 
-def test_what_leaves_the_first_part_is_the_callers_own(recorded: Parts) -> None:
-    """A pipeline may still be sending the gradient when the next micro-batch computes its own."""
+def test_gradients_that_leave_are_the_callers_own(recorded: Parts) -> None:
+    """A pipeline may still be sending that of the hidden states when the next micro-batch computes its own."""
     x, table = draw(1), torch.ones(WIDTH)
-    (kept,) = torch.autograd.grad(recorded.run(x, table)[0].sum(), [x])
-    before = kept.clone()
+    kept = torch.autograd.grad(recorded.run(x, table)[0].sum(), [x, *(weight.weight for weight in recorded.weights)])
+    before = [grad.clone() for grad in kept]
     with recorded.replaying():
         recorded.run(draw(2), table)[1].sum().backward()
-    assert torch.equal(kept, before)
+    assert all(map(torch.equal, kept, before))
+
+
+def test_outputs_have_gradients_where_they_had_some() -> None:
+    passes, weight = Passes(StandInRecorder(), 1), nn.Linear(WIDTH, WIDTH)
+    part = passes.add(weight)
+
+    def compute(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = weight(x)
+        return y, y.detach().sum(), y.argmax()
+
+    for _ in range(2):
+        with passes.open(draw(1), ()):
+            outputs = part(compute, (draw(1),))
+        assert [y.requires_grad for y in outputs] == [True, False, False]
+        outputs[0].sum().backward()
+        passes.finish_step()
+    assert passes.slots == 1
+
+
+@pytest.mark.parametrize(
+    "watch",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+     "register_full_backward_pre_hook"],
+)  # fmt: skip
+def test_passes_that_a_hook_looks_into_go_without(recorded: Parts, watch: str) -> None:
+    seen: list[object] = []
+    handle = getattr(recorded.weights[1], watch)(lambda module, *_: seen.append(module))
+    recorded.run(draw(1), torch.ones(WIDTH))[0].sum().backward()
+    assert len(seen) == 1 and recorded.recorder.replays == 0
+    handle.remove()
+    with recorded.replaying():
+        recorded.run(draw(1), torch.ones(WIDTH))[0].sum().backward()
 
 
 def test_tables_are_copied_whenever_they_have_changed(recorded: Parts) -> None:
