@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.core_attention.block_kernels import CPUFlashKernel, MergedBlocks, PlainKernel
+from megatron.core.transformer.core_attention.block_kernels import CPUFlashKernel, MergedBlocks, PlainKernel, Rule
 from megatron.core.transformer.core_attention.interface import (
     AttentionInputs,
     AttentionOptions,
@@ -52,7 +52,7 @@ class _Merged(torch.autograd.Function):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         merged = MergedBlocks(q, v.shape[-1])
         for rows, seen, causal in _Merged.blocks():
-            merged.add(rows, *kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], causal=causal))
+            merged.add(rows, *kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], Rule(causal)))
         out = merged.out.to(q.dtype)
         ctx.kernel = kernel
         ctx.save_for_backward(q, k, v, out, merged.log_sum)
@@ -65,7 +65,8 @@ class _Merged(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for rows, seen, causal in _Merged.blocks():
             inputs = (q[:, :, rows], k[:, :, seen], v[:, :, seen])
-            add = ctx.kernel.backward(grad[:, :, rows], inputs, (out[:, :, rows], log_sum[:, :, rows]), causal=causal)
+            merged = (out[:, :, rows], log_sum[:, :, rows])
+            add = ctx.kernel.backward(grad[:, :, rows], inputs, merged, Rule(causal))
             for total, where, part in zip(grads, (rows, seen, seen), add, strict=True):
                 total[:, :, where] += part
         return *(total.to(q.dtype).permute(2, 0, 1, 3) for total in grads), None

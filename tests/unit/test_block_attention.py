@@ -12,6 +12,7 @@ from megatron.core.transformer.core_attention.block_kernels import (
     CPUFlashKernel,
     MergedBlocks,
     PlainKernel,
+    Rule,
 )
 from megatron.core.transformer.core_attention.flash import FlashKernel
 from tests.unit import flash_stand_in
@@ -44,14 +45,14 @@ def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> tu
     return out.detach(), q.grad, k.grad, v.grad  # type: ignore[return-value]
 
 
-def by_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, options: list[dict]) -> list[Tensor]:
+def by_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rules: list[Rule]) -> list[Tensor]:
     """The same, one block of QUERIES keys after another."""
-    pairs = list(zip(k.split(QUERIES, 2), v.split(QUERIES, 2), options, strict=True))
+    pairs = list(zip(k.split(QUERIES, 2), v.split(QUERIES, 2), rules, strict=True))
     merged = MergedBlocks(q, v.shape[-1])
-    for k_block, v_block, how in pairs:
-        merged.add(slice(None), *kernel.forward(q, k_block, v_block, **how))
+    for k_block, v_block, rule in pairs:
+        merged.add(slice(None), *kernel.forward(q, k_block, v_block, rule))
     whole = (merged.out.to(q.dtype), merged.log_sum)
-    grads = [kernel.backward(grad, (q, k_block, v_block), whole, **how) for k_block, v_block, how in pairs]
+    grads = [kernel.backward(grad, (q, k_block, v_block), whole, rule) for k_block, v_block, rule in pairs]
     grad_q = sum(add for add, _, _ in grads)
     return [merged.out, grad_q, torch.cat([add for _, add, _ in grads], 2), torch.cat([add for *_, add in grads], 2)]
 
@@ -63,7 +64,7 @@ def by_blocks(kernel: BlockKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor
 def test_merged_blocks_equal_the_whole(kernel: BlockKernel, groups: int) -> None:
     q, k, v, grad = tensors(groups, 3)
     mask = torch.ones(QUERIES, 3 * QUERIES, dtype=torch.bool).triu(2 * QUERIES + 1)
-    found = by_blocks(kernel, q, k, v, grad, [{"causal": False}, {"causal": False}, {"causal": True}])
+    found = by_blocks(kernel, q, k, v, grad, [Rule(False), Rule(False), Rule(True)])
     for ours, theirs in zip(found, reference(q, k, v, grad, mask), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -76,8 +77,7 @@ def test_masks_that_hide_a_block_or_everything(kernel: BlockKernel) -> None:
     q, k, v, grad = tensors(2, 2)
     mask = torch.rand(BATCH, 1, QUERIES, 2 * QUERIES) < 0.4
     mask[:, :, 0], mask[:, :, 1, :QUERIES] = True, True
-    options = [{"causal": False, "mask": part} for part in mask.split(QUERIES, -1)]
-    found = by_blocks(kernel, q, k, v, grad, options)
+    found = by_blocks(kernel, q, k, v, grad, [Rule(False, part) for part in mask.split(QUERIES, -1)])
     assert not found[0][:, :, 0].any()
     for ours, theirs in zip(found, reference(q, k, v, grad, mask), strict=True):
         torch.testing.assert_close(ours, theirs.nan_to_num())
@@ -87,16 +87,16 @@ def test_dropout_is_the_same_in_backward() -> None:
     """The gradient is that of the function which the seed fixes: compared with differences."""
     kernel = PlainKernel(SCALE, dropout=0.5)
     q, k, v, grad = (x.double() for x in tensors(2, 1))
-    how = {"causal": True, "seed": 7}
+    rule = Rule(causal=True, seed=7)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> float:
-        out, _ = kernel.forward(q.float(), k.float(), v.float(), **how)
+        out, _ = kernel.forward(q.float(), k.float(), v.float(), rule)
         return float((out.double() * grad).sum())
 
-    out, log_sum = kernel.forward(q.float(), k.float(), v.float(), **how)
-    other, _ = kernel.forward(q.float(), k.float(), v.float(), causal=True, seed=8)
+    out, log_sum = kernel.forward(q.float(), k.float(), v.float(), rule)
+    other, _ = kernel.forward(q.float(), k.float(), v.float(), rule._replace(seed=8))
     assert not torch.equal(out, other)
-    grads = kernel.backward(grad.float(), (q.float(), k.float(), v.float()), (out, log_sum), **how)
+    grads = kernel.backward(grad.float(), (q.float(), k.float(), v.float()), (out, log_sum), rule)
     for index, x in enumerate((q, k, v)):
         direction = torch.randn_like(x)
         around = [[q, k, v], [q, k, v]]
@@ -108,7 +108,7 @@ def test_dropout_is_the_same_in_backward() -> None:
 def test_bfloat16_is_merged_in_float32() -> None:
     q, k, v, grad = (x.bfloat16() for x in tensors(4, 2))
     for kernel in (PlainKernel(SCALE), CPUFlashKernel(SCALE), FlashKernel(SCALE)):
-        found = by_blocks(kernel, q, k, v, grad, [{"causal": False}, {"causal": True}])
+        found = by_blocks(kernel, q, k, v, grad, [Rule(False), Rule(True)])
         assert found[0].dtype == torch.float32
         mask = torch.ones(QUERIES, 2 * QUERIES, dtype=torch.bool).triu(QUERIES + 1)
         expected = reference(*(x.float() for x in (q, k, v, grad)), mask)

@@ -18,7 +18,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.core_attention import flash, flex, query_blocks
-from megatron.core.transformer.core_attention.block_kernels import MergedBlocks, PlainKernel, Sequences
+from megatron.core.transformer.core_attention.block_kernels import MergedBlocks, PlainKernel, Rule, Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.flash import FlashCall, FlashKernel
@@ -348,11 +348,10 @@ def test_blocks_of_a_ring_on_a_gpu() -> None:
         halves = [(slice(0, 40), False), (slice(40, 80), True)]
         merged = MergedBlocks(q_, 24)
         for keys, causal in halves:
-            merged.add(slice(None), *kernel.forward(q_, k_[:, :, keys], v_[:, :, keys], causal=causal))
+            merged.add(slice(None), *kernel.forward(q_, k_[:, :, keys], v_[:, :, keys], Rule(causal)))
         whole = (merged.out.to(dtype), merged.log_sum)
         grads = [
-            kernel.backward(grad_, (q_, k_[:, :, keys], v_[:, :, keys]), whole, causal=causal)
-            for keys, causal in halves
+            kernel.backward(grad_, (q_, k_[:, :, keys], v_[:, :, keys]), whole, Rule(causal)) for keys, causal in halves
         ]
         results.append([merged.out, merged.log_sum, grads[0][0] + grads[1][0], *grads[0][1:], *grads[1][1:]])
     for theirs, ours in zip(*results, strict=True):

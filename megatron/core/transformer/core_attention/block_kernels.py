@@ -57,32 +57,32 @@ class Band(NamedTuple):
     """Which see nothing of each other, the samples of a batch one after another; None for one in each sample."""
 
 
+class Rule(NamedTuple):
+    """Which of a block's keys its queries see, and which of these dropout leaves."""
+
+    causal: bool
+    """Query and key of one index stand at one position (s = t)."""
+    mask: Tensor | None = None
+    """bool, True where a key may not be seen, broadcastable to [b, n, s, t]."""
+    band: Band | None = None
+    """Instead of a mask, for kernels that take one."""
+    seed: int | None = None
+    """Of this block's dropout; None for none."""
+
+
 class BlockKernel(Protocol):
     """Computes attention over one block of keys, forward and backward, so that blocks can be merged."""
 
     name: str
     takes_bands: bool
-    """Whether a `Band` may be given as a further argument `band` of both methods, then without a mask."""
+    """Whether rules may have a `Band`."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """O_i in the dtype of q, and L_i.
-
-        causal: query and key of one index stand at one position (s = t). mask: bool, True where a key may not be seen,
-        broadcastable to [b, n, s, t]. seed: of this block's dropout; None for none.
-        """
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """O_i in the dtype of q, and L_i."""
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        *,
-        causal: bool,
-        mask: Tensor | None = None,
-        seed: int | None = None,
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
     ) -> Gradients:
         """What this block adds to the gradients; inputs: q, k, v; merged: O, in the dtype of q, and L
         over all blocks."""
@@ -100,41 +100,32 @@ class PlainKernel:
         where s is the bounded score."""
         self.scale, self.dropout, self.softcap = scale, dropout, softcap
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
-        scores = self._masked(self._scores(q, k), causal, mask)
+        scores = self._masked(self._scores(q, k), rule)
         log_sum = scores.logsumexp(-1)  # the largest score is taken out first, so that no exponential overflows
         probabilities = (scores - _finite(log_sum).unsqueeze(-1)).exp_()
-        self._drop_(probabilities, seed)
+        self._drop_(probabilities, rule.seed)
         out = torch.matmul(_by_group(probabilities.to(v.dtype), k), v)
         return _by_head(out, q), log_sum
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        *,
-        causal: bool,
-        mask: Tensor | None = None,
-        seed: int | None = None,
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
     ) -> Gradients:
         """See BlockKernel. With dropout M: dP = M * (dO V^T), and rowsum(P * dP) = rowsum(dO * O) all the same."""
         (q, k, v), (out, log_sum) = inputs, merged
         scores = self._scores(q, k)
         # Of the tanh that bounds the scores, from the bounded scores, before masking writes over them.
         slope = None if self.softcap is None else 1 - (scores / self.softcap).square()
-        p = (self._masked(scores, causal, mask) - _finite(log_sum).unsqueeze(-1)).exp_()
+        p = (self._masked(scores, rule) - _finite(log_sum).unsqueeze(-1)).exp_()
         # The softmax runs over all blocks, and so does this row sum; O and its gradient give it without the others.
         row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
         # Grouped heads fold into the rows of one product, so that keys and values are never repeated in memory.
         grad_p = _by_head(multiply_in_float32(_by_group(grad, k), v.transpose(-1, -2)), q)
         # dV needs P with its dropout; the gradient of the softmax below needs P without it.
         dropped = p.clone() if self.dropout else p
-        self._drop_(dropped, seed)
-        self._drop_(grad_p, seed)
+        self._drop_(dropped, rule.seed)
+        self._drop_(grad_p, rule.seed)
         grad_scores = p * (grad_p - row_sum) * self.scale
         grad_scores = grad_scores if slope is None else grad_scores * slope
         # Narrowed only here: the difference grad_p - row_sum cancels, and would lose its digits in 16 bits.
@@ -154,13 +145,13 @@ class PlainKernel:
         return scores if self.softcap is None else (scores / self.softcap).tanh_().mul_(self.softcap)
 
     @staticmethod
-    def _masked(scores: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    def _masked(scores: Tensor, rule: Rule) -> Tensor:
         """Scores with minus infinity where a key is hidden; may overwrite its argument."""
-        if causal:
+        if rule.causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
             scores.masked_fill_(future, float("-inf"))
-        if mask is not None:
-            scores = scores.masked_fill(mask, float("-inf"))
+        if rule.mask is not None:
+            scores = scores.masked_fill(rule.mask, float("-inf"))
         return scores
 
     def _drop_(self, x: Tensor, seed: int | None) -> None:
@@ -185,36 +176,27 @@ class CPUFlashKernel:
         self.scale = scale
         self.plain = PlainKernel(scale)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
-        if mask is not None or v.shape[-1] != k.shape[-1]:
-            return self.plain.forward(q, k, v, causal=causal, mask=mask)
+        if rule.mask is not None or v.shape[-1] != k.shape[-1]:
+            return self.plain.forward(q, k, v, rule)
         # The operator, not F.scaled_dot_product_attention: only the operator also returns L, which merging needs.
         result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _per_head(k, q), _per_head(v, q), 0.0, causal, scale=self.scale
+            q, _per_head(k, q), _per_head(v, q), 0.0, rule.causal, scale=self.scale
         )
         return result
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        *,
-        causal: bool,
-        mask: Tensor | None = None,
-        seed: int | None = None,
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
     ) -> Gradients:
         """See BlockKernel."""
         (q, k, v), (out, log_sum) = inputs, merged
-        if mask is not None or v.shape[-1] != k.shape[-1]:
-            return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
+        if rule.mask is not None or v.shape[-1] != k.shape[-1]:
+            return self.plain.backward(grad, inputs, merged, rule)
         # The kernel reads L in the memory order in which it writes it: [b, s, n].
         log_sum = log_sum.transpose(1, 2).contiguous().transpose(1, 2)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, _per_head(k, q), _per_head(v, q), out, log_sum, 0.0, causal, scale=self.scale
+            grad, q, _per_head(k, q), _per_head(v, q), out, log_sum, 0.0, rule.causal, scale=self.scale
         )
         return grad_q, _sum_of_group(grad_k, k), _sum_of_group(grad_v, v)
 

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.core_attention.block_kernels import (
-    Band,
     Gradients,
     PlainKernel,
+    Rule,
     Sequences,
     add_sinks,
     compute_sinks_grad,
@@ -200,21 +200,11 @@ class FlashKernel:
         self.scale = scale
         self.plain = PlainKernel(scale)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        mask: Tensor | None = None,
-        seed: int | None = None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
-        if mask is not None:
-            return self.plain.forward(q, k, v, causal=causal, mask=mask)
-        call, samples = self._build_call(causal, band), q.shape[0]
+        if rule.mask is not None:
+            return self.plain.forward(q, k, v, rule)
+        call, samples = self._build_call(rule), q.shape[0]
         q, k, v = (_tokens_first(x, call) for x in (q, k, v))
         out, log_sum, _ = compute_forward(q, k, v, call)
         if call.sequences is None:
@@ -222,20 +212,12 @@ class FlashKernel:
         return out.unflatten(0, (samples, -1)).transpose(1, 2), log_sum.unflatten(1, (samples, -1)).transpose(0, 1)
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        merged: tuple[Tensor, Tensor],
-        *,
-        causal: bool,
-        mask: Tensor | None = None,
-        seed: int | None = None,
-        band: Band | None = None,
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
     ) -> Gradients:
         """See BlockKernel."""
-        if mask is not None:
-            return self.plain.backward(grad, inputs, merged, causal=causal, mask=mask)
-        call = self._build_call(causal, band)
+        if rule.mask is not None:
+            return self.plain.backward(grad, inputs, merged, rule)
+        call = self._build_call(rule)
         q, k, v, out, grad = (_tokens_first(x, call) for x in (*inputs, merged[0], grad))
         log_sum = merged[1] if call.sequences is None else merged[1].transpose(0, 1).flatten(1)
         grads = compute_backward(grad, (q, k, v), FlashResult(out, log_sum), call)
@@ -244,9 +226,9 @@ class FlashKernel:
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
         return grad_q, grad_k, grad_v
 
-    def _build_call(self, causal: bool, band: Band | None) -> FlashCall:
-        window, sequences = (None, None) if band is None else band
-        return FlashCall(self.scale, causal, window, sequences)
+    def _build_call(self, rule: Rule) -> FlashCall:
+        window, sequences = (None, None) if rule.band is None else rule.band
+        return FlashCall(self.scale, rule.causal, window, sequences)
 
 
 def _tokens_first(x: Tensor, call: FlashCall) -> Tensor:

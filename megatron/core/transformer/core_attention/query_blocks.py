@@ -38,6 +38,7 @@ from megatron.core.device import is_cpu
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
     PlainKernel,
+    Rule,
     add_sinks,
     compute_sinks_grad,
     draw_seed,
@@ -184,13 +185,13 @@ class _Call:
     visible: Visible
     seed: int | None
 
-    def blocks(self, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-        """(rows, the keys they see, the kernel's options) of each block."""
+    def blocks(self, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, Rule]]:
+        """(rows, the keys they see, what of these) of each block."""
         for number, (rows, seen) in enumerate(self.visible.blocks(queries, keys, _BLOCK)):
             hidden = self.visible.cut(rows, seen).build_mask(rows.stop - rows.start, seen.stop - seen.start, device)
             # A seed of each block's own, so that backward draws its dropout again without the blocks before it.
             seed = None if self.seed is None else self.seed + number
-            yield rows, seen, {"causal": False, "mask": hidden, "seed": seed}
+            yield rows, seen, Rule(causal=False, mask=hidden, seed=seed)
 
 
 class _QueryBlocks(torch.autograd.Function):
@@ -200,8 +201,8 @@ class _QueryBlocks(torch.autograd.Function):
         # Written block by block where the output projection reads it; the kernels see it as [b, n, s, dv].
         output = query.new_empty((*query.shape[:3], value.shape[3]))  # [s, b, n, dv]
         out, log_sum = _heads_first(output), query.new_empty(q.shape[:-1], dtype=torch.float32)
-        for rows, seen, options in call.blocks(q.shape[2], k.shape[2], q.device):
-            part, logs = call.kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], **options)
+        for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
+            part, logs = call.kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], rule)
             if sinks is not None:
                 part, logs = add_sinks(part, logs, sinks)
             out[:, :, rows], log_sum[:, :, rows] = part, logs
@@ -218,11 +219,11 @@ class _QueryBlocks(torch.autograd.Function):
         # Several blocks add to one key: in float32, whatever the format of the keys.
         grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
         grad_q, grad_k, grad_v = (_heads_first(x) for x in (grad_query, grad_key, grad_value))
-        for rows, seen, options in call.blocks(q.shape[2], k.shape[2], q.device):
+        for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
             inputs, merged = (q[:, :, rows], k[:, :, seen], v[:, :, seen]), (out[:, :, rows], log_sum[:, :, rows])
             # A block's queries belong to it alone, so dQ is assigned; its keys are shared with later blocks, so dK and
             # dV add up.
-            add_q, add_k, add_v = call.kernel.backward(grad[:, :, rows], inputs, merged, **options)
+            add_q, add_k, add_v = call.kernel.backward(grad[:, :, rows], inputs, merged, rule)
             grad_q[:, :, rows] = add_q
             grad_k[:, :, seen] += add_k
             grad_v[:, :, seen] += add_v

@@ -37,6 +37,7 @@ from megatron.core.transformer.core_attention.block_kernels import (
     Band,
     BlockKernel,
     MergedBlocks,
+    Rule,
     Sequences,
     add_sinks,
     compute_sinks_grad,
@@ -79,10 +80,9 @@ class Block(NamedTuple):
     mask: Tensor | None = None
     band: Band | None = None
 
-    def options(self, seed: int | None) -> dict[str, Any]:
+    def rule(self, seed: int | None) -> Rule:
         """For the kernel. seed: of the dropout."""
-        own: dict[str, Any] = {"causal": self.causal, "mask": self.mask, "seed": seed}
-        return own if self.band is None else own | {"band": self.band}
+        return Rule(self.causal, self.mask, self.band, seed)
 
 
 def choose_causal_block(rank: int, source: int, length: int) -> Block:
@@ -272,8 +272,8 @@ class _RingAttention(torch.autograd.Function):
             passing = _RingTransfer(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
             for block in call.blocks(step, query):
                 k, v = at_hand.blocks(block.keys)
-                options = block.options(call.derive_seed(step))
-                merged.add(block.queries, *call.kernel.forward(q[:, :, block.queries], k, v, **options))
+                rule = block.rule(call.derive_seed(step))
+                merged.add(block.queries, *call.kernel.forward(q[:, :, block.queries], k, v, rule))
             at_hand = passing.wait() if passing is not None else at_hand
         out, log_sum = merged.out, merged.log_sum
         if sinks is not None:
@@ -301,8 +301,8 @@ class _RingAttention(torch.autograd.Function):
             for block in call.blocks(step, query):
                 rows = block.queries
                 k, v = at_hand.blocks(block.keys)
-                result, options = (out[:, :, rows], log_sum[:, :, rows]), block.options(call.derive_seed(step))
-                add_q, *add = call.kernel.backward(grad[:, :, rows], (q[:, :, rows], k, v), result, **options)
+                result, rule = (out[:, :, rows], log_sum[:, :, rows]), block.rule(call.derive_seed(step))
+                add_q, *add = call.kernel.backward(grad[:, :, rows], (q[:, :, rows], k, v), result, rule)
                 grad_q[:, :, rows] += add_q
                 additions.append((block.keys, add[0], add[1]))
             # The gradients of this block, as the ranks before have left them, were under way during the products.
