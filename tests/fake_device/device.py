@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,9 +70,16 @@ def install(library: Path) -> None:
 
     torch.Generator = Generator  # type: ignore[misc]
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _STREAM  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)  # type: ignore[assignment]
+    torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
     torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[method-assign,assignment]
+
+
+def _get_rng_state(device: Any = None) -> Any:
+    import torch
+
+    refuse_in_graph("get_rng_state")
+    return torch.zeros(16, dtype=torch.uint8)
 
 
 def leave(code: int = 0) -> NoReturn:
@@ -183,12 +191,22 @@ WAITS: list[str] = []
 """Waits that no operation of a tensor makes, by name; recorder.py empties it."""
 
 
+def refuse_in_graph(what: str) -> None:
+    """What CUDA refuses while a graph captures: waits of the host, and states of generators."""
+    assert not CAPTURING, f"{what}, while a graph captures"
+
+
 def _note_wait(name: str) -> None:
+    refuse_in_graph(name)
     WAITS.append(name)
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
     pass
+
+
+def _outside_of_graphs(name: str) -> Callable[..., None]:
+    return lambda *arguments, **options: refuse_in_graph(name)
 
 
 _STAND_INS: dict[str, Any] = {
@@ -199,15 +217,16 @@ _STAND_INS: dict[str, Any] = {
     "set_device": _nothing,
     "init": _nothing,
     "_lazy_init": _nothing,
+    "_initialized": True,  # or torch's checkpoint would leave the device's generator alone
     "synchronize": lambda *device: _note_wait("cuda.synchronize"),
-    "set_rng_state": _nothing,
-    "manual_seed": _nothing,
-    "manual_seed_all": _nothing,
+    "set_rng_state": _outside_of_graphs("set_rng_state"),
+    "manual_seed": _outside_of_graphs("manual_seed"),
+    "manual_seed_all": _outside_of_graphs("manual_seed_all"),
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_stats": lambda device=None: {},
     "reset_peak_memory_stats": _nothing,
-    "empty_cache": _nothing,
+    "empty_cache": _outside_of_graphs("empty_cache"),
     "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
     "get_device_name": lambda device=None: Properties.name,
     "get_device_capability": lambda device=None: (Properties.major, Properties.minor),

@@ -91,6 +91,11 @@ class Recorder(TorchDispatchMode):
         """Of operations on tensors, and of streams and events."""
         return self.waits + Counter(device.WAITS)
 
+    def note_wait(self, operation: str) -> None:
+        """The host waits for the device here."""
+        device.refuse_in_graph(f"{operation} in {find_place()}")
+        self.waits[f"{operation} in {find_place()}"] += 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
@@ -101,7 +106,7 @@ class Recorder(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return self.read(before[0], "item")
         if name in WAITING and on_device:
-            self.waits[f"{name} in {find_place()}"] += 1
+            self.note_wait(name)
         if name == "equal":
             return True
         direction = self._note_copy(name, before, args, kwargs)
@@ -128,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
     def read(self, tensor: Tensor, operation: str) -> Any:
         """Count a wait of the host, and return what it reads: numbers in lists for a tensor with dimensions."""
-        self.waits[f"{operation} in {find_place()}"] += 1
+        self.note_wait(operation)
         value = self.answer(tensor)
         if value is not None:
             return value
@@ -173,7 +178,7 @@ class Recorder(TorchDispatchMode):
             return None
         direction = "to the device" if places[0] else "to the host"
         if is_blocking:
-            self.waits[f"copy {direction} in {find_place()}"] += 1
+            self.note_wait(f"copy {direction}")
         return direction
 
     def _take_part(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -372,7 +377,7 @@ def _make_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if isinstance(data, Tensor) or target.type != "cuda":
             return make(data, dtype=dtype, device=device, **options)
         if _active:
-            _active[-1].waits[f"copy to the device in {find_place()}"] += 1
+            _active[-1].note_wait("copy to the device")
         on_host = make(data, dtype=dtype, device="cpu")
         return torch.empty(on_host.shape, dtype=on_host.dtype, device=target)
 

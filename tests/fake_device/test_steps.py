@@ -86,11 +86,11 @@ RECORDED = {
     "graphs": ("1", f"{DENSE} {GRAPHS}"), "graphs, six layers": ("1", f"{DENSE} {SIX_LAYERS} {GRAPHS}"),
     "graphs, pp2": ("pp2", f"{DENSE} {GRAPHS}"), "graphs, tp2,sp": ("tp2,sp", f"{DENSE} {GRAPHS}"),
     "graphs of attention": ("1", f"{DENSE} {GRAPHS} --cuda-graph-modules attn"),
+    "graphs, all recomputed": ("1", f"{DENSE} {GRAPHS} {LEVERS['all recomputed']}"),
 }  # fmt: skip
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     RECORDED |= {
         "graphs, vpp2": ("pp2,vpp2", f"{DENSE} {GRAPHS}"),
-        "graphs, all recomputed": ("1", f"{DENSE} {GRAPHS} {LEVERS['all recomputed']}"),
         "graphs, some recomputed": ("1", f"{DENSE} {GRAPHS} {LEVERS['some recomputed']}"),
         "graphs of MLPs": ("1", f"{DENSE} {GRAPHS} --cuda-graph-modules mlp"),
         "graphs of routers": ("1", f"{EXPERTS} {GRAPHS} --cuda-graph-modules attn moe_router"),
@@ -260,7 +260,10 @@ def test_recorded_layers_launch_their_graphs_and_nothing_else(seen: Any) -> None
     plain, four, six = (of_layout(seen, name)[0] for name in ("1", "graphs", "graphs, six layers"))
     assert four["waits"] == six["waits"] == {}
     assert four["kernels"] == six["kernels"]
-    for layers, rank in ((4, four), (6, six)):
+    # Whole layers are computed again by the graphs of backward, without a wait or a generator's state.
+    (recomputed,) = of_layout(seen, "graphs, all recomputed")
+    assert recomputed["waits"] == {} and recomputed["replays"][1] > four["replays"][1]
+    for layers, rank in ((4, four), (6, six), (4, recomputed)):
         assert rank["replays"][0] == 2 * layers * MICROBATCHES
     # Each kernel that the host does not launch any more is in a graph; what enters and leaves the layers is copied.
     copies = 3 * MICROBATCHES
