@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.device import current_device, is_cuda, release_cached_memory, synchronize
 
@@ -94,6 +94,19 @@ class GraphRecorder:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return Recording(graph.replay, result)
+
+
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether they are the same numbers at the same place, both being alive."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
+        return False
+    return one.storage_offset() == other.storage_offset() and (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+def load(fixed: Tensor, tensor: Tensor) -> None:
+    """Bring values to a fixed address, where they are not there already."""
+    if not are_same(tensor, fixed):
+        fixed.copy_(tensor)
 
 
 def renew_gradient_nodes(parameters: Iterable[nn.Parameter]) -> None:

@@ -128,6 +128,27 @@ def test_tables_are_copied_whenever_they_have_changed(recorded: Parts) -> None:
             assert torch.equal(recorded.run(draw(1), table)[0], recorded.expect(draw(1), table)[0])
 
 
+def test_parameters_that_have_moved_are_recorded_anew(recorded: Parts) -> None:
+    """Graphs read them where they were."""
+    table, weight = torch.ones(WIDTH), recorded.weights[0].weight
+    for place in ("values", "gradients"):
+        if place == "values":
+            weight.data = 2.0 * weight.data
+        else:
+            weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+        replays, found = recorded.recorder.replays, recorded.run(draw(1), table)
+        assert all(map(torch.equal, found, recorded.expect(draw(1), table))) and recorded.recorder.replays == replays
+        found[0].sum().backward()
+        recorded.passes.finish_step()
+        assert recorded.passes.slots == 1
+        with recorded.replaying():
+            found = recorded.run(draw(2), table)
+            found[0].sum().backward()
+        assert torch.equal(found[0], recorded.expect(draw(2), table)[0])
+        recorded.passes.finish_step()
+    assert weight.main_grad.any()  # type: ignore[attr-defined]
+
+
 def test_a_pass_that_an_error_ended_is_not_recorded() -> None:
     parts = Parts()
 

@@ -23,7 +23,8 @@ the parameters: autograd calls them after the replay), the random stream of the 
 copied to fixed addresses once for each pass where they have changed.
 
 A pass runs without graphs where it is not like the recorded ones: in evaluation and generation, with packed documents,
-with tensors of other shapes, and while a hook watches a module inside a part (activation statistics, dumps).
+with tensors of other shapes, and while a hook watches a module inside a part (activation statistics, dumps). So does a
+step before which parameters were put elsewhere in memory; at its end they are recorded anew.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device_graphs import Recorder, Recording, renew_gradient_nodes
+from megatron.core.device_graphs import Recorder, Recording, are_same, load, renew_gradient_nodes
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensor | Tensors]
@@ -111,6 +112,7 @@ class Passes:
         self._learned: _LearningPass | None = None
         self._leases: list[weakref.ref[_Lease]] = []
         self._most_in_flight = 0
+        self._is_checked = False
 
     @property
     def is_replaying(self) -> bool:
@@ -129,7 +131,7 @@ class Passes:
 
     def finish_step(self) -> None:
         """End a training step: nothing is on its way between ranks. Behind the warm-up, record what was missing."""
-        self._steps += 1
+        self._steps, self._is_checked = self._steps + 1, False
         missing = self._most_in_flight - len(self._slots)
         if self._steps < self._warmup_steps or self._learned is None or missing <= 0:
             return
@@ -165,6 +167,9 @@ class Passes:
         kind = describe((hidden_states, *constants))
         if self._steps >= self._warmup_steps and self._learned is not None and kind != self._learned.kind:
             return None
+        if not self._is_checked:
+            # Once in a step. What has been put elsewhere meanwhile is recorded anew at its end.
+            self._slots, self._is_checked = [slot for slot in self._slots if slot.is_current()], True
         lease = _Lease()
         in_flight = [known for known in self._leases if not _is_over(known)]
         self._leases = [*in_flight, weakref.ref(lease)]
@@ -302,17 +307,27 @@ class _Slot:
         for number in reversed(range(len(calls))):
             # Popped: what forward has kept for backward is free for the recordings that come after it.
             self._record_backward(number, *graphs.pop())
+        # Views, which keep the memory: nothing else can come to lie there.
+        self._memory = [tensor.detach() for tensor in self._list_memory()]
 
     @property
     def is_free(self) -> bool:
         """Whether no micro-batch holds it."""
         return self._lease is None or _is_over(self._lease)
 
+    def is_current(self) -> bool:
+        """Whether parameters and their gradients lie where they were recorded."""
+        return all(map(are_same, self._memory, self._list_memory()))
+
+    def _list_memory(self) -> list[Tensor]:
+        parameters = [parameter for call in self.calls for parameter in call.parameters]
+        return [*parameters, *(getattr(parameter, "main_grad", parameter) for parameter in parameters)]
+
     def begin(self, constants: Sequence[Any], lease: _Lease) -> _ReplayedPass:
         """A micro-batch's pass."""
         for place, (fixed, tensor) in enumerate(zip(self._fixed, _list_tensors(constants), strict=True)):
             loaded, version = self._loaded[place]
-            if not _are_same(tensor, loaded) or tensor._version != version:
+            if not are_same(tensor, loaded) or tensor._version != version:
                 fixed.copy_(tensor)
                 self._loaded[place] = tensor, tensor._version
         self._lease = weakref.ref(lease)
@@ -441,12 +456,12 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _RecordedCall, is_first: bool, lease: _Lease, *tensors: Tensor) -> Tensors:
         for fixed, tensor, like in zip(call.inputs, tensors, call.call.inputs, strict=False):
-            if like.made_by is not None and not _are_same(tensor, fixed):
+            if like.made_by is not None and not are_same(tensor, fixed):
                 raise RuntimeError(
                     f"a hook has replaced the hidden states {list(tensor.shape)} between two recorded layers; give "
                     "--cuda-graph-impl none"
                 )
-            _load(fixed, tensor)
+            load(fixed, tensor)
         call.forward.replay()
         ctx.call, ctx.is_first, ctx.lease = call, is_first, lease
         ctx.set_materialize_grads(False)
@@ -469,7 +484,7 @@ class _Replay(torch.autograd.Function):
             if fixed is not None and grad is None:
                 fixed.zero_()
             elif fixed is not None and grad is not None:
-                _load(fixed, grad)
+                load(fixed, grad)
         assert call.backward is not None
         call.backward.replay()
         ctx.lease.end_part()
@@ -479,15 +494,3 @@ class _Replay(torch.autograd.Function):
         # Whoever has no main_grad keeps what he gets.
         of_parameters = [None if grad is None else grad.clone() for grad in call.parameter_grads]
         return None, None, None, *of_inputs, *of_parameters
-
-
-def _load(fixed: Tensor, tensor: Tensor) -> None:
-    """Bring values to a fixed address, where they are not there already."""
-    if not _are_same(tensor, fixed):
-        fixed.copy_(tensor)
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
-        return False
-    return one.storage_offset() == other.storage_offset() and (one.shape, one.stride()) == (other.shape, other.stride())
