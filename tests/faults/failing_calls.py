@@ -27,7 +27,11 @@ from errno import EIO, ENOSPC, EROFS
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils._pytree import tree_flatten
+
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, find_checkpoint, list_leftovers, settle_leftovers
+from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.errors import CheckpointError
 from megatron.training.launch.local_job import run_job_locally
 from megatron.training.loop import train
@@ -298,10 +302,27 @@ def _resume(root: Path, whole: Path, way: str, victim: int) -> str:
     return "" if ours == theirs else "other tensors after resuming"
 
 
-def _read_tensors(checkpoint: Path) -> dict[str, bytes]:
+def _read_tensors(checkpoint: Path) -> dict[str, Any]:
     files = [*checkpoint.glob("*.distcp"), *checkpoint.glob("*/*.pt")]
     assert len(files) == _RANKS, files
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in files}
+    return {str(path.relative_to(checkpoint)): _read_file(path) for path in files}
+
+
+def _read_file(path: Path) -> Any:
+    if path.suffix != ".pt":
+        return path.read_bytes()
+    # The settings are in there as well, with the name of the directory.
+    state = {key: value for key, value in read_restricted(path, path.name).items() if key != "args"}
+    leaves, structure = tree_flatten(state)
+    return str(structure), [_describe(leaf) for leaf in leaves]
+
+
+def _describe(leaf: Any) -> bytes | str:
+    """A value, to the last bit."""
+    if isinstance(leaf, torch.Tensor):
+        return bytes(leaf.contiguous().view(-1).view(torch.uint8).numpy())
+    # Of numpy's types the reader makes objects without a text of their own.
+    return re.sub(r" at 0x\w+", "", repr(vars(leaf) if hasattr(leaf, "__dict__") else leaf))
 
 
 def _play_one(directory: Path, way: str, fault: str, victim: int, order: dict[str, Any]) -> Iterator[list[str]]:
