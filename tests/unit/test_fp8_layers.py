@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.products import Matmul, Product, multiply
 from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
+from megatron.training.flags.read import read_run_config
 from tests.unit.gpt_models import build_model, read_config, token_batch
 from tests.unit.test_fp8 import RECIPES, recipe
 
@@ -105,6 +106,27 @@ def test_every_recipe_computes_other_numbers_close_to_those_without() -> None:
     distinct = [grad for name, grad in grads.items() if name != "delayed"]
     assert not any(torch.equal(*pair) for pair in itertools.combinations(distinct, 2))
     assert torch.equal(found["no wgrad"][0], found["tensorwise"][0])
+
+
+@pytest.mark.flags("--fp8-recipe")
+def test_the_last_block_of_blockwise_may_be_a_part_of_one() -> None:
+    """As in DeepSeek-V3, whose latent vector with its positions has 576 columns."""
+    narrow = "--hidden-size 144 --num-attention-heads 2 --ffn-hidden-size 208 --swiglu"
+    latent = (
+        "--hidden-size 144 --num-attention-heads 8 --position-embedding-type rope --multi-latent-attention "
+        "--q-lora-rank 144 --kv-lora-rank 128 --qk-pos-emb-head-dim 16 --qk-head-dim 32 --v-head-dim 16 "
+        "--num-experts 2 --moe-ffn-hidden-size 176 --disable-bias-linear"
+    )
+    for flags in (narrow, latent):
+        exact, found = (losses_and_grads(f"{flags} {fp8}") for fp8 in ("", "--fp8-format e4m3 --fp8-recipe blockwise"))
+        torch.testing.assert_close(found[0], exact[0], rtol=0.02, atol=0.0)
+        for grad, plain in zip(found[1:], exact[1:], strict=True):
+            assert (grad - plain).norm() <= 0.2 * plain.norm() + 1e-7 and not torch.equal(grad, plain)
+    run = "--seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --tokenizer-type NullTokenizer"
+    of_experts = read_run_config(
+        f"--preset deepseek-v3 --bf16 --fp8-format e4m3 --fp8-recipe blockwise {run} --vocab-size 128000".split(), {}
+    )
+    assert of_experts.model.kv_lora_rank + of_experts.model.qk_pos_emb_head_dim == 576
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
@@ -233,6 +255,11 @@ def test_a_gpu_without_fp8_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--hidden-size 72 --num-attention-heads 4", "--hidden-size 72 is no multiple of 16, as --fp8-recipe delayed"),
         ("--fp8-recipe blockwise", "--hidden-size 32 is no multiple of 128, as --fp8-recipe blockwise"),
+        ("--fp8-recipe blockwise --hidden-size 200 --num-attention-heads 4", "--hidden-size 200 is no multiple of 128"),
+        (
+            "--fp8-recipe blockwise --hidden-size 128 --ffn-hidden-size 144 --tensor-model-parallel-size 2",
+            "--ffn-hidden-size 144 is no multiple of 256, as --fp8-recipe blockwise needs it on 2 ranks",
+        ),
         ("--fp8-recipe mxfp8 --ffn-hidden-size 48", "--ffn-hidden-size 48 is no multiple of 32"),
         ("--ffn-hidden-size 40", "--ffn-hidden-size 40 is no multiple of 16"),
         ("--fp8-recipe custom", "--fp8-recipe custom is not supported"),

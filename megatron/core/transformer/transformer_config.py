@@ -17,7 +17,7 @@ from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
-from megatron.core.transformer.config_fields.precision import MULTIPLES, PrecisionFields
+from megatron.core.transformer.config_fields.precision import LAST_BLOCK, MULTIPLES, PrecisionFields
 from megatron.core.transformer.layer_patterns import has_dense_layers, has_windows, pattern_problems
 
 
@@ -150,6 +150,9 @@ class TransformerConfig(
         for name, width, ranks in self._linear_widths():
             multiple = MULTIPLES[self.few_bits_recipe] * ranks
             if not width or width % multiple == 0 or name in said:
+                continue
+            # Published models end in part of a block (576 columns of DeepSeek-V3). Ranks would cut blocks elsewhere.
+            if self.few_bits_recipe == "blockwise" and ranks == 1 and width > multiple and width % LAST_BLOCK == 0:
                 continue
             said.add(name)
             over = f" on {ranks} ranks" if ranks > 1 else ""

@@ -31,6 +31,8 @@ LINEAR_LAYERS = (
 # A block of one scale is never cut in two; of recipes with one scale per tensor GPU kernels read 16 values at a time.
 MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Recipe -> what the widths of linear layers must be multiples of."""
+LAST_BLOCK = 16
+"""What the last of several blocks of 128 columns may be a multiple of, where no ranks share the columns."""
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
