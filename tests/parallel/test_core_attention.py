@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
-from megatron.core.transformer.core_attention.block_kernels import PlainKernel
+from megatron.core.transformer.core_attention.block_kernels import PlainKernel, Rule
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.flash import FlashKernel
@@ -89,9 +89,9 @@ def attend_as_on_gpu(layout: Layout, heads: int) -> tuple[list[dict[str, Tensor]
         flash_stand_in.install(patch)
         plain = PlainKernel._masked
 
-        def note(scores: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-            masked[-1] = masked[-1] or mask is not None
-            return plain(scores, causal, mask)
+        def note(scores: Tensor, rule: Rule) -> Tensor:
+            masked[-1] = masked[-1] or rule.mask is not None
+            return plain(scores, rule)
 
         patch.setattr(PlainKernel, "_masked", staticmethod(note))
         for case in CASES:
