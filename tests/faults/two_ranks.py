@@ -47,6 +47,8 @@ def train(root: Path, *flags: str | Path, crash_point: str | None = None) -> lis
 def start_ranks(flags: Sequence[str | Path], **variables: str) -> list[Program]:
     """Start all ranks of a run."""
     job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()} | variables
+    # Where rank 0 is killed, the other one would let it speak first, for five seconds.
+    job["TEST_SPEAK_AT_ONCE"] = "1"
     return [start([*FLAGS, *flags], RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in range(RANKS)]
 
 
