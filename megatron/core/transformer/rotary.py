@@ -172,8 +172,9 @@ class _SplitAndRotate(torch.autograd.Function):
 
             return kernels.split_and_rotate(packed, heads_per_group, rotation.cos, rotation.sin, rotation.interleaved)
         if rotation is not None:
-            # Queries and keys of a group lie side by side: one pass over both.
-            _rotate_(packed[..., : heads_per_group + 1, :], rotation)
+            query, key, _ = _split(packed, heads_per_group)
+            _rotate_(query, rotation)
+            _rotate_(key, rotation)
         return split_qkv(packed, heads_per_group)
 
     @staticmethod
