@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format, explain_wrong_level
+from megatron.core.dist_checkpointing.diagnosis import explain_other_content
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, verify_files
@@ -89,7 +89,7 @@ class OpenCheckpoint:
             if obstacle := explain_no_directory(root):
                 what = obstacle
             else:
-                what, remedy = explain_foreign_format(root) or explain_wrong_level(root) or (what, remedy)
+                what, remedy = explain_other_content(root) or (what, remedy)
             raise CheckpointError(f"{root} {what}; {remedy}")
         self.found: FoundCheckpoint = found
         self.path: Path = found.path

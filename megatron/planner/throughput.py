@@ -93,7 +93,8 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: flo
     for size in _SIZES_ON_CPU if on_host else _SIZES_ON_GPU:
         try:
             a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-            multiply = multiply_by_onednn if takes_onednn(a, b) else functools.partial(torch.mm, out=a @ b)
+            out = torch.empty_like(a)
+            multiply = multiply_by_onednn if takes_onednn(a, b) else functools.partial(torch.mm, out=out)
             multiply(a, b)
         except torch.OutOfMemoryError:
             break

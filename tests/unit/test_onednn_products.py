@@ -148,6 +148,21 @@ def test_a_layer_takes_it_for_all_three_products(
 
 
 @needs_onednn
+def test_what_autograd_differentiates_stays_with_torch(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, ...]]
+) -> None:
+    config = ModelParallelConfig(gradient_accumulation_fusion=False)
+    layer = ColumnParallelLinear(
+        128, 130, config=config, init_method=normal(1.0), bias=False, tp_group=SingleRankGroup()
+    )
+    initialise_parameters(layer, seed=3)
+    choose(monkeypatch, onednn=True)
+    x = torch.randn(64, 2, 128, requires_grad=True)
+    layer(x)[0].sum().backward()
+    assert calls == [] and x.grad is not None and layer.weight.grad is not None
+
+
+@needs_onednn
 def test_a_whole_model(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, ...]]) -> None:
     monkeypatch.setattr(products, "_LEAST_LENGTH", 1)
     monkeypatch.setattr(products, "_LEAST_MULTIPLICATIONS", 1)

@@ -130,6 +130,12 @@ def diagnose(
     return diagnosis
 
 
+def explain_other_content(path: Path) -> tuple[str, str] | None:
+    """What lies in a directory that is no checkpoint of ours, as the end of a sentence, and what to do; None where
+    nothing is recognised: `explain_foreign_format`, else `explain_wrong_level`."""
+    return explain_foreign_format(path) or explain_wrong_level(path)
+
+
 def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     """What kind of another program's checkpoint lies in a directory, as the end of a sentence, and what to do; None
     where nothing is recognised."""
@@ -368,14 +374,9 @@ def _look_at_storage(diagnosis: Diagnosis) -> None:
 def _look_around(diagnosis: Diagnosis) -> None:
     """There is no checkpoint: is it another format, or another directory?"""
     root = diagnosis.root
-    foreign = explain_foreign_format(root)
-    if foreign is not None:
-        diagnosis.add("warning", f"{root} {foreign[0]}", foreign[1])
-        return
-    # The commonest mistake: one level too high.
-    above = explain_wrong_level(root)
-    if above is not None:
-        diagnosis.add("warning", f"{root} {above[0]}", above[1])
+    other = explain_other_content(root)
+    if other is not None:
+        diagnosis.add("warning", f"{root} {other[0]}", other[1])
     elif any(root.iterdir()):
         diagnosis.add("warning", f"{root} holds no checkpoint", "is it another directory that you mean?")
     else:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format, explain_wrong_level
+from megatron.core.dist_checkpointing.diagnosis import explain_other_content
 from megatron.core.dist_checkpointing.directory import find_directory, saved_iterations
 from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
@@ -103,8 +103,8 @@ def open_checkpoint(root: Path, iteration: int | None = None) -> StoredCheckpoin
     if legacy is not None:
         return _open_legacy(legacy)
     where = root if path is None else path
-    if (foreign := explain_foreign_format(where) or explain_wrong_level(where)) is not None:
-        raise CheckpointError(f"{where} {foreign[0]}; {foreign[1]}")
+    if (other := explain_other_content(where)) is not None:
+        raise CheckpointError(f"{where} {other[0]}; {other[1]}")
     raise CheckpointError(f"{where} holds no checkpoint in the formats torch_dist or torch: it has no {METADATA_NAME}")
 
 

@@ -408,11 +408,11 @@ def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
 
 # ---- float32 on a CPU
 #
-# torch multiplies float32 matrices on x86 by Intel's MKL, which keeps to 256-bit instructions on other makers'
-# processors. oneDNN, which torch has for other number formats, takes what the processor has: one core of an AMD EPYC
-# does 200 billion operations a second with it instead of 90. But a call takes 13 microseconds instead of 3, and the
-# first one of a shape a millisecond more. So small products stay with torch, and so do those whose shapes are new in
-# every step (tokens of an expert).
+# torch multiplies float32 matrices on x86 by Intel's MKL, which uses less than half of what other makers' processors
+# with AVX-512 can do: one core of an AMD EPYC does 90 billion operations a second with it, and 200 with oneDNN, which
+# torch has for other number formats. On an Intel Xeon MKL is ahead in every product of a layer. A call of oneDNN takes
+# 13 microseconds instead of 3, and the first one of a shape a millisecond more. So small products stay with torch, and
+# so do those whose shapes are new in every step (tokens of an expert).
 #
 # Which kernel multiplies depends on the processor and the shapes alone, so that a run repeats itself bit by bit.
 
@@ -442,7 +442,7 @@ def _find_maker() -> str:
 
 def takes_onednn(a: Tensor, b: Tensor) -> bool:
     """Whether `multiply_by_onednn` is the faster way to multiply a [..., k] by b [k, n]."""
-    if a.dtype != torch.float32 or b.dtype != torch.float32 or not is_cpu(a) or not onednn_is_faster():
+    if not onednn_is_faster() or a.dtype != torch.float32 or b.dtype != torch.float32 or not is_cpu(a):
         return False
     k, n = b.shape
     rows = a.numel() // k if k else 0

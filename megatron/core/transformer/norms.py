@@ -17,6 +17,7 @@ backward adds what comes along the stream.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def has_norm_kernel(config: TransformerConfig) -> bool:
     return uses_fused_norm(config) and config.hidden_size <= _WIDEST
 
 
-class Norm(MegatronModule):
+class Norm(MegatronModule, ABC):
     """A weight of ones; stored as zeros, and one added in use, with layernorm_zero_centered_gamma.
 
     normalise: the norm with everything around it, in the number format of the weight.
@@ -100,9 +101,9 @@ class Norm(MegatronModule):
             )
         self.normalise = self._choose_form()
 
+    @abstractmethod
     def _choose_form(self) -> Callable[..., Tensor]:
         """The norm by torch's operations."""
-        raise NotImplementedError
 
     def forward(
         self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, returns_sum: bool = False

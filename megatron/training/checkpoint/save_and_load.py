@@ -26,7 +26,11 @@ from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format, explain_wrong_level
+from megatron.core.dist_checkpointing.diagnosis import (
+    explain_foreign_format,
+    explain_other_content,
+    explain_wrong_level,
+)
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
@@ -490,5 +494,5 @@ def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
         return
     if not _restore_newest_good(run, functools.partial(find_checkpoint, root, iteration), weights_only=True):
         nothing = ("holds no checkpoint",)
-        what = explain_no_directory(root) or "; ".join(explain_wrong_level(root) or nothing)
+        what = explain_no_directory(root) or "; ".join(explain_other_content(root) or nothing)
         raise CheckpointError(f"--pretrained-checkpoint {root} {what}")

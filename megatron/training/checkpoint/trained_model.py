@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.device import current_device, is_cuda
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.diagnosis import explain_foreign_format, explain_wrong_level
+from megatron.core.dist_checkpointing.diagnosis import explain_other_content
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory
@@ -71,9 +71,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     groups = ProcessGroupCollection.single()
     found = serialization.find(root, iteration, groups.world)
     if found is None:
-        what = explain_no_directory(root) or "; ".join(
-            explain_foreign_format(root) or explain_wrong_level(root) or ["holds no checkpoint"]
-        )
+        what = explain_no_directory(root) or "; ".join(explain_other_content(root) or ["holds no checkpoint"])
         raise CheckpointError(f"--load {root} {what}")
     config = _read_config(found.path, bf16)
     device = current_device()
