@@ -70,6 +70,12 @@ def pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]
     return [(plain, two_layers(f"--tp-comm-overlap {more}")) for more in flags]
 
 
+def assert_same_sums(found: Tensor, expected: Tensor, where: str) -> None:
+    """Equal but for the order of sums, whose terms are as large as the largest value; some sums almost cancel."""
+    tolerance = 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance, msg=lambda text: f"{where}: {text}")
+
+
 @pytest.mark.flags("--tp-comm-overlap")
 @pytest.mark.parametrize("size", [2, 4])
 def test_overlapped_layers_are_the_same_layers(size: int) -> None:
@@ -77,7 +83,7 @@ def test_overlapped_layers_are_the_same_layers(size: int) -> None:
     for by_flags in run_distributed(pairs, size, flags):
         for flag, (plain, overlapped) in zip(flags, by_flags, strict=True):
             for name, value in plain.items():
-                torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+                assert_same_sums(overlapped[name], value, flag)
 
 
 def rounded_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -92,7 +98,7 @@ def test_every_plan_runs_any_product() -> None:
     for by_flags in run_distributed(rounded_pairs, 2, flags):
         for flag, (plain, overlapped) in zip(flags, by_flags, strict=True):
             for name, value in plain.items():
-                torch.testing.assert_close(overlapped[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+                assert_same_sums(overlapped[name], value, flag)
 
 
 SCHEMAS = {
@@ -170,7 +176,7 @@ def test_collectives_inside_of_products_are_the_same_layers() -> None:
         assert calls[SWITCHES["rs"]].count("multiply and scatter") == 0
         for flag, (plain, fused, _) in zip(flags, by_flags, strict=True):
             for name, value in plain.items():
-                torch.testing.assert_close(fused[name], value, rtol=1e-5, atol=1e-4, msg=lambda m, f=flag: f + m)
+                assert_same_sums(fused[name], value, flag)
 
 
 def choose_where(possible: list[int]) -> bool:

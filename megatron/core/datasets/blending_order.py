@@ -160,7 +160,7 @@ class _Segments:
         expected[:, self.rare] = counts
         # The draws that the rare datasets gained come from somebody; the most frequent one recovers fastest from an
         # error.
-        expected[:, self.weights.argmax()] -= (counts - ends).sum(axis=1)
+        expected[:, np.argmax(self.weights)] -= (counts - ends).sum(axis=1)
         return expected
 
     def _part(self, piece: int) -> slice:

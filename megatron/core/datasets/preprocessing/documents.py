@@ -284,9 +284,9 @@ class ChunkEncoder:
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
         # Checked before the conversion, which would wrap in silence.
         limit = np.iinfo(self.options.dtype).max
-        if len(tokens) and int(tokens.max()) > limit:
+        if len(tokens) and (largest := int(np.max(tokens))) > limit:
             raise DataError(
-                f"token id {tokens.max()} does not fit into {self.options.dtype} of the .bin file (up to {limit})"
+                f"token id {largest} does not fit into {self.options.dtype} of the .bin file (up to {limit})"
             )
         return EncodedDocuments(tokens.astype(self.options.dtype), lengths, counts)
 
