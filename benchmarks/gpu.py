@@ -7,8 +7,8 @@
 
 Each item is a process of its own (benchmarks/gpu_parts.py) with a share of the time. It writes DIR/NAME.json while it
 goes on, and DIR/NAME.log; an item that fails, or is cut when its time is over, keeps what it has found, and the next
-one begins. What an item does not need is there for those behind it. The whole command ends before the minutes are
-over, with a table and DIR/summary.json.
+one begins. What an item does not need is there for those behind it; what is left in the end is there for those that
+were cut, which begin again. The whole command ends before the minutes are over, with a table and DIR/summary.json.
 """
 
 from __future__ import annotations
@@ -75,16 +75,24 @@ def run_items(
     # What remains is for ending the last item and for writing.
     usable = seconds - min(15.0, 0.05 * seconds)
     share = usable / sum(item.seconds for item in items)
-    found = []
+    found: dict[str, dict[str, Any]] = {}
+
+    def run(item: Item, limit: float) -> None:
+        outcome = found[item.name] = _run_item(item, directory, limit, python, is_tiny=is_tiny)
+        print(_format_row(outcome), flush=True)
+        write_atomically(directory / "summary.json", list(found.values()))
+
     granted = 0.0
     for item in items:
         granted += item.seconds * share
         # Time that earlier items have left over comes on top.
-        limit = min(granted, usable) - (time.monotonic() - began_at)
-        found.append(_run_item(item, directory, limit, python, is_tiny=is_tiny))
-        print(_format_row(found[-1]), flush=True)
-        write_atomically(directory / "summary.json", found)
-    return found
+        run(item, min(granted, usable) - (time.monotonic() - began_at))
+    for item in items:
+        before, left = found[item.name], usable - (time.monotonic() - began_at)
+        # With no more time than before it would only be cut again, and might have found less.
+        if before["state"] in ("cut", "no time") and left > max(_LEAST_SECONDS, before["limit_seconds"]):
+            run(item, left)
+    return list(found.values())
 
 
 def _run_item(item: Item, directory: Path, limit: float, python: Sequence[str], *, is_tiny: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ name, out = sys.argv[3], sys.argv[sys.argv.index("--out") + 1]
 json.dump({"headline": f"{name} began", "results": {"pid": os.getpid()}}, open(out, "w"))
 if name == "tests":
     raise ValueError("no such kernel")
-if name == "curves":
+if name == "curves" and float(sys.argv[sys.argv.index("--seconds") + 1]) < 10:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     scratch = sys.argv[sys.argv.index("--scratch") + 1]
     open(f"{scratch}/large", "w").close()
@@ -48,29 +48,34 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def outcomes(tmp_path: Path) -> dict[str, Any]:
-    """Of items of which one hangs, and is given few of the 60 seconds, and one fails."""
+def python(tmp_path: Path) -> list[str]:
+    """Starts items of which one fails, and one hangs when it has less than ten seconds."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
+    return [sys.executable, str(tmp_path / "stand_in.py")]
+
+
+def test_one_that_fails_is_no_end_and_one_that_was_cut_has_the_time_that_is_left(
+    tmp_path: Path, python: list[str]
+) -> None:
     shares = {"curves": 4, "versions": 20, "tests": 20, "1b": 20}
     items = [gpu.Item(name, share, "") for name, share in shares.items()]
-    python = [sys.executable, str(tmp_path / "stand_in.py")]
+    summary = gpu.run_items(items, tmp_path / "out", 60.0, python, is_tiny=True)
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+    states = {outcome["name"]: outcome["state"] for outcome in summary}
+    assert states == {"curves": "done", "versions": "done", "tests": "failed", "1b": "done"}
+    assert list(states) == list(shares), "in their order"
+    assert summary[2]["error"] == "ValueError: no such kernel"
+    assert summary[0]["limit_seconds"] > 10 and summary[0]["headline"] == "curves began"
+
+
+def test_it_stops_in_time_and_keeps_what_was_found(tmp_path: Path, python: list[str]) -> None:
     began_at = time.monotonic()
-    found = gpu.run_items(items, tmp_path / "out", 60.0, python, is_tiny=True)
-    return {outcome["name"]: outcome for outcome in found} | {"seconds": time.monotonic() - began_at, "at": tmp_path}
-
-
-def test_it_stops_in_time_and_keeps_what_was_found(outcomes: dict[str, Any]) -> None:
-    assert outcomes["versions"]["state"] == "done" and outcomes["1b"]["state"] == "done"
-    failed, cut = outcomes["tests"], outcomes["curves"]
-    assert failed["state"] == "failed" and failed["error"] == "ValueError: no such kernel"
+    (cut,) = gpu.run_items([gpu.Item("curves", 1, "")], tmp_path / "out", 9.0, python, is_tiny=True)
+    assert time.monotonic() - began_at < 9 + 2 * gpu._TERM_SECONDS
     assert cut["state"] == "cut" and cut["headline"] == "3 of 9" and "were over" in cut["error"]
     assert not is_alive(cut["results"]["child"]), "what an item starts ends with it"
     assert not Path(cut["results"]["scratch"]).exists(), "and what it leaves behind"
-    assert outcomes["seconds"] < 60
-    directory = outcomes["at"] / "out"
-    summary = json.loads((directory / "summary.json").read_text())
-    assert [row["name"] for row in summary] == ["curves", "versions", "tests", "1b"]
-    assert json.loads((directory / "curves.json").read_text()) == cut
+    assert json.loads((tmp_path / "out" / "curves.json").read_text()) == cut
 
 
 def test_an_item_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
