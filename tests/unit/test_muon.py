@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.errors import ConfigError
+from megatron.core.optimizer import orthogonalization
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonalization import COEFFICIENTS, NewtonSchulz
@@ -96,7 +97,19 @@ def test_coefficients_bring_singular_values_near_one(kind: str, steps: int, erro
 
 
 @pytest.mark.flags("--muon-fp32-matmul-prec")
-def test_products_have_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flag", "on_gpu", "expected"),
+    [
+        ("", True, ("medium", torch.float32)),
+        ("--muon-fp32-matmul-prec high", True, ("high", torch.float32)),
+        # CPUs with matrix units would make "medium" of bfloat16, the others of float32.
+        ("", False, ("highest", torch.float32)),
+        ("--muon-fp32-matmul-prec low", True, ("highest", torch.bfloat16)),
+    ],
+)
+def test_products_have_the_precision_asked_for(
+    flag: str, on_gpu: bool, expected: tuple[str, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = set()
     multiply = torch.addmm
 
@@ -105,19 +118,14 @@ def test_products_have_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) 
         return multiply(*args, **kwargs)
 
     monkeypatch.setattr(torch, "addmm", watched)
+    monkeypatch.setattr(orthogonalization, "is_cuda", lambda _: on_gpu)
     before = torch.get_float32_matmul_precision()
-    for flag, expected in (
-        ("", ("medium", torch.float32)),
-        ("--muon-fp32-matmul-prec high", ("high", torch.float32)),
-        ("--muon-fp32-matmul-prec low", ("medium", torch.bfloat16)),
-    ):
-        seen.clear()
-        model, optimizer = of_flags(f"--optimizer muon {flag}")
-        for buffer in model.flat_buffers:
-            buffer.grad_data.normal_()
-        optimizer.step()
-        assert seen == {expected}
-    assert torch.get_float32_matmul_precision() == before
+    model, optimizer = of_flags(f"--optimizer muon {flag}")
+    for buffer in model.flat_buffers:
+        buffer.grad_data.normal_()
+    optimizer.step()
+    assert seen == {expected}
+    assert torch.get_float32_matmul_precision() == before == "highest"
 
 
 @pytest.mark.flags("--muon-use-syrk")

@@ -87,8 +87,8 @@ class OptimizerConfig(CheckedConfig):
     muon_num_ns_steps: int = flag(5, minimum=1, kind="numerics", needs=_MUON)
     """With --optimizer muon: Newton-Schulz steps."""
     muon_fp32_matmul_prec: str = flag("medium", choices=("low", "medium", "high"), kind="numerics", needs=_MUON)
-    """With --optimizer muon: Newton-Schulz steps in bfloat16 (low), or in float32 from products that the device may
-    make of bfloat16 (medium) or TensorFloat-32 (high)."""
+    """With --optimizer muon: Newton-Schulz steps in bfloat16 (low), or in float32 (medium, high), whose products a GPU
+    makes of TensorFloat-32; medium and high are the same."""
     muon_use_syrk: bool = flag(False, kind="kernel", needs=_MUON)
     """With --optimizer muon: compute only half of each symmetric product of the Newton-Schulz steps, by blocks; faster
     where matrices are so large that a quarter of their rows still fills the device."""

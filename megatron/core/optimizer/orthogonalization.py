@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cuda
+
 Coefficients = tuple[float, float, float]
 
 COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
@@ -52,8 +54,8 @@ class NewtonSchulz(NamedTuple):
     """Of each step; the last ones repeat where there are more steps."""
     steps: int
     precision: Literal["low", "medium", "high"]
-    """low: everything in bfloat16. medium, high: float32, whose products the device may make from bfloat16 or
-    TensorFloat-32 (torch.set_float32_matmul_precision)."""
+    """low: everything in bfloat16. medium, high: float32, whose products a GPU may make from TensorFloat-32
+    (torch.set_float32_matmul_precision, to which the two are the same on a GPU)."""
     use_syrk: bool = False
     """Compute half of each symmetric product, by blocks; the other half is its mirror image."""
 
@@ -74,7 +76,7 @@ class NewtonSchulz(NamedTuple):
         """
         x = matrix.bfloat16() if self.precision == "low" else matrix
         own = x if counted is None else x * counted.to(x.dtype)
-        with _set_float32_precision(self.precision):
+        with _set_float32_precision(self.precision, x.device):
             # The Frobenius norm is at least the largest singular value, and the polynomials converge only from values
             # up to 1.
             x = x / total(own.float().square().sum()).sqrt().clamp(min=_EPSILON).to(x.dtype)
@@ -103,10 +105,15 @@ def multiply_by_transpose(x: Tensor, blocks: int = 4) -> Tensor:
 
 
 @contextlib.contextmanager
-def _set_float32_precision(precision: str) -> Iterator[None]:
-    """Set how torch computes products of float32 matrices while the context is open."""
+def _set_float32_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Set how torch computes products of float32 matrices on a GPU while the context is open."""
+    # CPUs with matrix units (AMX) would take "medium" for bfloat16, whose 8 bits of mantissa make layouts visibly
+    # different runs; other CPUs would not. Without it a run is the same on all of them.
+    if precision == "low" or not is_cuda(device):
+        yield
+        return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "high" else "medium")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
