@@ -31,8 +31,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_gpu_command(library: Path, tmp_path: Path, items: str | None) -> None:
     python = shlex.join([sys.executable, "-m", "tests.fake_device.command", str(library)])
     words = ["--tiny", "--minutes", "30", "--out", str(tmp_path / "out"), "--python", python]
-    # Not compiling, which needs a GPU's own compiler, and not `tests`: those of kernels compare values.
-    names = items or "versions,curves,profile,operations,1b,8b,moe,fp8,documents,two-processes,checkpoint"
+    # Not compiling, which needs a GPU's own compiler.
+    names = items or "versions,tests,curves,profile,operations,1b,8b,moe,fp8,documents,two-processes,checkpoint"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", *words, "--only", names], cwd=ROOT, capture_output=True, text=True
     )
@@ -45,7 +45,7 @@ def test_the_gpu_command(library: Path, tmp_path: Path, items: str | None) -> No
 @pytest.mark.timeout(3600)
 def test_the_tests_for_a_gpu(library: Path) -> None:
     done = subprocess.run(
-        ["bash", "tests/run.sh", "--gpu", "-p", "tests.fake_device.command", "tests/gpu"], cwd=ROOT,
+        ["bash", "tests/run.sh", "--gpu", "-p", "tests.fake_device.command"], cwd=ROOT,
         env=os.environ | {"FAKE_CUDA": str(library)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
