@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import ITEMS
 from tests.fake_device.device import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_gpu_command(library: Path, tmp_path: Path, items: str | None) -> None:
     python = shlex.join([sys.executable, "-m", "tests.fake_device.command", str(library)])
     words = ["--tiny", "--minutes", "30", "--out", str(tmp_path / "out"), "--python", python]
-    # Not compiling, which needs a GPU's own compiler.
-    names = items or "versions,tests,curves,profile,operations,1b,8b,moe,fp8,documents,two-processes,checkpoint"
+    names = items or ",".join(item.name for item in ITEMS)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", *words, "--only", names], cwd=ROOT, capture_output=True, text=True
     )

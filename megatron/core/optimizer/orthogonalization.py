@@ -107,8 +107,8 @@ def multiply_by_transpose(x: Tensor, blocks: int = 4) -> Tensor:
 @contextlib.contextmanager
 def _set_float32_precision(precision: str, device: torch.device) -> Iterator[None]:
     """Set how torch computes products of float32 matrices on a GPU while the context is open."""
-    # CPUs with matrix units (AMX) would take "medium" for bfloat16, whose 8 bits of mantissa make layouts visibly
-    # different runs; other CPUs would not. Without it a run is the same on all of them.
+    # Not on CPUs: those with matrix units (AMX) would make "medium" products of bfloat16, whose rounding shows as a
+    # difference between layouts after a few steps; all others would make them of float32.
     if precision == "low" or not is_cuda(device):
         yield
         return
