@@ -31,8 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.inference.generate import generate
 from megatron.core.inference.sampling import Sampling
+from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_model, build_gpt_recipe
+from megatron.training.recipes.recipe import Recipe
 from megatron.training.verify.parity import RankTrace, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.golden import test_train_curves as curves
@@ -166,18 +168,22 @@ def digest_of(share: RankTrace) -> tuple[str, str, str]:
     return curve.hexdigest()[:16], grads.hexdigest()[:16], weights.hexdigest()[:16]
 
 
+def trace(config: RunConfig, recipe: Recipe, iterations: int) -> RankTrace:
+    """Train; what the run says goes to standard error, because standard output has the table."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return trace_rank(config, recipe, rank=own_rank(config), iterations=iterations)
+
+
 def layout_digest(flags: str, layout: str, iterations: int) -> tuple[str, str, str]:
     """One rank's part of a small run."""
     config, recipe = training(flags, layout)
-    return digest_of(trace_rank(config, recipe, rank=own_rank(config), iterations=iterations))
+    return digest_of(trace(config, recipe, iterations))
 
 
 def conversations_digest(flags: str, layout: str) -> tuple[str, str, str]:
     """One rank's part of a small run on conversations."""
     config, recipe = test_hybrid_context.training(flags, layout)
-    # The table goes to standard output, as does the line about the data.
-    with contextlib.redirect_stdout(sys.stderr):
-        return digest_of(trace_rank(config, recipe, rank=own_rank(config), iterations=3))
+    return digest_of(trace(config, recipe, 3))
 
 
 def reference_digest(case: str, reference: Path, directory: Path) -> tuple[str, str, str]:
@@ -186,7 +192,7 @@ def reference_digest(case: str, reference: Path, directory: Path) -> tuple[str, 
     scratch.mkdir()
     config = read_run_config(curves.command_line(case, reference, scratch), {"WORLD_SIZE": "1"})
     recipe = build_gpt_recipe(config)
-    return digest_of(trace_rank(config, recipe, rank=0, iterations=50))
+    return digest_of(trace(config, recipe, 50))
 
 
 # ---- generation
