@@ -41,7 +41,7 @@ from tests.golden import test_train_curves as curves
 from tests.parallel import test_hybrid_context, test_layouts
 from tests.parallel.harness import run_distributed, server
 from tests.parallel.small_training import COMMON, EXPERTS, FURTHER, OPTIONS, STYLES, own_rank, training
-from tests.unit.test_sft_dataset import CONVERSATIONS, write
+from tests.unit.datasets.test_sft_dataset import CONVERSATIONS, write
 
 EXPERT_LAYOUTS = (
     "1",

@@ -30,9 +30,9 @@ from tests.fake_device import device
 
 LEFT_OUT = {
     "tests/kernels/": "Triton's kernels are compared with references element by element",
-    "tests/unit/test_attention_rounding.py": "how far results are from float64's is counted",
-    "tests/unit/test_cuda_attention.py::test_on_a_gpu": "torch makes no causal bias of a fake tensor",
-    "tests/unit/test_async_save.py::test_a_snapshot_of_a_gpu_lies_in_pinned_memory": "no memory is pinned",
+    "tests/unit/transformer/test_attention_rounding.py": "how far results are from float64's is counted",
+    "tests/unit/transformer/test_cuda_attention.py::test_on_a_gpu": "torch makes no causal bias of a fake tensor",
+    "tests/unit/dist_checkpointing/test_async_save.py::test_a_snapshot_of_a_gpu_lies_in_pinned": "no memory is pinned",
 }
 """Beginnings of the names of tests that the fake device cannot run, and why."""
 

@@ -33,7 +33,7 @@ from tests.faults.verdicts import Verdict
 from tests.functional.pretrain_runs import ROOT
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import own_rank, training
-from tests.unit.tiny_training import values
+from tests.support.tiny_training import values
 
 OLDEST, BEFORE, NEWEST = 2, 4, 6
 _TOKENIZER = ROOT / "tests" / "golden" / "data" / "tok" / "hf_bpe1k"

@@ -36,8 +36,8 @@ from megatron.core.dist_checkpointing.upstream_optimizer import read_flat_buffer
 from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
 from megatron.core.errors import CheckpointError
 from tests.faults.test_checkpoint_damage import replace_metadata
-from tests.unit.small_checkpoints import ALONE, find, save, tensors
-from tests.unit.upstream_files import DistFiles
+from tests.support.small_checkpoints import ALONE, find, save, tensors
+from tests.support.upstream_files import DistFiles
 
 ITERATION = "iter_0000010"
 

@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
-from tests.unit.small_checkpoints import ALONE, content, find, save, tensors
-from tests.unit.tiny_training import prepare, train_tiny
+from tests.support.small_checkpoints import ALONE, content, find, save, tensors
+from tests.support.tiny_training import prepare, train_tiny
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "state.json", "tensors.json")
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import directory, torch_dist
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.directory import settle_leftovers
 from megatron.core.errors import StorageError
-from tests.unit.small_checkpoints import ALONE, content, find, save, tensors
+from tests.support.small_checkpoints import ALONE, content, find, save, tensors
 
 DURABLE_CALLS = (
     (os, "mkdir"),
@@ -130,7 +130,7 @@ def test_S27_S28_storage_that_fails_at_every_point(
 def test_S27_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.unit.tiny_training import train_tiny
+    from tests.support.tiny_training import train_tiny
 
     opened = 0
 
@@ -155,7 +155,7 @@ def test_S27_training_goes_on(
 
 
 def test_S27_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.unit.tiny_training import train_tiny
+    from tests.support.tiny_training import train_tiny
 
     class Full(io.FileIO):
         def write(self, data: Any) -> int:

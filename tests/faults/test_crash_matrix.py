@@ -14,7 +14,7 @@ from megatron.core.errors import ConfigError
 from tests.faults import crash_matrix, failing_calls, killed_at_points, killed_at_random
 from tests.faults.killed_at_points import Beginning, Case
 from tests.faults.killed_at_random import Whole
-from tests.unit.tiny_training import train_tiny
+from tests.support.tiny_training import train_tiny
 
 SAMPLE = [
     Case("leftover-settled", 0),

@@ -22,7 +22,7 @@ from megatron.training.hooks.dispatch import Hooks
 from megatron.training.hooks.writers import MetricsFile
 from megatron.training.run import Hook, Run, StepResult
 from tests.functional.pretrain_runs import TINY, start
-from tests.unit.tiny_training import finish, prepare
+from tests.support.tiny_training import finish, prepare
 
 ELSEWHERE = Holder("0123456789ab", "gpu07", 4711, "2026-01-01 00:00:00 +0000", "another machine", 5)
 NEVER = 1e6

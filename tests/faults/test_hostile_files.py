@@ -50,8 +50,8 @@ from tests.faults.hostile_files import (
     write_entry,
 )
 from tests.faults.test_checkpoint_damage import rewrite_manifest
-from tests.unit.small_checkpoints import find, save
-from tests.unit.upstream_files import DistFiles
+from tests.support.small_checkpoints import find, save
+from tests.support.upstream_files import DistFiles
 
 
 @pytest.mark.parametrize("place", PLACES)

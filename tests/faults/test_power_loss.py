@@ -22,7 +22,7 @@ import pytest
 from megatron.core.dist_checkpointing import directory
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, settle_leftovers
 from megatron.core.dist_checkpointing.serialization import read_document
-from tests.unit.small_checkpoints import find, save
+from tests.support.small_checkpoints import find, save
 
 CHANGES = ((os, "mkdir"), (os, "fsync"), (os, "rename"), (os, "replace"), (directory.shutil, "rmtree"))
 STATES_PER_MOMENT = 30

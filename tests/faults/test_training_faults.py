@@ -28,7 +28,7 @@ from megatron.training.data.loading import LoaderSettings, TrainingData, check_l
 from tests.faults.hanging_jobs import hang, run_hanging
 from tests.functional.pretrain_runs import TINY, free_port, metrics, run, start
 from tests.programs import Program
-from tests.unit.tiny_training import prepare
+from tests.support.tiny_training import prepare
 
 DATA = Path(__file__).resolve().parents[1] / "golden" / "data" / "preprocess" / "hf_small_2keys" / "out_text_document"
 REAL_DATA = [flag for flag in TINY if flag != "--mock-data"]

@@ -31,21 +31,21 @@ RUN_ELSEWHERE = {
     "LAPTOP=1 bash examples/deepseek/train_deepseek_v3.sh": "tests/functional/test_launchers.py",
     "LAPTOP=1 bash examples/llama/train_llama_70b.sh": "tests/functional/test_launchers.py",
     "python -m tests.faults.crash_matrix": "tests/faults/test_crash_matrix.py",
-    "python tools/autotune.py": "tests/unit/test_autotune.py",
-    "python tools/checkpoint/average.py": "tests/unit/test_checkpoint_tools.py",
-    "python tools/checkpoint/doctor.py": "tests/unit/test_checkpoint_tools.py",
-    "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/test_checkpoint_tools.py",
-    "python -m megatron.bridge.convert": "tests/unit/test_bridge.py",
-    "HF_DIR=Llama-3.1-8B MEGATRON_DIR=llama-3 bash": "tests/unit/test_documented_conversions.py",
-    "MEGATRON_DIR=llama-3 HF_DIR=llama-3-hf bash": "tests/unit/test_documented_conversions.py",
-    "torchrun --nproc_per_node 2 pretrain_gpt.py --load hf:Llama-3.1-8B": "tests/unit/test_hugging_face_runs.py",
+    "python tools/autotune.py": "tests/unit/cli/test_autotune.py",
+    "python tools/checkpoint/average.py": "tests/unit/dist_checkpointing/test_checkpoint_tools.py",
+    "python tools/checkpoint/doctor.py": "tests/unit/dist_checkpointing/test_checkpoint_tools.py",
+    "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/dist_checkpointing/test_checkpoint_tools.py",
+    "python -m megatron.bridge.convert": "tests/unit/bridge/test_bridge.py",
+    "HF_DIR=Llama-3.1-8B MEGATRON_DIR=llama-3 bash": "tests/unit/bridge/test_documented_conversions.py",
+    "MEGATRON_DIR=llama-3 HF_DIR=llama-3-hf bash": "tests/unit/bridge/test_documented_conversions.py",
+    "torchrun --nproc_per_node 2 pretrain_gpt.py --load hf:Llama-3.1-8B": "tests/unit/bridge/test_hugging_face_runs.py",
 }
 
 
 def shell_commands() -> list[tuple[str, str]]:
     """(page, command) for every line of every ```bash block; a trailing backslash joins lines.
 
-    A command whose output is shown, too, is run by tests/unit/test_documents.py.
+    A command whose output is shown, too, is run by tests/unit/house/test_documents.py.
     """
     found = []
     for page in PAGES:

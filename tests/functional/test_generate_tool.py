@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional.pretrain_runs import ROOT, environment, run
-from tests.unit.tiny_training import train_tiny
+from tests.support.tiny_training import train_tiny
 
 
 def generate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

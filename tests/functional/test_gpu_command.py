@@ -187,4 +187,4 @@ def test_tests_of_the_gpu_are_found_and_their_failure_is_told(tmp_path: Path, mo
     results = json.loads((tmp_path / "part.json").read_text())
     assert results["headline"] == "1 failed in 2 s"
     words = shlex.split(results["results"]["command"])
-    assert "tests/unit/test_device.py" in words and words[words.index("-m") + 1] == "pytest"
+    assert "tests/unit/core/test_device.py" in words and words[words.index("-m") + 1] == "pytest"

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cli.summary import FILE_NAME, Start, build_resume_flags, format_program, list_commands, replace_flags
 from tests.functional.pretrain_runs import ROOT, TINY, run
-from tests.unit.run_flags import run_config
+from tests.support.run_flags import run_config
 
 LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope".split()
 HEADING = "\nWhat to do next:\n"

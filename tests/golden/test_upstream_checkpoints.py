@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.errors import CheckpointError
-from tests.unit.tiny_training import differing, prepare, values
+from tests.support.tiny_training import differing, prepare, values
 
 # The shape of model "b"; its vocabulary has 1000 tokens.
 SHAPE = """

@@ -33,8 +33,8 @@ from tests.golden.test_train_curves import (
     train,
 )
 from tests.golden.test_upstream_checkpoints import SHAPE
-from tests.unit.test_upstream_formats import GATED_WRITER
-from tests.unit.tiny_training import prepare, values
+from tests.support.tiny_training import prepare, values
+from tests.unit.dist_checkpointing.test_upstream_formats import GATED_WRITER
 
 LAST = 20
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.device_graphs import GraphRecorder, Recorder
-from tests.unit.graph_stand_in import StandInRecorder
-from tests.unit.test_cuda_graphs import GRAPHS, LLAMA, train
+from tests.support.graph_stand_in import StandInRecorder
+from tests.unit.transformer.test_cuda_graphs import GRAPHS, LLAMA, train
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a layer and of an update against float64, on the CPU and, with `-m gpu`, on a GPU: the same functions.
 
-Attention has its comparisons in tests/unit/test_cuda_attention.py and test_attention_rounding.py, Triton kernels theirs
-in tests/kernels.
+Attention has its comparisons in tests/unit/transformer/test_cuda_attention.py and test_attention_rounding.py, Triton
+kernels theirs in tests/kernels.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.kernels.harness import (
     randn,
     run,
 )
-from tests.unit.gpt_models import read_config
+from tests.support.gpt_models import read_config
 
 
 def _compare_norm(

@@ -33,7 +33,7 @@ from megatron.core.transformer.operations import describe_operations  # noqa: E4
 from megatron.core.transformer.rotary import Rotation, rotate_and_join_latent_heads, split_and_rotate  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
 from tests.kernels.training_comparisons import ALL_COMPARISONS  # noqa: E402
-from tests.unit.gpt_models import read_config  # noqa: E402
+from tests.support.gpt_models import read_config  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,9 +13,9 @@ from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_me
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from tests.kernels import comparisons, norm_comparisons  # noqa: F401 - they enter theirs beside those below
 from tests.kernels.harness import COMPARISONS, assert_close, compared, kernels_chosen, randn, without_kernels
-from tests.unit.gpt_models import build_model, token_batch
-from tests.unit.run_flags import run_config
-from tests.unit.test_megatron_optimizer import tiny_network
+from tests.support.gpt_models import build_model, token_batch
+from tests.support.run_flags import run_config
+from tests.unit.optimizer.test_megatron_optimizer import tiny_network
 
 # ---- Adam
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.placement import Part, Placement, Split
 from tests.parallel.harness import WorkerError, run_distributed
-from tests.unit.small_checkpoints import ALONE, find
+from tests.support.small_checkpoints import ALONE, find
 
 
 def state(tp: int, rank: int, fill: float | None = None) -> ShardedStateDict:

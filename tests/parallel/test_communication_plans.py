@@ -27,8 +27,8 @@ from megatron.core.tensor_parallel.parameters import initialise_parameters, norm
 from megatron.core.tensor_parallel.products import Matmul
 from megatron.training.config.container import RunConfig
 from tests.parallel.harness import run_distributed
-from tests.unit.rounded_product import round_products
-from tests.unit.run_flags import run_config
+from tests.support.rounded_product import round_products
+from tests.support.run_flags import run_config
 
 SWITCHES = {
     "": "",

@@ -20,8 +20,8 @@ from megatron.core.transformer.core_attention.interface import AttentionBackend
 from megatron.core.transformer.core_attention.ring import RingAttention
 from tests.parallel.harness import run_distributed
 from tests.parallel.test_context_parallel import EXCHANGES, Layout, build_groups, model_config
-from tests.unit import flash_stand_in
-from tests.unit.plain_attention import CASES, Case, draw, plain_attention
+from tests.support import flash_stand_in
+from tests.support.plain_attention import CASES, Case, draw, plain_attention
 
 LENGTH, KEY_WIDTH, VALUE_WIDTH, GROUPS = 16, 24, 16, 3
 HEADS = {2: 6, 4: 12}

@@ -14,7 +14,7 @@ from megatron.training.step import train_step
 from megatron.training.verify import parity
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
-from tests.unit.graph_stand_in import StandInRecorder
+from tests.support.graph_stand_in import StandInRecorder
 
 STEPS, WARM_UP = 3, 1
 SIZES = "--num-layers 2 --global-batch-size 8"

@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.placement import Placement, Split, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.parallel.harness import distributed, run_distributed
-from tests.unit.run_flags import run_config
+from tests.support.run_flags import run_config
 
 VOCABULARY, WIDTH, LENGTH = 19, 6, 8
 MICROBATCHES, STEPS = 12, 5

@@ -25,7 +25,7 @@ from megatron.core.placement import Part, Placement, Split, place
 from megatron.core.process_groups_config import ProcessGroupCollection, group_ranks
 from tests.parallel.harness import distributed, run_distributed
 from tests.parallel.test_data_parallel import MICROBATCHES, gpt, gpt_forward_step, microbatches
-from tests.unit.run_flags import run_config
+from tests.support.run_flags import run_config
 
 STEPS = 4
 BOTH_OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}

@@ -31,8 +31,8 @@ from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import own_rank, training
-from tests.unit.run_flags import run_config
-from tests.unit.tiny_training import note_losses
+from tests.support.run_flags import run_config
+from tests.support.tiny_training import note_losses
 
 STEPS = 5
 FP8 = f"""

@@ -22,7 +22,7 @@ from tests.parallel.checkpoint_contents import saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import COMMON, STYLES, own_rank, training
 from tests.parallel.test_layout_checkpoints import run_on
-from tests.unit.run_flags import run_config
+from tests.support.run_flags import run_config
 
 
 def kept(layout: str, flags: str) -> dict[str, Any]:

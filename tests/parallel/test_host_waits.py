@@ -9,7 +9,7 @@ from megatron.training.loop import train
 from megatron.training.verify.parity import open_local_run
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
-from tests.unit.test_host_waits import ALLOWED, LOADING, Watch
+from tests.unit.house.test_host_waits import ALLOWED, LOADING, Watch
 
 ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 

@@ -93,7 +93,7 @@ CASES = {
 @pytest.mark.flags("--load", "--save-hf", "--use-checkpoint-args")
 def test_from_hugging_face_and_back(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.unit.test_model_families import make
+    from tests.unit.training.recipes.test_model_families import make
 
     kind, settings, layout, flags = CASES[name]
     model = make(kind, **settings).to(torch.bfloat16 if "bf16" in flags else torch.float32)
@@ -140,7 +140,7 @@ def convert_together(source: Path, result: Path, broken_rank: int | None) -> tup
 
 def test_several_processes_convert_a_share_each(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from tests.unit.test_model_families import make
+    from tests.unit.training.recipes.test_model_families import make
 
     directory = tmp_path / "source"
     make("Llama", **LLAMA).save_pretrained(directory)

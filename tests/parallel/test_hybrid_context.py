@@ -23,7 +23,7 @@ from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import COMMON, OPTIONS, STYLES, own_rank
-from tests.unit.test_sft_dataset import Letters, conversation, write
+from tests.unit.datasets.test_sft_dataset import Letters, conversation, write
 
 ITERATIONS = 3
 BASE = COMMON.replace("--mock-data", "").replace("--vocab-size 125", "--vocab-size 128") + (

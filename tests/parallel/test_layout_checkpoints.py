@@ -22,7 +22,7 @@ from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, OPTIONS, STYLES, own_rank, training
-from tests.unit.tiny_training import values
+from tests.support.tiny_training import values
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TWO_COPIES = "--num-distributed-optimizer-instances=2,--micro-batch-size=1"

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.schedules import one_f_one_b
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.parallel.harness import distributed
-from tests.unit.run_flags import run_config
+from tests.support.run_flags import run_config
 
 WIDTH, LAYERS = 8, 4
 

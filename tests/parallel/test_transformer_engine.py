@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers by Transformer Engine among ranks: the run of plain layers on one process, in every layout.
 
-Its modules are stand-ins that communicate as the package's do (tests/unit/transformer_engine_stand_in.py).
+Its modules are stand-ins that communicate as the package's do (tests/support/transformer_engine_stand_in.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
-from tests.unit.tiny_training import note_losses
-from tests.unit.transformer_engine_stand_in import install
+from tests.support.tiny_training import note_losses
+from tests.support.transformer_engine_stand_in import install
 
 STEPS = "--train-iters 4 --num-layers 2"
 # A key-value head for two ranks; biases, and an activation of our own; biases in LayerNormMLP; experts.

@@ -19,8 +19,8 @@ from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES
 from tests.parallel.test_layout_checkpoints import run_on
-from tests.unit.test_upstream_formats import GATED, draw
-from tests.unit.tiny_training import prepare, values
+from tests.support.tiny_training import prepare, values
+from tests.unit.dist_checkpointing.test_upstream_formats import GATED, draw
 
 STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
 ROUND_TRIPS = [

@@ -2,8 +2,8 @@
 """How the models of the presets are divided over GPUs, for `--preset-layout`.
 
 The smallest sensible number of GPUs for each, and for large models some more. Each is accepted by the rules of a run,
-and fits 80 GB by formula, with a tenth left free: tests/unit/test_preset_layouts.py. What is fast on a given network
-was not measured: these are the rules of docs/choosing_a_layout.md, applied.
+and fits 80 GB by formula, with a tenth left free: tests/unit/training/recipes/test_preset_layouts.py. What is fast on a
+given network was not measured: these are the rules of docs/choosing_a_layout.md, applied.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 A preset is the family's table (families.py) read with the fields of one model, so that its flags are written nowhere
 else. Fields are those of the config.json of the published checkpoint; GPT-3 has none, and is described in the words of
 GPT-2's. Sources: the papers named with each block, and for later releases the published config.json. Shapes are proven
-by the number of parameters (tests/unit/test_presets.py counts them); what no shape shows, such as the base of rotary
-positions, an epsilon or the length of the context, is as published and could not be verified here.
+by the number of parameters (tests/unit/training/recipes/test_presets.py counts them); what no shape shows, such as the
+base of rotary positions, an epsilon or the length of the context, is as published and could not be verified here.
 """
 
 from __future__ import annotations

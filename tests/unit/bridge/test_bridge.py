@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron.bridge: tiny random models of every family, from Hugging Face to our checkpoint and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.bridge.auto_bridge import AutoBridge
+from megatron.bridge.conversion import Model, export_model, import_model, open_model, open_source
+from megatron.bridge.convert import main
+from megatron.bridge.logits import compare_logits
+from megatron.bridge.settings import build_config_json, build_empty_model, read_settings
+from megatron.bridge.tensor_files import open_tensors, plan_files, write_tensors
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.checkpoint.trained_model import load_trained_model
+from megatron.training.recipes.families import FAMILIES, find_family
+from tests.support.gpt_models import read_config
+from tests.support.huggingface_models import SIZES, randomised, token_ids
+from tests.unit.training.recipes.test_model_families import GEMMA, make
+
+transformers = pytest.importorskip("transformers")
+
+TOKENIZER = Path(__file__).parents[2] / "golden" / "data" / "tok" / "hf_bpe1k"
+EAGER = {"attn_implementation": "eager"}
+GEMMA3 = {
+    "query_pre_attn_scalar": 16, "sliding_window": 6, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {
+    "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+}  # fmt: skip
+MSCALE = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}  # fmt: skip
+ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 72, "vocab_size": 97}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", ODD),
+    "Llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "Llama 3.1": ("Llama", {"rope_parameters": LLAMA3}),
+    "Llama, YaRN": ("Llama", {"rope_parameters": YARN}),
+    "Llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}}),
+    "Mistral": ("Mistral", {"sliding_window": 6, **EAGER}),
+    "Qwen 2": ("Qwen2", {"sliding_window": None}),
+    "Qwen 3": (
+        "Qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} | EAGER,
+    ),
+    "Phi-3": ("Phi3", {"partial_rotary_factor": 0.5}),
+    "OLMo 2": ("Olmo2", {"rms_norm_eps": 1e-6}),
+    "SmolLM 3": ("SmolLM3", {"bos_token_id": 1, "eos_token_id": 2}),
+    "Gemma 1": ("Gemma", GEMMA),
+    "Gemma 2": (
+        "Gemma2",
+        GEMMA | {"query_pre_attn_scalar": 144, "sliding_window": 6, "attn_logit_softcapping": 2.0,
+                 "final_logit_softcapping": 3.0},
+    ),
+    "Gemma 3": ("Gemma3Text", GEMMA | GEMMA3),
+    "Nemotron": ("Nemotron", {}),
+    "GPT-NeoX, Pythia": ("GPTNeoX", {"use_parallel_residual": False}),
+    "GPT-2, GPT-3": ("GPT2", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6}),
+    "Qwen 2 MoE": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40}),
+    "Qwen 3 MoE": ("Qwen3Moe", MOE | {"head_dim": 12, "norm_topk_prob": True}),
+    "OLMoE": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
+    "DeepSeek V2 Lite": (
+        "DeepseekV2", LATENT | {"q_lora_rank": None, "rms_norm_eps": 1e-5, "num_experts_per_tok": 3} | EAGER,
+    ),
+    "DeepSeek V2": (
+        "DeepseekV2",
+        LATENT | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+                  "num_experts_per_tok": 4, "routed_scaling_factor": 1.5, "rope_parameters": MSCALE} | EAGER,
+    ),
+    "DeepSeek V2 Lite, YaRN": ("DeepseekV2", LATENT | {"q_lora_rank": None, "rope_parameters": MSCALE} | EAGER),
+    "DeepSeek V3": (
+        "DeepseekV3",
+        LATENT | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+                  "routed_scaling_factor": 1.5, "rope_parameters": MSCALE} | EAGER,
+    ),
+    "DeepSeek V3, plain positions": (
+        "DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3} | EAGER,
+    ),
+    "gpt-oss": (
+        "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6} | EAGER,
+    ),
+    # Blocks of 32 numbers fit into its matrices.
+    "gpt-oss, 32": (
+        "GptOss", {"num_local_experts": 4, "head_dim": 8, "intermediate_size": 32, "num_experts_per_tok": 2} | EAGER,
+    ),
+    "Llama 4": (
+        "Llama4Text",
+        {"intermediate_size_mlp": 80, "num_local_experts": 4, "head_dim": 12, "interleave_moe_layer_step": 2,
+         "attention_chunk_size": 6, "floor_scale": 3, "attn_scale": 0.5, "num_experts_per_tok": 1,
+         "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}} | EAGER,
+    ),
+    "Llama 4, without norms of queries": (
+        "Llama4Text",
+        {"num_local_experts": 4, "head_dim": 8, "attention_chunk_size": 5, "use_qk_norm": False, "layer_types":
+         ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 0, 1], "attn_temperature_tuning": False,
+         "num_experts_per_tok": 1} | EAGER,
+    ),
+    "GLM 4.5": (
+        "Glm4Moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_shared_experts": 2,
+         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "head_dim": 8, "routed_scaling_factor": 1.5,
+         "attention_bias": True, "use_qk_norm": True},
+    ),
+}  # fmt: skip
+"""Name -> classes in transformers and settings of a tiny model."""
+
+
+def make_model(name: str) -> Any:
+    kind, settings = MODELS[name]
+    if kind != "GPT2":
+        return make(kind, **settings)
+    config = transformers.GPT2Config(vocab_size=SIZES["vocab_size"], pad_token_id=0, **settings)
+    return randomised(transformers.GPT2LMHeadModel(config))
+
+
+def read_all(directory: Path) -> dict[str, Tensor]:
+    tensors = open_tensors(directory)
+    return {name: tensors.read(name) for name in tensors.contents}
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
+@torch.no_grad()
+def logits_of_directory(directory: Path) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    return model.eval()(input_ids=token_ids(), use_cache=False).logits
+
+
+def forget_origin(model: Model) -> Model:
+    """As if it had been trained here from the beginning: its config.json follows from our settings alone."""
+    embedding = model.checkpoint.contents["embedding.word_embeddings.weight"]
+    _, config_json = build_config_json(model.config, embedding.global_shape[0], embedding.dtype)
+    return dataclasses.replace(model, config_json=config_json)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    """Weights come back bit for bit, logits are equal, and our settings alone say what the model computes."""
+    hf = make_model(name)
+    hf.save_pretrained(tmp_path / "hf")
+    expected = hf(input_ids=token_ids(), use_cache=False).logits.detach()
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    assert "differ by at most" in compare_logits(tmp_path / "hf", tmp_path / "ours")
+    assert load_trained_model(tmp_path / "ours").vocab_size == hf.config.vocab_size
+
+    model = open_model(tmp_path / "ours")
+    export_model(model, tmp_path / "back")
+    assert_same_tensors(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+    before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("hf", "back"))
+    assert after == before
+    assert torch.equal(logits_of_directory(tmp_path / "back"), logits_of_directory(tmp_path / "hf"))
+
+    export_model(forget_origin(model), tmp_path / "anew")
+    difference = (logits_of_directory(tmp_path / "anew") - expected).abs().max().item()
+    assert difference <= 1e-5 * max(1.0, expected.abs().max().item())
+
+
+def test_every_family_with_rows_for_all_its_layers_is_tried() -> None:
+    tried = {find_family(make_model(name).config.model_type).name for name in MODELS}
+    assert tried == {family.name for family in FAMILIES}
+
+
+@pytest.mark.flags("--moe-router-add-bias")
+def test_the_router_of_gpt_oss_has_a_bias(tmp_path: Path) -> None:
+    """It chooses and weighs experts: without it the logits are others."""
+    make_model("gpt-oss").save_pretrained(tmp_path / "hf")
+    model = AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron()
+    ids = token_ids()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    with torch.no_grad():
+        expected = logits_of_directory(tmp_path / "hf")
+        torch.testing.assert_close(model(ids, positions), expected, rtol=1e-5, atol=1e-5)
+        for layer in model.decoder.layers:
+            layer.mlp.router.bias.zero_()
+        assert (model(ids, positions) - expected).abs().max() > 0.01
+
+
+def test_the_same_files_under_another_model_type(tmp_path: Path) -> None:
+    """Kimi K2's, which come back under their own."""
+    make_model("DeepSeek V3").save_pretrained(tmp_path / "hf")
+    change_config(tmp_path / "hf", model_type="kimi_k2")
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    export_model(open_model(tmp_path / "ours"), tmp_path / "back")
+    assert_same_tensors(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
+
+
+def test_what_a_family_cannot_say_is_refused(tmp_path: Path) -> None:
+    """Fields that would change what the model computes."""
+    for name, fields, message in (
+        ("GPT-2, GPT-3", {"tie_word_embeddings": False}, "tie_word_embeddings is False in its config.json; only True"),
+        ("DeepSeek V2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc' in its config.json; only 'greedy' and"),
+        ("DeepSeek V3", {"rope_interleave": False}, "rope_interleave is False"),
+        ("DeepSeek V3", {"rope_parameters": MSCALE | {"mscale_all_dim": 0}}, "mscale 0.7 without mscale_all_dim"),
+    ):
+        fields = {**make_model(name).config.to_dict(), **fields}
+        with pytest.raises(ConfigError, match=message):
+            read_settings(fields, tmp_path / "config.json", torch.float32)
+
+
+# ---- files
+
+
+@pytest.fixture(scope="module")
+def hf_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in bfloat16, in several shards, with a tokenizer and a generation config."""
+    directory = tmp_path_factory.mktemp("llama") / "hf"
+    hf = make("Llama", **ODD | {"vocab_size": 1009}).to(torch.bfloat16)
+    hf.save_pretrained(directory, max_shard_size="100KB")
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copy(file, directory)
+    return directory
+
+
+@pytest.fixture
+def copied(hf_directory: Path, tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return Path(shutil.copytree(hf_directory, tmp_path / "hf"))
+
+
+def convert(monkeypatch: pytest.MonkeyPatch, source: Path, result: Path, kinds: str, *more: str) -> int:
+    """The program; kinds: `hf megatron`. Returns its exit code."""
+    first, second = kinds.split()
+    argv = ["--source", first, "--target", second, "--input-path", str(source), "--output-path", str(result), *more]
+    monkeypatch.setattr(sys, "argv", ["convert.py", *argv])
+    return main()
+
+
+def test_the_program_in_both_directions(
+    hf_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards, number format, tokenizer and generation config come back; our own programs open what lies between."""
+    sizes = ("--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "2")
+    assert convert(monkeypatch, hf_directory, tmp_path / "ours", "hf megatron", *sizes) == 0
+    printed = capsys.readouterr().out
+    assert "verified: every weight bit for bit; logits of 48 random tokens" in printed
+    assert "note: the checkpoint has no layout: it loads with tensor-parallel size 3" in printed
+    trained = load_trained_model(tmp_path / "ours", bf16=True)
+    assert trained.vocab_size == 1009
+    assert trained.tokenizer.tokenize("def main") != []
+
+    layouts = ("--source-tp", "4", "--source-pp", "2", "--target-tp", "6", "--target-pp", "1")
+    assert convert(monkeypatch, tmp_path / "ours", tmp_path / "copy", "megatron megatron", *layouts) == 0
+    assert "note: --source-tp is 4, and the checkpoint was saved with 1" in capsys.readouterr().out
+    assert convert(monkeypatch, tmp_path / "copy", tmp_path / "back", "megatron hf") == 0
+    assert_same_tensors(read_all(tmp_path / "back"), read_all(hf_directory))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((hf_directory / name).read_text())
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("def main")["input_ids"]) > 0
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (hf_directory / "tokenizer.json").read_bytes()
+
+
+def test_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/conversion.md, as they stand there."""
+    text = (Path(__file__).parents[3] / "docs" / "conversion.md").read_text(encoding="utf-8")
+    commands = re.search(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    assert commands is not None
+    make("Llama", num_attention_heads=8, num_key_value_heads=4).save_pretrained(tmp_path / "Llama-3.1-8B")
+    monkeypatch.chdir(tmp_path)
+    for command in commands[1].splitlines():
+        program = "python -m megatron.bridge.convert "
+        assert command.startswith(program)
+        monkeypatch.setattr(sys, "argv", ["convert.py", *command.removeprefix(program).split()])
+        assert main() == 0, command
+    assert_same_tensors(read_all(tmp_path / "llama-hf"), read_all(tmp_path / "Llama-3.1-8B"))
+
+
+def test_auto_bridge(hf_directory: Path, tmp_path: Path) -> None:
+    """The model in Python: its weights under their names there, saved with what was changed."""
+    bridge = AutoBridge.from_hf_pretrained(hf_directory)
+    with pytest.raises(ConfigError, match=r"there is no model to export; call to_megatron\(\) first"):
+        bridge.save_hf(tmp_path / "saved")
+    model = bridge.to_megatron()
+    assert isinstance(model, GPTModel)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert_same_tensors(dict(bridge.export_weights()), read_all(hf_directory))
+    with torch.no_grad():
+        model.decoder.final_layernorm.weight.fill_(2.0)
+    bridge.save_hf(tmp_path / "saved")
+    weights = read_all(hf_directory)
+    weights["model.norm.weight"].fill_(2.0)
+    assert_same_tensors(read_all(tmp_path / "saved"), weights)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert json.loads((tmp_path / "saved" / name).read_text()) == json.loads((hf_directory / name).read_text())
+    with pytest.raises(ConfigError, match="is missing in the model, and .* by its settings; give a whole model"):
+        bridge.save_hf(tmp_path / "other", torch.nn.Linear(2, 2))
+
+
+def test_shards_that_we_write_and_bin_shards(hf_directory: Path, tmp_path: Path) -> None:
+    weights = read_all(hf_directory)
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    (tmp_path / "written").mkdir()
+    write_tensors(tmp_path / "written", shapes, iter(weights.items()), plan_files(shapes, shard_bytes=100_000))
+    assert len(list((tmp_path / "written").glob("model-*-of-*.safetensors"))) > 2
+    assert_same_tensors(read_all(tmp_path / "written"), weights)
+    shutil.copy(hf_directory / "config.json", tmp_path / "written")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written").state_dict()
+    assert_same_tensors(theirs, weights)
+
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    torch.save(weights, pickled / "pytorch_model.bin")
+    assert_same_tensors(read_all(pickled), weights)
+
+
+def test_published_files_of_gpt2(tmp_path: Path) -> None:
+    """Without the prefix, and with the masks that old releases stored beside the weights."""
+    make_model("GPT-2, GPT-3").save_pretrained(tmp_path / "hf")
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in read_all(tmp_path / "hf").items()}
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    (tmp_path / "old").mkdir()
+    shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "old")
+    torch.save(weights, tmp_path / "old" / "pytorch_model.bin")
+    import_model(open_source(tmp_path / "old"), tmp_path / "ours")
+    export_model(open_model(tmp_path / "ours"), tmp_path / "back")
+    assert_same_tensors(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+
+
+# ---- what cannot be converted
+
+
+def change_config(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def rewrite_weights(directory: Path, change: Any, **quantisation: Any) -> None:
+    """Store changed weights in one file, under a quantization_config."""
+    weights = {name: change(tensor) for name, tensor in read_all(directory).items()}
+    for file in directory.glob("model*"):
+        file.unlink()
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    write_tensors(directory, shapes, iter(weights.items()))
+    change_config(directory, quantization_config=quantisation)
+
+
+def remove_shard(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+
+
+def cut_shard(directory: Path) -> None:
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def escape(directory: Path) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = "../model.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def add_code(directory: Path) -> None:
+    """A pickle that would make a file when it is loaded as torch once loaded it."""
+
+    class Attack:
+        def __reduce__(self) -> Any:
+            return Path.touch, (directory / "executed",)
+
+    for file in directory.glob("model*"):
+        file.unlink()
+    torch.save({"lm_head.weight": Attack()}, directory / "pytorch_model.bin")
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "shard missing": (remove_shard, "model-00002-of-.* is missing; model.safetensors.index.json names it for"),
+    "shard cut off": (cut_shard, "was cut off or is damaged, download it again"),
+    "shard elsewhere": (escape, "names the file '../model.safetensors' outside of"),
+    "code": (add_code, "pytorch_model.bin cannot be used: refused class"),
+    "unknown": (lambda d: change_config(d, model_type="bloom"), "models of the type bloom are not known; known are"),
+    "narrower": (
+        lambda d: change_config(d, intermediate_size=40),
+        r"model.layers.0.mlp.gate_proj.weight is \(48, 72\) in model-.*, and config.json makes it \(40, 72\)",
+    ),
+    "more layers": (lambda d: change_config(d, num_hidden_layers=5), "model.layers.4.* is missing"),
+    "tied": (lambda d: change_config(d, attention_bias=True), "attention_bias is True in its config.json; only False"),
+    "heads": (lambda d: change_config(d, num_attention_heads="six"), "has fields that describe no Llama model: .*six"),
+    "no number": (lambda d: change_config(d, vocab_size=None), "vocab_size is None; it must be the number of"),
+    "quantised": (lambda d: change_config(d, quantization_config={}), "has a quantization_config with the method None"),
+    "no scales": (
+        lambda d: rewrite_weights(d, lambda w: w.to(torch.float8_e4m3fn) if w.dim() == 2 else w, quant_method="fp8",
+                                  weight_block_size=[128, 128]),
+        "lm_head.weight has no lm_head.weight_scale_inv beside it; download the directory again",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
+    "empty config": (lambda d: (d / "config.json").write_text("[]"), "config.json holds a list; it must hold"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_directories(
+    name: str, copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, exit code 2, nothing executed and nothing left behind."""
+    spoil, message = BAD[name]
+    spoil(copied)
+    assert convert(monkeypatch, copied, copied.parent / "ours", "hf megatron") == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert [entry.name for entry in copied.parent.iterdir()] == ["hf"]
+    assert not (copied / "executed").exists()
+
+
+def test_sizes_and_paths_are_checked(
+    hf_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (["--tensor-model-parallel-size", "4"], "--num-attention-heads 6 cannot be split over"),
+        (["--pipeline-model-parallel-size", "3"], "--num-layers 4"),
+        (["--target-tp", "0"], "--target-tp 0 must be at least 1"),
+        (["--ckpt-step", "3"], "--ckpt-step 3 chooses a checkpoint, and --source hf has none"),
+    ):
+        assert convert(monkeypatch, hf_directory, tmp_path / "ours", "hf megatron", *flags) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "notes.txt").touch()
+    assert convert(monkeypatch, hf_directory, tmp_path / "ours", "hf megatron") == 2
+    assert "ours is not empty; give a directory that does not exist yet" in capsys.readouterr().err
+    for source, message in (
+        (tmp_path / "ours", "ours holds no checkpoint; give a directory that --save has written"),
+        (tmp_path / "none", f"--input-path {tmp_path}/none does not exist; give the directory to convert"),
+        (
+            hf_directory,
+            "is a model of Hugging Face, not a checkpoint of a run; training starts from it with --load hf:",
+        ),
+    ):
+        assert convert(monkeypatch, source, tmp_path / "back", "megatron hf") == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "run" / "iter_0000001").mkdir(parents=True)
+    assert convert(monkeypatch, tmp_path / "run", tmp_path / "back", "hf megatron") == 2
+    assert "run holds checkpoints, not a model of Hugging Face; give --source megatron" in capsys.readouterr().err
+
+
+def test_a_result_that_is_not_the_source_is_found(hf_directory: Path, tmp_path: Path) -> None:
+    """Verification can fail, and then leaves nothing behind."""
+    source = open_source(hf_directory)
+    reads = 0
+
+    def read_once_right(name: str) -> Tensor:
+        nonlocal reads
+        reads += name == "lm_head.weight"
+        tensor = source.tensors.read(name)
+        return tensor + 1 if name == "lm_head.weight" and reads > 1 else tensor
+
+    changed = SimpleNamespace(contents=source.tensors.contents, read=read_once_right)
+    with pytest.raises(CheckpointError, match=r"1 tensors differ: lm_head.weight differs by up to 1\.00e\+00"):
+        import_model(dataclasses.replace(source, tensors=changed), tmp_path / "ours")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_at_a_model_takes_no_memory(hf_directory: Path) -> None:
+    model = build_empty_model(open_source(hf_directory).config, 1009)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_settings_that_no_family_has_are_refused() -> None:
+    config = read_config("--normalization RMSNorm --swiglu --position-embedding-type rope --add-qkv-bias")
+    with pytest.raises(ConfigError, match=r"no model of Hugging Face transformers .* the closest is .*, which has --"):
+        build_config_json(config, 64, torch.float32)
+
+
+def test_a_refused_model_is_told_by_its_own_settings() -> None:
+    # Not by flags that only the family's own config.json stands for, nor in words about a checkpoint.
+    told = r"(?!.*(checkpoint|needs)).* the closest is .*--normalization RMSNorm \(here LayerNorm\)"
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        build_config_json(read_config("--swiglu --disable-bias-linear --num-experts 4"), 64, torch.float32)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's names at upstream's places: golden/data/public_names.tsv lists them with their parameters.
+
+A name resolves, with upstream's parameter names, or its ImportError says what to use instead. What the names do is
+tested in test_upstream_core.py and beside what they name.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.upstream.table import CORE_NAMES
+from megatron.training.upstream.table import TRAINING_NAMES
+
+ROWS = list(csv.DictReader((Path(__file__).parents[2] / "golden/data/public_names.tsv").open(), delimiter="\t"))
+OTHER_PARAMETERS = {
+    "GPTFIMDataset": "MegatronDataset's six, in upstream's order",
+    "MegatronOptimizer": "made by get_megatron_optimizer, never by its constructor",
+    "MegatronTokenizerText": "an abstract class",
+    "MockGPTDataset": "the same six in the same order; the first and the third are called as those of GPTDataset",
+    "TopKRouter": "made by its layer, whose number it needs",
+    "gather_from_sequence_parallel_region": "the group is second, as in its siblings; the two are given by name",
+    "pretrain": "upstream's signature before it took a container of configs; all are given by name",
+}
+"""Names whose parameters differ from upstream's in more than being fewer, and why."""
+LEFT_OUT = {
+    "ColumnParallelLinear": "stride keep_master_weight_for_test embedding_activation_buffer grad_output_buffer "
+    "is_expert tp_comm_buffer_name disable_grad_reduce name output_dtype pg_collection",
+    "Attention": "pp_layer_offset name",
+    "DistributedDataParallel": "disable_bucketing full_param_layout",
+    "FullyParallelLoadStrategyWrapper": "per_rank_object_load pg_cache_path pg_cache_create",
+    "GPTModel": "logit_dtype scatter_embedding_sequence_parallel",
+    "IndexedDataset": "object_storage_config s3_config fast_cache_load sequences_per_dataset dtype_code",
+    "RotaryEmbedding": "use_cpu_initialization cp_group",
+    "SelfAttention": "pp_layer_offset name",
+    "YarnRotaryEmbedding": "use_cpu_initialization cp_group",
+    "evaluate_and_print_results": "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator",
+    "get_batch_on_this_cp_rank": "hybrid_cp_group_func use_per_sequence_balancing",
+    "get_batch_on_this_tp_rank": "has_cu_seqlens is_hybrid_cp create_attention_mask_in_dataloader cp_size tp_rank "
+    "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
+    "is_pipeline_last_stage",
+    "get_megatron_optimizer": "config_overrides use_gloo_process_groups dump_param_to_param_group_map",
+    "initialize_megatron": "seed_pp_group seed_dp_group seed_tp_group seed_ep_group seed_etp_group skip_random_seed",
+    "load_checkpoint": "checkpointing_context skip_load_to_model_and_opt tp_group pp_group dp_cp_group dp_group "
+    "expt_dp_group rng_state_key_prefix",
+    "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank force_reset_rng gtp_remat_world_size "
+    "egtp_remat_world_size",
+    "save_checkpoint": "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
+    "train_data_iterator preprocess_common_state_dict_fn release tp_group pp_group dp_cp_group "
+    "dp_group expt_dp_group rng_state_key_prefix",
+    "train_step": "pg_collection p2p_communicator",
+    "training_log": "max_attention_logit pg_collection is_first_iteration seqlen_squared_sum_in_batch "
+    "total_real_tokens_in_batch",
+}
+"""Parameters of upstream that we do not take: to give one is an error, never ignored."""
+DEFINED = CORE_NAMES.defined | TRAINING_NAMES.defined
+ABSENT = {**CORE_NAMES.absent, **TRAINING_NAMES.absent}
+
+
+def absent(module: str, name: str) -> bool:
+    parts = f"{module}.{name}".split(".")
+    return any(".".join(parts[:length]) in ABSENT for length in range(2, len(parts) + 1))
+
+
+def resolve(module: str, name: str) -> Any:
+    loaded = importlib.import_module(module)
+    try:
+        return getattr(loaded, name)
+    except AttributeError:
+        return importlib.import_module(f"{module}.{name}")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['module']}.{row['name']}")
+def test_a_name_resolves_or_says_what_to_use_instead(row: dict[str, str]) -> None:
+    module, name = row["module"], row["name"]
+    if absent(module, name):
+        with pytest.raises(ImportError, match=r"does not exist here: [-\w]+"):
+            resolve(module, name)
+        return
+    found = resolve(module, name)
+    if not row["parameters"] or name in OTHER_PARAMETERS:
+        return
+    upstreams = row["parameters"].split(", ")
+    parameter = inspect.Parameter
+    ours = [
+        given
+        for given in inspect.signature(found).parameters.values()
+        if given.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    names = [given.name for given in ours]
+    assert [given.name for given in ours if given.name not in upstreams and given.default is parameter.empty] == []
+    assert [name for name in names if name in upstreams] == [name for name in upstreams if name in names]
+    assert sorted(set(upstreams) - set(names)) == sorted(LEFT_OUT.get(name, "").split())
+
+
+def test_a_function_with_its_modules_name_is_the_function_whatever_was_imported_before() -> None:
+    importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    from megatron.core.distributed import finalize_model_grads
+
+    assert inspect.isfunction(finalize_model_grads)
+
+
+def test_most_names_resolve() -> None:
+    assert sum(not absent(row["module"], row["name"]) for row in ROWS) >= 150
+
+
+def test_everything_in_the_table_is_defined_where_it_says() -> None:
+    for module, names in DEFINED.items():
+        loaded = importlib.import_module(module)
+        for name in names:
+            assert getattr(loaded, name) is not None, f"{module}.{name}"
+
+
+def test_sentences_end_without_a_full_stop_and_names_are_not_both_here_and_absent() -> None:
+    for name, sentence in ABSENT.items():
+        assert not sentence.endswith("."), name
+        assert name not in DEFINED and name.rpartition(".")[2] not in DEFINED.get(name.rpartition(".")[0], {})
+
+
+def test_a_module_that_no_table_knows_is_missing_as_anywhere() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'megatron.core.no_such_thing'"):
+        importlib.import_module("megatron.core.no_such_thing")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        importlib.import_module("megatron.core.utils").no_such_name  # noqa: B018
+    assert CORE_NAMES.find_spec("json", None) is None
+
+
+PROMISED: dict[str, list[str]] = {
+    "megatron.core": [
+        "DistributedDataParallel",
+        "ModelParallelConfig",
+        "Timers",
+        "mpu",
+        "parallel_state",
+        "tensor_parallel",
+    ],
+    "megatron.core.process_groups_config": ["ProcessGroupCollection"],
+    "megatron.core.enums": ["ModelType"],
+    "megatron.core.timers": ["Timers"],
+    "megatron.core.model_parallel_config": ["ModelParallelConfig"],
+    "megatron.core.num_microbatches_calculator": [],
+    "megatron.core.optimizer_param_scheduler": ["OptimizerParamScheduler"],
+    "megatron.core.parallel_state": [
+        "destroy_model_parallel",
+        "get_context_parallel_group",
+        "get_context_parallel_rank",
+        "get_context_parallel_world_size",
+        "get_data_parallel_group",
+        "get_data_parallel_rank",
+        "get_data_parallel_world_size",
+        "get_embedding_group",
+        "get_expert_data_parallel_group",
+        "get_expert_model_parallel_group",
+        "get_expert_model_parallel_rank",
+        "get_expert_model_parallel_world_size",
+        "get_expert_tensor_parallel_group",
+        "get_model_parallel_group",
+        "get_pipeline_model_parallel_group",
+        "get_pipeline_model_parallel_rank",
+        "get_pipeline_model_parallel_world_size",
+        "get_tensor_model_parallel_group",
+        "get_tensor_model_parallel_rank",
+        "get_tensor_model_parallel_src_rank",
+        "get_tensor_model_parallel_world_size",
+        "initialize_model_parallel",
+        "is_pipeline_first_stage",
+        "is_pipeline_last_stage",
+        "model_parallel_is_initialized",
+    ],
+    "megatron.core.tensor_parallel": [
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+        "copy_to_tensor_model_parallel_region",
+        "gather_from_sequence_parallel_region",
+        "gather_from_tensor_model_parallel_region",
+        "get_cuda_rng_tracker",
+        "model_parallel_cuda_manual_seed",
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "scatter_to_sequence_parallel_region",
+        "scatter_to_tensor_model_parallel_region",
+        "vocab_parallel_cross_entropy",
+    ],
+    "megatron.core.tensor_parallel.random": ["model_parallel_cuda_manual_seed"],
+    "megatron.core.transformer": ["TransformerConfig"],
+    "megatron.core.transformer.transformer_config": ["TransformerConfig"],
+    "megatron.core.transformer.module": ["MegatronModule"],
+    "megatron.core.transformer.spec_utils": ["ModuleSpec", "build_module"],
+    "megatron.core.transformer.enums": ["AttnBackend", "AttnMaskType"],
+    "megatron.core.models.gpt": ["GPTModel"],
+    "megatron.core.models.gpt.gpt_model": ["GPTModel"],
+    "megatron.core.models.gpt.gpt_layer_specs": ["get_gpt_layer_local_spec"],
+    "megatron.core.pipeline_parallel": ["get_forward_backward_func"],
+    "megatron.core.distributed": ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"],
+    "megatron.core.optimizer": ["OptimizerConfig", "get_megatron_optimizer"],
+    "megatron.core.datasets.blended_megatron_dataset_builder": ["BlendedMegatronDatasetBuilder"],
+    "megatron.core.datasets.gpt_dataset": ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset"],
+    "megatron.core.datasets.indexed_dataset": ["IndexedDataset", "IndexedDatasetBuilder"],
+    "megatron.core.dist_checkpointing": ["load", "save"],
+    "megatron.training": ["get_args", "get_timers", "get_tokenizer", "pretrain", "print_rank_0"],
+    "megatron.training.global_vars": ["get_args", "get_timers", "get_tokenizer"],
+}
+
+
+@pytest.mark.parametrize("module", PROMISED)
+def test_promised_names_can_be_imported(module: str) -> None:
+    loaded = importlib.import_module(module)
+    missing = [name for name in PROMISED[module] if getattr(loaded, name, None) is None]
+    assert missing == []
