@@ -45,9 +45,9 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.products import Matmul, TableLookup, multiply
 from megatron.core.transformer.core_attention.query_blocks import blocked_causal_attention
 from megatron.core.transformer.norms import rms_norm
+from megatron.core.transformer.residual_branch import bias_dropout_add
 from megatron.core.transformer.rotary import Rotation, split_and_rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import bias_dropout_add
 
 EPSILON, LEARNING_RATE, WEIGHT_DECAY = 1e-5, 1e-4, 0.1
 

@@ -41,7 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from benchmarks.conditions import print_conditions
-from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.execution.activation_policy import ActivationPolicy, divide_layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.local_job import run_locally
@@ -236,15 +236,15 @@ def plan_activations(model: TransformerConfig, layers: int, under_way: int, per_
     if model.recompute_granularity != "full":
         less = {"core_attn": 4.0 * HEADS * SEQUENCE**2, "layernorm": 2 * x, "mlp": 8 * x}
         again = {
-            "core_attn": policy.recomputes_core_attention,
-            "layernorm": policy.recomputes_attention_norm,
-            "mlp": policy.recomputes_mlp,
+            "core_attn": policy.recomputes("core_attn"),
+            "layernorm": policy.recomputes("layernorm"),
+            "mlp": policy.recomputes("mlp"),
         }
         kept = layers * (per_layer - sum(size for part, size in less.items() if again[part]))
         of_one_layer = (8 * x + x * again["layernorm"]) * again["mlp"]
         return under_way * kept + max(ends, of_one_layer)
     kept, peak = 0.0, 0.0
-    for unit in policy.divide_layers(layers):
+    for unit in divide_layers(model, layers):
         whole = len(unit.layers) * per_layer
         peak = max(peak, kept + whole)  # the units before it still wait
         kept += x if unit.is_recomputed else whole

@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
 from megatron.core.tensor_parallel.products import Product, choose_product, multiply
 from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.select import build_attention_backend
-from megatron.core.transformer.fp8_layers import FP8Products, multiply_in_fp8
+from megatron.core.transformer.execution.fp8_layers import FP8Products, multiply_in_fp8
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -130,7 +130,7 @@ def build_our_step(sizes: Sizes, tokens: Tensor, compiled: bool) -> Step:
     from megatron.core.optimizer.megatron_optimizer import get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.compilation import compile_regions
+    from megatron.core.transformer.execution.compilation import compile_regions
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(

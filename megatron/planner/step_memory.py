@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.pipeline_parallel.schedules import build_tables
-from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.pipeline_layout import StageContent, build_pipeline_layout, build_virtual_stages
 from megatron.planner.memory import Workload, count_layers
@@ -272,7 +272,7 @@ def _describe_chunk(
     in_graphs = {number: _find_recorded(model, number, rows) for number, rows in layers.items()}
     kept = computed_again = waiting = recorded = 0.0
     on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
-    units = ActivationPolicy(model).divide_layers(len(content.layers))
+    units = divide_layers(model, len(content.layers))
     for unit in units:
         of_unit = [layers[numbers[index]] for index in unit.layers]
         if unit.is_recomputed:

@@ -34,8 +34,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
-from megatron.core.transformer.compilation import compile_regions, find_obstacle
-from megatron.core.transformer.cuda_graphs import record_layers
+from megatron.core.transformer.execution.compilation import compile_regions, find_obstacle
+from megatron.core.transformer.execution.cuda_graphs import record_layers
 from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save

@@ -10,7 +10,7 @@ from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError, MemoryShortageError, TemporaryError, say
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.cuda_graphs import forget_recordings
+from megatron.core.transformer.execution.cuda_graphs import forget_recordings
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import convert_checkpoint
 from megatron.training.config.container import RunConfig

@@ -26,11 +26,11 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.products import Matmul, Product, TableLookup, multiply
 from megatron.core.transformer import norms, rotary
 from megatron.core.transformer.core_attention.local import scaled_masked_softmax, scaled_masked_softmax_reference
-from megatron.core.transformer.fp8_layers import multiply_in_fp8
+from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.moe import permutation
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, ExpertByExpert, choose_expert_product
+from megatron.core.transformer.residual_branch import bias_dropout_add, bias_dropout_add_reference
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import bias_dropout_add, bias_dropout_add_reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -25,11 +25,11 @@ from megatron.core.kernels import fp8_cast, launching  # noqa: E402
 from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
-from megatron.core.transformer import operations  # noqa: E402
+from megatron.core.transformer.execution import operations  # noqa: E402
+from megatron.core.transformer.execution.operations import describe_operations  # noqa: E402
 from megatron.core.transformer.moe.grouped_products import GroupedMatmul  # noqa: E402
 from megatron.core.transformer.moe.permutation import unpermute  # noqa: E402
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.operations import describe_operations  # noqa: E402
 from megatron.core.transformer.rotary import Rotation, rotate_and_join_latent_heads, split_and_rotate  # noqa: E402
 from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
 from tests.kernels.training_comparisons import ALL_COMPARISONS  # noqa: E402

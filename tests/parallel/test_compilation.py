@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer import compilation
+from megatron.core.transformer import compiled_regions
+from megatron.core.transformer.execution import compilation
 from megatron.training.verify.comparison import compare
 from megatron.training.verify.parity import RankTrace, join, trace_rank
 from tests.parallel.harness import run_distributed
@@ -37,7 +38,7 @@ def train(style: str, layout: str, flags: str) -> RankTrace:
 def eager_and_compiled(layouts: list[tuple[str, str]]) -> list[tuple[RankTrace, RankTrace, dict[str, Any]]]:
     """For each layout both runs of this rank, and what the compiler counted. What one layout has had compiled serves
     the next ones."""
-    compilation.BACKEND, compilation.FUSED_BY_HAND_ON_CPU = "aot_eager", frozenset()
+    compilation.BACKEND, compiled_regions.FUSED_BY_HAND_ON_CPU = "aot_eager", frozenset()
     torch._dynamo.config.recompile_limit = 64  # for all layouts together
     counters, found = torch._dynamo.utils.counters, []
     for style, layout in layouts:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.transformer.transformer_engine import package as engine_package
+from megatron.core.transformer.execution import transformer_engine_package as engine_package
 
 VERSION = "2.20.2"
 _LINEAR = (

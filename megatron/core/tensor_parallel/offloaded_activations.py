@@ -12,8 +12,8 @@ gradients are, too.
 What is copied is the memory that a tensor is a view of, once for all of its views: queries, keys and values usually lie
 in one. On the CPU the same code copies within the host's memory, which saves nothing and shows that it works.
 
-transformer/activation_policy.py decides what is offloaded. Sources: Rhu et al., vDNN, 2016; Megatron-LM's fine-grained
-activation offloading, whose names the flags have.
+transformer/execution/activation_policy.py decides what is offloaded. Sources: Rhu et al., vDNN, 2016; Megatron-LM's
+fine-grained activation offloading, whose names the flags have.
 """
 
 from __future__ import annotations

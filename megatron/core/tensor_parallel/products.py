@@ -296,7 +296,7 @@ def forward_keeping(
 ) -> tuple[Tensor, Kept]:
     """The product's output, and what of x is to wait for the weight gradient; see Product.forward_keeping."""
     # What is computed again, or kept elsewhere, needs no smaller form.
-    if has_way(x):
+    if not product.has_smaller_form or has_way(x):
         return product.forward(x, weight, bias, ends), x
     return product.forward_keeping(x, weight, bias, ends)
 

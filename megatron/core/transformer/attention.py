@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.compilation import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
@@ -92,6 +92,8 @@ def uses_fused_rope(config: TransformerConfig) -> bool:
 class Attention(MegatronModule):
     """[s, b, h] -> [s, b, h] and the bias that is still to be added; what all kinds of attention share."""
 
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"core_attn": ()}
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -122,9 +124,6 @@ class Attention(MegatronModule):
         # On this rank: with fewer groups than ranks, a part of one group's queries, and its key and value whole.
         self.heads_per_group = heads // max(query_groups, tp_size)
         self.apply_gate = apply_gate
-        policy = ActivationPolicy(config)
-        self.recomputes_core, self.offloads = policy.recomputes_core_attention, policy.offloads_parts
-        self.offload = policy.offload
         # Before the core and the output projection, as the docstring promises.
         self.build_projections(submodules)
         self.core_attention = build_module(
@@ -148,7 +147,7 @@ class Attention(MegatronModule):
         )
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         self.apply_gate = compiled(self.apply_gate)
 
     @abstractmethod
@@ -208,10 +207,10 @@ class Attention(MegatronModule):
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
         inputs = (query, key, value, attention_mask, None, None, packed_seq_params)  # the module's mask type, no bias
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
-        with offload("core_attn", only=(query, key, value)) if self.offloads else nullcontext():
+        with offload("core_attn", only=(query, key, value)) if self.offload is offload else nullcontext():
             context: Tensor = (
                 checkpoint(self.core_attention, False, *inputs)
-                if self.recomputes_core
+                if "core_attn" in self.recomputed
                 else self.core_attention(*inputs)
             )
         return context
@@ -249,7 +248,7 @@ class SelfAttention(Attention):
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         super().compile_regions(compiled)
         if not self.is_rope_fused:
             self.split, self.rotate = compiled(self.split), compiled(self.rotate)

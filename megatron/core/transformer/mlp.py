@@ -8,9 +8,9 @@ gated    y = (act(x Wg^T) * (x Wu^T)) W2^T        Wg and Wu are one matrix: fc1 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,8 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import hold
-from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.compilation import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -88,7 +87,7 @@ def choose_activate(config: TransformerConfig) -> Activate:
 class MLP(MegatronModule):
     """[s, b, h] -> [s, b, h] and the bias that is still to be added."""
 
-    is_beside_experts = False
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp_act": ("mlp",)}
 
     def __init__(
         self,
@@ -105,8 +104,6 @@ class MLP(MegatronModule):
         assert width is not None and config.hidden_size is not None
         self.activation = build_activation(config, interleave_size)
         self.activate = choose_activate(config)
-        policy = ActivationPolicy(config, has_experts=self.is_beside_experts)
-        self.recomputes_activation, self.offload = policy.recomputes_mlp_activation, policy.offload
         # One matrix (gate | up) is one product.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
@@ -132,7 +129,7 @@ class MLP(MegatronModule):
         )
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         if not uses_fused_activation(self.config):
             self.activate = compiled(self.activate)
 
@@ -143,7 +140,7 @@ class MLP(MegatronModule):
         with self.offload("mlp_act"):
             # The bias is handed over, so that the fused form adds it in the same pass and keeps the sum only once.
             activated = self.activate(intermediate, bias, self.activation)  # [s, b, f / tp]
-            if not self.recomputes_activation:
+            if "mlp_act" not in self.recomputed:
                 output: LayerOutput = self.linear_fc2(activated)
                 return output
             # What is in the product's memory now is the product, or already the sum.

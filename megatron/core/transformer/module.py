@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -13,7 +15,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MegatronModule(nn.Module):
-    """An nn.Module with the TransformerConfig it was built from."""
+    """An nn.Module with the TransformerConfig it was built from.
+
+    Inside a layer it is told what surrounds its computation (execution/execution.py); alone it keeps what it computes.
+    """
+
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Parts of it that --recompute-modules may name -> names of the parts around them, which leave nothing to do."""
+    recomputed: frozenset[str] = frozenset()
+    """Parts of it that backward computes again."""
+    offload: Callable[[str], AbstractContextManager[None]] = staticmethod(nullcontext)  # type: ignore[assignment]
+    """`offload` of offloaded_activations.py, where its stage offloads parts of layers."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -24,9 +24,10 @@ value, rq, rk: widths of the latent vectors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +44,8 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, uses_fused_rope
-from megatron.core.transformer.compilation import Compile
+from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.rotary import (
     Rotation,
@@ -76,6 +76,8 @@ class MLASelfAttentionSubmodules:
 class MLASelfAttention(Attention):
     """Attention of a sequence to itself over latent vectors: [s, b, h] -> [s, b, h]."""
 
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {**Attention.recomputable, "mla_up_proj": ()}
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -99,7 +101,6 @@ class MLASelfAttention(Attention):
         """Build the projections to latent vectors and from them to heads, and the norms between."""
         config, heads = self.config, self.config.num_attention_heads
         self.join_heads = rotate_and_join_latent_heads if uses_fused_rope(config) else join_latent_heads
-        self.recomputes_up_projection = ActivationPolicy(config).recomputes_up_projection
         common = {"config": config, "init_method": input_initialiser(config), "tp_group": self.groups.tp}
         # Names, and what has no bias, as in upstream's models.
         queries = heads * config.query_width
@@ -131,7 +132,7 @@ class MLASelfAttention(Attention):
         self.kv_layernorm = self._build_latent_norm(submodules.kv_layernorm, config.kv_lora_rank)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         super().compile_regions(compiled)
         if not uses_fused_rope(self.config):
             self.join_heads = compiled(self.join_heads)
@@ -174,7 +175,7 @@ class MLASelfAttention(Attention):
         """In which core attention keeps queries, keys and values for backward, or has them made again of the latent
         vectors, which the projections keep anyway."""
         stack = ExitStack()
-        if self.recomputes_up_projection and torch.is_grad_enabled():
+        if "mla_up_proj" in self.recomputed and torch.is_grad_enabled():
             narrow = [x.detach() for x in latents]
             together = RecomputedTogether(lambda: self._make_heads(narrow[0], narrow[1], narrow[2], rotation))
             for index, made in enumerate(heads):

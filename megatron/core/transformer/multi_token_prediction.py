@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_sequence
-from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.fp8_layers import multiply_in_fp8
+from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import open_random_stream
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -85,17 +84,6 @@ class TokenShift:
 
 
 # ---- the layers
-
-
-class LayerInputs(NamedTuple):
-    """What every layer reads beside hidden states; as in TransformerBlock.forward."""
-
-    attention_mask: Tensor | None
-    rotation: Rotation | None
-    local_rotation: Rotation | None
-    packed_seq_params: PackedSeqParams | None
-    unrotated: Rotation | None = None
-    inference_context: InferenceContext | None = None
 
 
 @dataclass
@@ -155,20 +143,20 @@ class MultiTokenPredictionLayer(MegatronModule):
             submodules.mtp_model_layer, config=config, layer_number=number, pg_collection=groups
         )
         self.final_layernorm = build_module(submodules.layer_norm, config, config.hidden_size)
-        policy = ActivationPolicy(config)
-        # One layer is a unit of its own, which `block`, counting the layers of a stage, says nothing about.
-        self.is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-        self.divides_unit_inputs = policy.divides_unit_inputs
+        self.execution = Execution(config)
 
-    def forward(self, hidden_states: Tensor, decoder_input: Tensor, inputs: LayerInputs) -> Tensor:
+    def forward(self, hidden_states: Tensor, decoder_input: Tensor, inputs: StageInputs) -> Tensor:
         """Hidden states of the depth before, and the embedding of the further tokens, [s, b, h] each -> [s, b, h]."""
         run = functools.partial(self._run, inputs=inputs)
-        if not self.is_recomputed or inputs.inference_context is not None:  # a cache must not be written to twice
+        # A cache must not be written to twice.
+        if not self.execution.recomputes_prediction or inputs.inference_context is not None:
             return run(hidden_states, decoder_input)
-        result: Tensor = checkpoint(run, self.divides_unit_inputs, hidden_states, decoder_input, tp_group=self.tp_group)
+        result: Tensor = checkpoint(
+            run, self.execution.divides_unit_inputs, hidden_states, decoder_input, tp_group=self.tp_group
+        )
         return result
 
-    def _run(self, hidden_states: Tensor, decoder_input: Tensor, *, inputs: LayerInputs) -> Tensor:
+    def _run(self, hidden_states: Tensor, decoder_input: Tensor, *, inputs: StageInputs) -> Tensor:
         joined = torch.cat([self.enorm(decoder_input), self.hnorm(hidden_states)], dim=-1)  # [s, b, 2 h]
         hidden_states, _ = self.eh_proj(joined)
         if self.config.sequence_parallel:
@@ -177,13 +165,9 @@ class MultiTokenPredictionLayer(MegatronModule):
         if self.config.fp32_residual_connection:
             hidden_states = hidden_states.float()
         rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": inputs.unrotated}
-        hidden_states = self.mtp_model_layer(
-            hidden_states,
-            inputs.attention_mask,
-            rotations[self.rotary_kind],
-            inputs.inference_context,
-            inputs.packed_seq_params,
-        )
+        rotation, packed = rotations[self.rotary_kind], inputs.packed_seq_params
+        layer_inputs = LayerInputs(inputs.attention_mask, rotation, inputs.inference_context, packed)
+        hidden_states = self.mtp_model_layer(hidden_states, *layer_inputs)
         normalised: Tensor = self.final_layernorm(hidden_states)
         return normalised
 
@@ -212,7 +196,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         hidden_states: Tensor,
         embedding: Callable[[Tensor, Tensor], Tensor],
         shift: TokenShift,
-        inputs: LayerInputs,
+        inputs: StageInputs,
     ) -> list[Tensor]:
         """input_ids, position_ids: [b, s] int64, of the tokens that the decoder has read. hidden_states: its output
         behind the final norm, [s, b, h]. embedding: the model's, (input_ids, position_ids) -> [s, b, h]."""
@@ -228,7 +212,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             found.append(hidden_states)
         return found
 
-    def compute_depth(self, depth: int, hidden_states: Tensor, decoder_input: Tensor, inputs: LayerInputs) -> Tensor:
+    def compute_depth(self, depth: int, hidden_states: Tensor, decoder_input: Tensor, inputs: StageInputs) -> Tensor:
         """One depth, counted from 1: hidden states of the depth before, and the embedding of the tokens `depth` places
         later, [s, b, h] each -> [s, b, h]."""
         # One layer for all depths with mtp_use_repeated_layer.

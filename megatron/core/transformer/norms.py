@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones, parameter_dtype, zeros
-from megatron.core.transformer.compilation import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -133,7 +133,7 @@ class Norm(MegatronModule, ABC):
         return self.normalise(x, self.weight, self.eps, self.zero_centered)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         if not self.is_fused:
             self.normalise = compiled(self.normalise)
 
@@ -169,7 +169,7 @@ class HeadL2Norm(MegatronModule):
         self.normalise = normalise_length
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         self.normalise = compiled(self.normalise)
 
     def forward(self, x: Tensor) -> Tensor:

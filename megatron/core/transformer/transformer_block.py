@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device_graphs import Recorder
-from megatron.core.inference_context import InferenceContext
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.offloaded_activations import Offloader, offload
+from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
-from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.cuda_graphs import Passes
+from megatron.core.transformer.execution.cuda_graphs import Passes
+from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs
 from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.pipeline_layout import find_content_of_stage
-from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -52,14 +49,15 @@ class TransformerBlock(MegatronModule):
         self.first_layer = layers.start
         self.rotary_kinds = [choose_rotary_kind(config, index + 1) for index in layers]
         self.tp_group = groups.tp
-        # Decided once, when the stage is built: how layers are grouped does not change between steps.
-        policy = ActivationPolicy(config)
-        self.units, self.divides_unit_inputs = policy.divide_layers(len(layers)), policy.divides_unit_inputs
-        choice = policy.choose_offload(groups.pp.rank())
-        self.offloader = None if choice is None else Offloader(choice)
         self.layers = nn.ModuleList(
             build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
         )
+        # Of the first layer, so that a kind of layer may have its own; a layer of a user's own may have none.
+        first = self.layers[0] if layers else None
+        self.execution = first.execution if isinstance(first, TransformerLayer) else Execution(config)
+        # Decided once, when the stage is built: how layers are grouped does not change between steps.
+        self.units = self.execution.divide_layers(len(layers))
+        self.offloader = self.execution.build_offloader(groups.pp.rank())
         assert config.hidden_size is not None
         ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
         self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and ends_decoder else None
@@ -68,12 +66,12 @@ class TransformerBlock(MegatronModule):
     def record_layers(self, recorder: Recorder) -> None:
         """From the end of the warm-up steps on, launch training's forward and backward by recordings; see
         cuda_graphs.py."""
-        self.passes = Passes(recorder, self.config.cuda_graph_warmup_steps)
+        self.passes = self.execution.open_passes(recorder)
         for layers, is_recomputed in self.units:
             for index in layers:
                 layer = self.layers[index]
                 if isinstance(layer, TransformerLayer):
-                    layer.record_parts(self.passes, self.config.cuda_graph_modules, is_recomputed=is_recomputed)
+                    layer.execution.record(layer, self.passes, is_recomputed=is_recomputed)
 
     def finish_step(self, groups: ProcessGroupCollection) -> None:
         """See `megatron.core.finish_step`."""
@@ -87,43 +85,31 @@ class TransformerBlock(MegatronModule):
         number, _, rest = name.removeprefix("layers.").partition(".")
         return f"layers.{int(number) + self.first_layer}.{rest}"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        rotation: Rotation | None = None,
-        inference_context: InferenceContext | None = None,
-        local_rotation: Rotation | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        unrotated: Rotation | None = None,
-    ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; attention_mask and packed_seq_params as in DotProductAttention, causal when None.
-        local_rotation: for layers with a sliding window, where these have angles of their own. unrotated: for layers
-        without rotary positions, where these have a factor on queries."""
+    def forward(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
+        """[s, b, h] -> [s, b, h]; inputs: the fields of StageInputs."""
+        shared = StageInputs(*inputs, **named)
         # Angles are computed once for each step and shared by all layers, instead of in each layer.
-        constants: Sequence[Any] = (attention_mask, rotation, local_rotation, unrotated)
-        passes = self.passes
+        constants = (shared.attention_mask, shared.rotation, shared.local_rotation, shared.unrotated)
+        caches = shared.inference_context is not None
         trains = self.training and torch.is_grad_enabled()
-        if not trains or inference_context is not None or packed_seq_params is not None:
-            passes = None
+        passes = self.passes if trains and not caches and shared.packed_seq_params is None else None
         offloading = nullcontext() if self.offloader is None else self.offloader.open_pass()
         recording = nullcontext(constants) if passes is None else passes.open(hidden_states, constants)
         # One stream around all layers: switching it inside would copy the generator's state for each dropout.
         with (
             open_random_stream(self.config, self.training, self.tp_group),
             offloading,
-            self._open_layers(),
-            recording as (mask, *rotations),
+            self.execution.open_pass(),
+            recording as (mask, rotation, local, unrotated),
         ):
-            by_kind = dict(zip(("global", "local", "none"), rotations, strict=True))
+            by_kind = {"global": rotation, "local": local, "none": unrotated}
 
             def run(indices: range, hidden_states: Tensor) -> Tensor:
                 for index in indices:
                     rotation = by_kind[self.rotary_kinds[index]]
+                    layer_inputs = LayerInputs(mask, rotation, shared.inference_context, shared.packed_seq_params)
                     with nullcontext() if self.offloader is None else self.offloader.layer(index):
-                        hidden_states = self.layers[index](
-                            hidden_states, mask, rotation, inference_context, packed_seq_params
-                        )
+                        hidden_states = self.layers[index](hidden_states, *layer_inputs)
                 return hidden_states
 
             for layers, is_recomputed in self.units:
@@ -131,19 +117,16 @@ class TransformerBlock(MegatronModule):
                 unit = functools.partial(run, layers)
                 is_repeated = passes is not None and passes.is_replaying  # by the recordings themselves
                 # A cache must not be written to twice.
-                if not is_recomputed or inference_context is not None or is_repeated:
+                if not is_recomputed or caches or is_repeated:
                     hidden_states = unit(hidden_states)
                     continue
                 with offload("attn_norm"):
-                    hidden_states = checkpoint(unit, self.divides_unit_inputs, hidden_states, tp_group=self.tp_group)
+                    hidden_states = checkpoint(
+                        unit, self.execution.divides_unit_inputs, hidden_states, tp_group=self.tp_group
+                    )
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
-
-    def _open_layers(self) -> AbstractContextManager[Any]:
-        """See TransformerLayer.open_pass; a layer of a user's own may have none."""
-        first = self.layers[0] if len(self.layers) else None
-        return first.open_pass() if isinstance(first, TransformerLayer) else nullcontext()
 
 
 def open_random_stream(config: TransformerConfig, training: bool, tp_group: Group) -> AbstractContextManager[None]:

@@ -182,8 +182,8 @@ def describe_gpt_operations(
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.products import CommunicationPlan
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.operations import describe_operations
-    from megatron.core.transformer.transformer_engine.package import choose_implementation
+    from megatron.core.transformer.execution.operations import describe_operations
+    from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
 
     if config.gpt.spec not in (None, ["local"]) or any(type(chunk) is not GPTModel for chunk in chunks):
         return {}
@@ -210,11 +210,11 @@ def describe_gpt_operations(
 def _describe_engine(chunks: Sequence[nn.Module]) -> dict[str, str]:
     """What Transformer Engine computes beside products."""
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.transformer_engine.layer import TransformerEngineLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     parts = [part for chunk in chunks for part in chunk.modules()]
     described = {}
-    if any(isinstance(part, TransformerEngineLayer) and part.fuses_norms for part in parts):
+    if any(isinstance(part, TransformerLayer) and part.execution.fuses_norms for part in parts):
         described["norm"] = "Transformer Engine, with the products behind it"
     backends = dict.fromkeys(part.backend.name for part in parts if isinstance(part, DotProductAttention))
     return described | ({"attention": "; ".join(backends)} if backends else {})
@@ -234,8 +234,8 @@ def read_layer_spec(
     """
     from megatron.core.device import current_device
     from megatron.core.models.gpt.gpt_layer_specs import by_transformer_engine, get_gpt_layer_local_spec
+    from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_engine.package import choose_implementation
 
     if words is None or list(words) == ["local"]:
         spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)

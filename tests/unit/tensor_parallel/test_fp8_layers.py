@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, WEIGHT, FP8Matmul, find_kernel
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.products import Matmul, Product, multiply
-from megatron.core.transformer.activation_policy import ActivationPolicy
+from megatron.core.transformer.execution.activation_policy import ActivationPolicy
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
 from megatron.training.flags.read import read_run_config
 from tests.support.gpt_models import build_model, read_config, token_batch

@@ -136,7 +136,7 @@ def test_swiglu_is_computed_again_from_the_first_product() -> None:
 
 @pytest.mark.flags("--delta-offload-bytes-across-pp-ranks")
 def test_later_stages_offload_less() -> None:
-    from megatron.core.transformer.activation_policy import ActivationPolicy
+    from megatron.core.transformer.execution.activation_policy import ActivationPolicy
 
     config = run_config(f"{PARTS} core_attn --delta-offload-bytes-across-pp-ranks 1000").model
     choices = [ActivationPolicy(config).choose_offload(stage) for stage in range(3)]
@@ -226,7 +226,7 @@ def test_what_is_on_its_way_to_the_host_is_read_on_the_device(events: list[str])
 @pytest.mark.flags("--fine-grained-offloading-max-inflight-offloads")
 def test_the_computation_waits_for_the_oldest_of_too_many_copies(events: list[str]) -> None:
     config = run_config(f"{PARTS} core_attn --fine-grained-offloading-max-inflight-offloads 2").model
-    from megatron.core.transformer.activation_policy import ActivationPolicy
+    from megatron.core.transformer.execution.activation_policy import ActivationPolicy
 
     choice = ActivationPolicy(config).choose_offload(0)
     assert choice is not None and choice.most_groups_in_flight == 2

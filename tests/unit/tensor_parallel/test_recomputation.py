@@ -14,8 +14,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.compilation import compile_regions
+from megatron.core.transformer.execution.activation_policy import divide_layers
+from megatron.core.transformer.execution.compilation import compile_regions
 from megatron.core.transformer.moe.router import TopKRouter
 from tests.support.gpt_models import SEQUENCE_LENGTH, build_model, first_mlp, read_config, token_batch
 from tests.support.run_flags import run_config
@@ -241,7 +241,7 @@ def test_units_of_a_stage() -> None:
     def units(method: str, count: int, layers: int) -> list[tuple[list[int], bool]]:
         flags = f"{FULL} {method} --recompute-num-layers {count}"
         config = run_config(f"--num-layers 5 {flags}").model
-        return [(list(unit.layers), unit.is_recomputed) for unit in ActivationPolicy(config).divide_layers(layers)]
+        return [(list(unit.layers), unit.is_recomputed) for unit in divide_layers(config, layers)]
 
     assert units("uniform", 2, 5) == [([0, 1], True), ([2, 3], True), ([4], True)]
     assert units("block", 2, 5) == [([0], True), ([1], True), ([2, 3, 4], False)]

@@ -15,7 +15,7 @@ import torch
 
 from megatron.core import optional_deps
 from megatron.core.errors import DataError, NonFiniteError
-from megatron.core.transformer import compilation
+from megatron.core.transformer.execution import compilation
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations
 from megatron.training.hooks.evaluation import EvaluationHook

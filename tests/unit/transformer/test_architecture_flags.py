@@ -209,7 +209,7 @@ def test_tied_and_untied_output() -> None:
 FUSIONS = {
     "--no-bias-gelu-fusion": ("", lambda m: first_mlp(m).activate.__name__),
     "--no-bias-swiglu-fusion": ("--swiglu", lambda m: first_mlp(m).activate.__name__),
-    "--no-bias-dropout-fusion": ("", lambda m: first_layer(m).bias_dropout_add.__name__),
+    "--no-bias-dropout-fusion": ("", lambda m: first_layer(m).branches[0].bias_dropout_add.__name__),
     "--no-rope-fusion": ("--position-embedding-type rope", lambda m: str(first_attention(m).is_rope_fused)),
     "--no-masked-softmax-fusion": (
         "--attention-backend local",

@@ -13,7 +13,7 @@ from megatron.core.transformer.core_attention import query_blocks
 from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
-from megatron.core.transformer.operations import describe_operations
+from megatron.core.transformer.execution.operations import describe_operations
 from tests.support.gpt_models import (
     SEQUENCE_LENGTH,
     assert_same_function,

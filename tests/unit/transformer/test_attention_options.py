@@ -26,8 +26,8 @@ from megatron.core.transformer.core_attention.interface import (
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
+from megatron.core.transformer.execution.operations import describe_operations
 from megatron.core.transformer.layer_patterns import choose_rotary_kind, find_window_of_layer
-from megatron.core.transformer.operations import describe_operations
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import print_settings
 from tests.support.gpt_models import (

@@ -13,8 +13,9 @@ from megatron.core.compiling import outside_of_graphs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import compilation
-from megatron.core.transformer.compilation import compile_regions, find_obstacle
+from megatron.core.transformer import compiled_regions
+from megatron.core.transformer.execution import compilation
+from megatron.core.transformer.execution.compilation import compile_regions, find_obstacle
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.setup import switch_compiler_off_where_it_fails
 from tests.support.gpt_models import (
@@ -33,7 +34,7 @@ from tests.support.gpt_models import (
 @pytest.fixture(autouse=True)
 def every_region(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, and without generating code."""
-    monkeypatch.setattr(compilation, "FUSED_BY_HAND_ON_CPU", frozenset())
+    monkeypatch.setattr(compiled_regions, "FUSED_BY_HAND_ON_CPU", frozenset())
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -163,7 +164,7 @@ def test_on_a_cpu_what_is_as_fast_by_hand_stays(monkeypatch: pytest.MonkeyPatch)
     flags = "--position-embedding-type rope --swiglu --normalization RMSNorm"
     eager, compiled = build_model(flags), build_model(f"{flags} --compile")
     compile_regions(compiled, backend="aot_eager")
-    assert first_layer(compiled).bias_dropout_add is first_layer(eager).bias_dropout_add
+    assert first_layer(compiled).branches[0].bias_dropout_add is first_layer(eager).branches[0].bias_dropout_add
     assert first_layer(compiled).input_layernorm.normalise is first_layer(eager).input_layernorm.normalise
     assert first_attention(compiled).split is not first_attention(eager).split
     assert first_mlp(compiled).activate is not first_mlp(eager).activate

@@ -14,9 +14,9 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.cuda_graphs import forget_recordings
+from megatron.core.transformer.execution.cuda_graphs import forget_recordings
+from megatron.core.transformer.execution.operations import describe_operations
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.operations import describe_operations
 from megatron.training.flags.read import read_run_config
 from tests.support.gpt_models import SEQUENCE_LENGTH, build_model, read_config, token_batch
 from tests.support.graph_stand_in import StandInRecorder

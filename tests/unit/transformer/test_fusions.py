@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.products import TableLookup, multiply
 from megatron.core.transformer.core_attention.local import scaled_masked_softmax, scaled_masked_softmax_reference
 from megatron.core.transformer.core_attention.query_blocks import blocked_causal_attention
 from megatron.core.transformer.norms import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from megatron.core.transformer.residual_branch import bias_dropout_add, bias_dropout_add_reference
 from megatron.core.transformer.rotary import Rotation, apply_rotary, split_and_rotate, split_qkv
-from megatron.core.transformer.transformer_layer import bias_dropout_add, bias_dropout_add_reference
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "quick_gelu", "squared_relu")
 

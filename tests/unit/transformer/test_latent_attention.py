@@ -22,8 +22,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.execution.operations import describe_operations
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.operations import describe_operations
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.planner.memory import count_attention, count_parameters
 from megatron.planner.parameters import count_whole

@@ -15,6 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.products import multiply
+from megatron.core.transformer.execution.operations import describe_expert_operations
 from megatron.core.transformer.moe.experts import ExpertLinear
 from megatron.core.transformer.moe.grouped_products import (
     ExpertByExpert,
@@ -26,7 +27,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import permute, sort_slots, unpermute
 from megatron.core.transformer.moe.routing import choose_best, fit_into_capacity, keep_within_capacity, sinkhorn
 from megatron.core.transformer.moe.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher
-from megatron.core.transformer.operations import describe_expert_operations
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.experts_by_definition import (
     MOE,

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.grad_statistics import _make_sort_key
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import SingleRankGroup
-from megatron.core.transformer.compilation import compile_regions
+from megatron.core.transformer.execution.compilation import compile_regions
 from megatron.core.transformer.multi_token_prediction import TokenShift
 from megatron.core.upstream.layers import get_mtp_ranks, mtp_on_this_rank
 from megatron.planner.throughput import count_training_flops_per_token

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.core.transformer.cuda_graphs import Part, Passes
+from megatron.core.transformer.execution.cuda_graphs import Part, Passes
 from tests.support.graph_stand_in import StandInRecorder
 
 WIDTH = 4

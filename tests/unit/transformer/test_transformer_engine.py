@@ -21,8 +21,9 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optional_deps import available
 from megatron.core.placement import get_placement
-from megatron.core.transformer.transformer_engine.layer import TransformerEngineLayer
-from megatron.core.transformer.transformer_engine.package import choose_implementation, load_package
+from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.execution.transformer_engine import EngineExecution
+from megatron.core.transformer.execution.transformer_engine_package import choose_implementation, load_package
 from megatron.training.recipes.gpt import describe_gpt_operations
 from megatron.training.run import Run
 from tests.support.gpt_models import (
@@ -85,8 +86,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_plain_layers(engine: Engine, flags: str, kinds: set[str]) -> None:
     plain, model = build_model(flags), build_model(f"{flags} {ASKED}")
-    assert isinstance(first_layer(model), TransformerEngineLayer) and not isinstance(
-        first_layer(plain), TransformerEngineLayer
+    assert isinstance(first_layer(model).execution, EngineExecution) and not isinstance(
+        first_layer(plain).execution, EngineExecution
     )
     assert_same_function(plain, model)
     assert engine.kinds() == kinds
@@ -156,8 +157,8 @@ def test_recipes_are_the_packages(engine: Engine, flags: str, recipe: str) -> No
 
 def test_largest_values_are_those_of_the_whole_stage(engine: Engine) -> None:
     layer, groups = first_layer(build_model(f"{LLAMA} {FP8_SIZES} {ASKED}")), pretend(1, tp=2, dp=2)
-    layer.multiply_in_few_bits(layer.config, groups)
-    with layer.open_pass():
+    layer.execution.multiply_in_few_bits(layer, groups)
+    with layer.execution.open_pass():
         assert engine.passes[-1]["amax_reduction_group"] is groups.tp_dp_cp and groups.tp_dp_cp.size() == 4
 
 
@@ -228,7 +229,7 @@ def test_what_it_does_not_know_is_refused(engine: Engine, flags: str, named: str
 def test_on_a_cpu_layers_are_plain_whatever_is_asked() -> None:
     for asked in ("local", "transformer_engine", "auto"):
         assert not choose_implementation(asked, torch.device("cpu")).is_engine
-        assert type(first_layer(build_model(f"--transformer-impl {asked}"))).__name__ == "TransformerLayer"
+        assert type(first_layer(build_model(f"--transformer-impl {asked}")).execution) is Execution
 
 
 def test_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,10 +269,10 @@ def test_the_spec_by_upstreams_name(engine: Engine, monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    assert spec.module is TransformerEngineLayer
+    assert spec.params["execution_type"] is EngineExecution
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="local spec .plain torch: Transformer Engine runs on GPUs only"):
-        assert gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec().module is not TransformerEngineLayer
+        assert "execution_type" not in gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec().params
 
 
 # ---- the package itself

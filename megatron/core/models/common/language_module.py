@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
 from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.fp8_layers import multiply_in_fp8
+from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -12,6 +12,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.execution.transformer_engine import EngineExecution
+from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -24,8 +26,6 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_engine.layer import TransformerEngineLayer
-from megatron.core.transformer.transformer_engine.package import choose_implementation
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
@@ -150,7 +150,7 @@ def get_gpt_layer_with_transformer_engine_spec(
 
 def by_transformer_engine(spec: ModuleSpec) -> ModuleSpec:
     """The spec of a layer as the local ones, which computes by Transformer Engine where that can."""
-    return dataclasses.replace(spec, module=TransformerEngineLayer)
+    return dataclasses.replace(spec, params=spec.params | {"execution_type": EngineExecution})
 
 
 def get_gpt_layer_with_inference_spec(

@@ -21,7 +21,8 @@ from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
-from megatron.core.transformer.multi_token_prediction import LayerInputs, MultiTokenPredictionLoss, TokenShift
+from megatron.core.transformer.layer_inputs import StageInputs
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
 from megatron.core.transformer.pipeline_layout import (
     build_pipeline_layout,
     find_embedding_use,
@@ -231,7 +232,7 @@ class GPTModel(LanguageModule):
         inference_context: InferenceContext | None,
         packed_seq_params: PackedSeqParams | None,
         sequence: Group,
-    ) -> LayerInputs:
+    ) -> StageInputs:
         """What layers read beside hidden states [s, b, h] of the tokens behind those that the cache holds."""
         offset = 0 if inference_context is None else inference_context.sequence_len_offset
         rotation, local_rotation = (
@@ -248,14 +249,11 @@ class GPTModel(LanguageModule):
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
             # Wrong bounds are refused, and right ones read from their device, before the first layer.
             packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
-        return LayerInputs(attention_mask, rotation, local_rotation, packed_seq_params, unrotated, inference_context)
+        return StageInputs(attention_mask, rotation, inference_context, local_rotation, packed_seq_params, unrotated)
 
-    def _run_decoder(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+    def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> Tensor:
         """[s, b, h] -> [s, b, h], on the last stage behind the final norm."""
-        output: Tensor = self.decoder(
-            hidden_states, inputs.attention_mask, inputs.rotation, inputs.inference_context, inputs.local_rotation,
-            inputs.packed_seq_params, inputs.unrotated,
-        )  # fmt: skip
+        output: Tensor = self.decoder(hidden_states, *inputs)
         return output
 
     def compute_states(self, input_ids: Tensor, position_ids: Tensor, inference_context: InferenceContext) -> Tensor:

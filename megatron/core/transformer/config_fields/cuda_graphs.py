@@ -24,7 +24,7 @@ _OFFLOADED_BY = {
 
 @dataclass(kw_only=True)
 class CudaGraphFields(OffloadFields):
-    """Layers that are recorded once and launched as CUDA graphs; transformer/cuda_graphs.py."""
+    """Layers that are recorded once and launched as CUDA graphs; transformer/execution/cuda_graphs.py."""
 
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = flag(
         "none",

@@ -12,7 +12,8 @@ expert-tensor-parallel group as column and row layers cut theirs. The caller sum
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,7 @@ from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, k
 from megatron.core.tensor_parallel.offloaded_activations import hold, offload
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
-from megatron.core.transformer.activation_policy import ActivationPolicy
-from megatron.core.transformer.compilation import Compile
+from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.mlp import (
     Activate,
@@ -104,6 +104,8 @@ class Experts(MegatronModule):
     """Rows [n, h], sorted by expert, and their weights [n] -> weighted outputs [n, h]; with several processes in an
     expert, this one's part of the sum."""
 
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"moe_act": ("moe",)}
+
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         number, width, inner = config.num_moe_experts, config.expert_channels, config.moe_ffn_hidden_size
@@ -114,7 +116,6 @@ class Experts(MegatronModule):
         fused_gate = config.gated_linear_unit and uses_fused_activation(config)
         self.fuses_weights = config.use_fused_weighted_squared_relu or fused_gate
         self.weigh = weigh_activated
-        self.recomputes_activation = ActivationPolicy(config, has_experts=True).recomputes_expert_activation
         ep, etp = pg_collection.ep, pg_collection.expt_tp
         self.adds_bias = etp.rank() == 0
         # Named also in a group of one: by this axis the engine knows experts' gradients, which it sums over other
@@ -140,11 +141,11 @@ class Experts(MegatronModule):
         )
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py."""
+        """See compiled_regions.py."""
         if not uses_fused_activation(self.config):
             # With its weight one region; where backward computes it again, only the activation is one.
             self.weigh = compiled(self.weigh)
-            self.activate = compiled(self.activate) if self.recomputes_activation else self.activate
+            self.activate = compiled(self.activate) if "moe_act" in self.recomputed else self.activate
 
     def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, h] sorted by expert, weights [n] -> weighted outputs [n, h]; ends: [local experts] int32."""
@@ -172,7 +173,7 @@ class Experts(MegatronModule):
         """The second half of the experts: [n, f / etp], gated [n, 2 f / etp], and weights [n, 1] -> [n, h]."""
         if self.fuses_weights:
             return self._weigh_in_one_operation(intermediate, weights, ends)
-        if not self.recomputes_activation:
+        if "moe_act" not in self.recomputed:
             # The product is linear: its input weighted is its output weighted, which then need not be kept.
             return self.linear_fc2(self.weigh(self.activate, intermediate, weights, self.activation), ends)
         activated = self.activate(intermediate, None, self.activation)  # [n, f / etp]
@@ -194,7 +195,7 @@ class Experts(MegatronModule):
     def _weigh_in_one_operation(self, intermediate: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """See _activate_and_multiply."""
         weighted = self._activate_and_weigh(intermediate, weights)
-        if not self.recomputes_activation:
+        if "moe_act" not in self.recomputed:
             output: Tensor = self.linear_fc2(weighted, ends)
             return output
         get_input = hold("moe_act", intermediate)

@@ -17,9 +17,9 @@ on twice, and experts may be laid out over the stage's processes in any way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -55,6 +54,8 @@ class MoESubmodules:
 
 class MoELayer(MegatronModule):
     """A mixture of experts: [s, b, h] -> [s, b, h]; no bias is left to be added."""
+
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"shared_experts": ("moe",)}
 
     def __init__(
         self,
@@ -91,7 +92,6 @@ class MoELayer(MegatronModule):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)
         self.overlaps_shared_experts = config.moe_shared_expert_overlap and self.shared_experts is not None
-        self.recomputes_shared_experts = ActivationPolicy(config, has_experts=True).recomputes_shared_experts
 
     def forward(self, hidden_states: Tensor, routed: tuple[Tensor, Routing] | None = None) -> LayerOutput:
         """Hidden states [s, b, h], with SP [s/tp, b, h] -> the same shape, and None in place of a bias. routed: where
@@ -160,6 +160,6 @@ class MoELayer(MegatronModule):
         assert self.shared_experts is not None
         compute = self.shared_experts.compute_output
         output: Tensor = (
-            checkpoint(compute, False, hidden_states) if self.recomputes_shared_experts else compute(hidden_states)
+            checkpoint(compute, False, hidden_states) if "shared_experts" in self.recomputed else compute(hidden_states)
         )
         return output

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import has_wide_product, multiply_wide
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
-from megatron.core.transformer.compilation import Compile
+from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.module import MegatronModule
@@ -115,8 +115,8 @@ class TopKRouter(MegatronModule):
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
-        """See compilation.py. The choice itself is not compiled: where backward repeats it, it must be the same to the
-        last bit, and a graph with gradients may round in another way than one without."""
+        """See compiled_regions.py. The choice itself is not compiled: where backward repeats it, it must be the same
+        to the last bit, and a graph with gradients may round in another way than one without."""
         self.arithmetic = RouterArithmetic(*map(compiled, self.arithmetic))
 
     def _choose_initialiser(self, config: TransformerConfig) -> Initialiser:

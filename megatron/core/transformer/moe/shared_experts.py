@@ -6,6 +6,9 @@ y = mlp(x)        gated    y = sigmoid(x w^T) mlp(x)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class SharedExpertMLP(MLP):
     """The shared expert, an MLP that every token goes through: [s, b, h] -> [s, b, h], tensor-parallel as any MLP."""
 
-    is_beside_experts = True
+    recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp_act": ("moe", "shared_experts")}
 
     def __init__(
         self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection

@@ -13,13 +13,13 @@ from megatron.core.tensor_parallel.products import accumulates_weight_grads, cho
 from megatron.core.transformer.attention import uses_fused_rope
 from megatron.core.transformer.core_attention.interface import AttentionOptions
 from megatron.core.transformer.core_attention.select import build_attention_backend
-from megatron.core.transformer.fp8_layers import read_fp8_recipe
+from megatron.core.transformer.execution.fp8_layers import read_fp8_recipe
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.moe.permutation import uses_fused_permutation
 from megatron.core.transformer.norms import has_norm_kernel, uses_fused_norm
+from megatron.core.transformer.residual_branch import uses_fused_bias_dropout
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import uses_fused_bias_dropout
 
 
 def describe_operations(

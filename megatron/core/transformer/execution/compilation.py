@@ -23,17 +23,12 @@ micro-batch, are compiled twice and not for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.core.device import current_device, is_cpu
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-Compile = Callable[[Function], Function]
+from megatron.core.transformer.compiled_regions import Function
 
 MOST_VARIANTS = 64
 """Of a region's code: for numbers of dimensions, number formats, with and without gradients, one token or sequence and
@@ -41,22 +36,6 @@ several. Unless told otherwise the compiler gives up on a function with more tha
 
 BACKEND = "inductor"
 """Of torch.compile; "aot_eager" traces the same graphs without generating code, for tests."""
-
-# Measured by benchmarks/train_step.py: the call of a compiled function costs more than these save there.
-FUSED_BY_HAND_ON_CPU = frozenset({"norm", "residual"})
-
-
-class HasRegions(Protocol):
-    """A module that has regions."""
-
-    def compile_regions(self, compiled: Compile[Any]) -> None:
-        """Replace every region of its own that is in its plain form by `compiled(region)`."""
-
-
-def is_compiled(config: TransformerConfig, region: str) -> bool:
-    """Whether a model of this config has a region, by its name in the table above, compiled on this process's device:
-    it is then built in its plain form."""
-    return config.compile and not (region in FUSED_BY_HAND_ON_CPU and is_cpu(current_device()))
 
 
 def compile_regions(model: nn.Module, backend: str | None = None) -> int:

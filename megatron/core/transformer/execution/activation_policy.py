@@ -38,12 +38,12 @@ sections 4 and 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron.core.tensor_parallel.offloaded_activations import OffloadChoice, offload
+from megatron.core.tensor_parallel.offloaded_activations import OffloadChoice
 from megatron.core.transformer.config_fields.offload import OffloadFields
+from megatron.core.transformer.config_fields.recompute import RecomputeFields
 
 
 class Unit(NamedTuple):
@@ -53,39 +53,41 @@ class Unit(NamedTuple):
     is_recomputed: bool
 
 
+def divide_layers(config: RecomputeFields, layers: int) -> list[Unit]:
+    """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""
+    # One unit that is kept: the layers run one after the other as if there were no units.
+    if config.recompute_granularity != "full":
+        return [Unit(range(layers), False)]
+    count = config.recompute_num_layers
+    assert count is not None, "full recomputation needs recompute_num_layers"
+    # The last unit may be shorter than the others.
+    if config.recompute_method == "uniform":
+        return [Unit(range(first, min(first + count, layers)), True) for first in range(0, layers, count)]
+    assert config.recompute_method == "block", f"recompute_method {config.recompute_method} of full recomputation"
+    first_layers = [Unit(range(index, index + 1), True) for index in range(min(count, layers))]
+    return [*first_layers, Unit(range(len(first_layers), layers), False)]
+
+
 class ActivationPolicy:
-    """The decisions of a config; stages and layers ask it once, when they are built.
+    """The decisions of a config, which Execution hands on when layers are built."""
 
-    has_experts: for a layer with experts.
-    """
-
-    def __init__(self, config: OffloadFields, *, has_experts: bool = False) -> None:
+    def __init__(self, config: OffloadFields) -> None:
         self.config = config
-        self.divides_unit_inputs = config.distribute_saved_activations
         self.offloads_parts = config.fine_grained_activation_offloading
-        self.offload: Callable[[str], AbstractContextManager[None]] = offload if self.offloads_parts else nullcontext  # type: ignore[assignment]
-        """`offload` of offloaded_activations.py; where nothing is offloaded, layers do not even ask it."""
         # Without a granularity the other fields say nothing.
         is_selective = config.recompute_granularity == "selective"
-        parts = set(config.recompute_modules or ["core_attn"]) if is_selective else set()
-        self.recomputes_core_attention = "core_attn" in parts
-        self.recomputes_up_projection = "mla_up_proj" in parts
-        self.recomputes_attention_norm = "layernorm" in parts
-        self.recomputes_mlp_norm = "layernorm" in parts
-        # Of an MLP, here the shared expert where there are experts; inside of what is recomputed whole nothing is kept.
-        whole = {"moe", "shared_experts"} if has_experts else {"mlp"}
-        self.recomputes_mlp_activation = "mlp_act" in parts and not whole & parts
-        self.recomputes_mlp = ("moe" if has_experts else "mlp") in parts
-        # Inside of a whole layer of experts that is recomputed there is nothing to be left out.
-        within = parts if has_experts and "moe" not in parts else set()
-        self.recomputes_expert_activation = "moe_act" in within
-        self.recomputes_shared_experts = "shared_experts" in within
+        self._parts = frozenset(config.recompute_modules or ["core_attn"]) if is_selective else frozenset()
+
+    def recomputes(self, part: str, within: Collection[str] = ()) -> bool:
+        """Whether backward computes a part again. within: parts that it lies in: computed again themselves, they keep
+        nothing that could be left out."""
+        return part in self._parts and self._parts.isdisjoint(within)
 
     def keeps_rounded_input(self, layer: str) -> bool:
         """Whether a linear layer that multiplies in 8 bits keeps its input in them. layer: its name in the transformer
         layer."""
         # What attention returns it keeps itself, unless it is computed again: another form would come on top.
-        return layer != "self_attention.linear_proj" or self.recomputes_core_attention
+        return layer != "self_attention.linear_proj" or self.recomputes("core_attn")
 
     def choose_offload(self, stage: int) -> OffloadChoice | None:
         """What a pipeline stage, from 0, moves to the host; None where nothing goes."""
@@ -104,18 +106,3 @@ class ActivationPolicy:
             kept_bytes=stage * config.delta_offload_bytes_across_pp_ranks,
             most_groups_in_flight=config.fine_grained_offloading_max_inflight_offloads,
         )
-
-    def divide_layers(self, layers: int) -> list[Unit]:
-        """The units that the layers of a pipeline stage, or of a chunk of it, are run in."""
-        config = self.config
-        # One unit that is kept: the layers run one after the other as if there were no units.
-        if config.recompute_granularity != "full":
-            return [Unit(range(layers), False)]
-        count = config.recompute_num_layers
-        assert count is not None, "full recomputation needs recompute_num_layers"
-        # The last unit may be shorter than the others.
-        if config.recompute_method == "uniform":
-            return [Unit(range(first, min(first + count, layers)), True) for first in range(0, layers, count)]
-        assert config.recompute_method == "block", f"recompute_method {config.recompute_method} of full recomputation"
-        first_layers = [Unit(range(index, index + 1), True) for index in range(min(count, layers))]
-        return [*first_layers, Unit(range(len(first_layers), layers), False)]

@@ -8,7 +8,7 @@ layer unless --fp8-output-proj asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from megatron.core.device import current_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, end_step, find_kernel
 from megatron.core.tensor_parallel.products import Matmul
-from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.config_fields.precision import PrecisionFields
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -66,13 +65,17 @@ def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None,
 
 
 def multiply_in_fp8(
-    module: nn.Module, config: TransformerConfig, groups: ProcessGroupCollection, module_name: str
+    module: nn.Module,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    module_name: str,
+    keeps_rounded_input: Callable[[str], bool] = lambda name: True,
 ) -> FP8Products:
     """Exchange the product of every linear layer and of the experts inside the module, or of itself, but for those that
-    are to stay in 16 bits. module_name: of the module in the whole model."""
+    are to stay in 16 bits. module_name: of the module in the whole model. keeps_rounded_input: whether a linear layer,
+    by its name in the module, keeps its input in 8 bits."""
     # With a loss per token gradients are sums, which nobody divides before the end of the step.
     recipe = read_fp8_recipe(config, replicas=1 if config.calculate_per_token_loss else groups.dp_cp.size())
-    policy = ActivationPolicy(config)
     exchanged: dict[str, FP8Matmul] = {}
     for name, part in list(module.named_modules()):
         # Asked of the dictionary: embeddings and norms have no product, or another kind.
@@ -86,7 +89,7 @@ def multiply_in_fp8(
                 exact=plain,
                 accumulates=plain.accumulates,
                 out_dtype=plain.out_dtype,
-                keeps_rounded_input=policy.keeps_rounded_input(name),
+                keeps_rounded_input=keeps_rounded_input(name),
             )
             exchanged[name] = part.product
     return FP8Products(exchanged)

@@ -21,7 +21,8 @@ Only the package's public interface is used: constructors, calls, `autocast`, re
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -34,22 +35,24 @@ from megatron.core.tensor_parallel.fp8_products import HasScales
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerOutput, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import CommunicationPlan, Product
-from megatron.core.transformer.activation_policy import ActivationPolicy
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import Experts
-from megatron.core.transformer.moe.grouped_products import BatchedMatmul, ExpertByExpert, count_rows
-from megatron.core.transformer.norms import LayerNorm, RMSNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_engine.package import (
+from megatron.core.transformer.execution.branch_runner import Within
+from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.execution.transformer_engine_package import (
     build_recipe,
     find_obstacles,
     load_modules,
     load_package,
 )
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import Experts
+from megatron.core.transformer.moe.grouped_products import BatchedMatmul, ExpertByExpert, count_rows
+from megatron.core.transformer.norms import LayerNorm, RMSNorm
+from megatron.core.transformer.residual_branch import ResidualBranch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "squared_relu": "srelu", "silu": "silu"}
 """Our activation -> the package's, which has GELU in its tanh form only."""
@@ -235,17 +238,8 @@ class EngineMLP:
         )
         norm.normalise = _leave_to_next
 
-    @staticmethod
-    def takes(mlp: Any, config: TransformerConfig) -> bool:
-        """Whether the package's module computes what this MLP does, and nothing is asked for inside of it."""
-        if type(mlp) is not MLP or mlp.recomputes_activation or ActivationPolicy(config).offloads_parts:
-            return False
-        plain = mlp.activation.clamp_value is None and mlp.activation.linear_offset == 0.0
-        names = _GATED_ACTIVATIONS if config.gated_linear_unit else _ACTIVATIONS
-        return plain and mlp.activation.interleave_size is None and mlp.activation.name in names
-
-    def __call__(self, x: Tensor) -> LayerOutput:
-        """What the norm reads [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""
+    def __call__(self, x: Tensor, inputs: LayerInputs, norm_input: Tensor) -> LayerOutput:
+        """A body: what the norm reads [s, b, h] -> (output [s, b, h], bias [h] or None, which the caller adds)."""
         first, second = self.mlp.linear_fc1, self.mlp.linear_fc2
         parameters = {
             "fc1_weight": first.weight,
@@ -352,39 +346,33 @@ class EngineAttention(AttentionBackend):
         return module
 
 
-# ---- the layer
+# ---- a layer
 
 
-class TransformerEngineLayer(TransformerLayer):
-    """A transformer layer whose parts compute by Transformer Engine where its modules can."""
+class EngineExecution(Execution):
+    """The execution of layers whose parts compute by Transformer Engine where its modules can."""
 
-    engine_mlp: EngineMLP | None = None
-    fuses_norms = False
-    """Whether norms are parts of what the package computes behind them."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, **named: Any) -> None:
-        """As TransformerLayer. Raises ConfigError for what `find_obstacles` finds, and as `load_package` does."""
+    def __init__(self, config: TransformerConfig) -> None:
+        """Raises ConfigError for what `find_obstacles` finds, and as `load_package` does."""
         if obstacles := find_obstacles(config):
             raise ConfigError(obstacles)
         load_package()
-        super().__init__(config, *arguments, **named)
-        _give_engine(self, config)
+        super().__init__(config)
 
-    def multiply_in_few_bits(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-        """See TransformerLayer; here the package's own modules round, as `open_pass` and forward tell them."""
-        self.recipe, self.amax_group = build_recipe(config), _unwrap(groups.tp_dp_cp)
-        self.is_in_few_bits = config.is_fp8_layer(self.layer_number)
+    def equip(self, layer: Any, groups: ProcessGroupCollection) -> None:
+        """See Execution."""
+        super().equip(layer, groups)
+        if self.config.few_bits_recipe is not None:
+            enabled = self.config.is_fp8_layer(layer.layer_number)
+            layer.runners = (Within(functools.partial(self._round_operands, enabled), layer.runners),)
+
+    def multiply_in_few_bits(self, layer: Any, groups: ProcessGroupCollection) -> None:
+        """See Execution; here the package's own modules round, as `open_pass` and runners tell them."""
+        self.recipe, self.amax_group = build_recipe(self.config), _unwrap(groups.tp_dp_cp)
 
     def open_pass(self) -> AbstractContextManager[Any]:
-        """See TransformerLayer: largest values are reduced once, where the outermost of these contexts ends."""
-        return super().open_pass() if self.config.few_bits_recipe is None else self._round_operands(True)
-
-    def forward(self, *arguments: Any, **named: Any) -> Tensor:
-        """As TransformerLayer."""
-        if self.config.few_bits_recipe is None:
-            return super().forward(*arguments, **named)
-        with self._round_operands(self.is_in_few_bits):
-            return super().forward(*arguments, **named)
+        """See Execution: largest values are reduced once, where the outermost of these contexts ends."""
+        return nullcontext() if self.config.few_bits_recipe is None else self._round_operands(True)
 
     def _round_operands(self, enabled: bool) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = load_modules().autocast(
@@ -392,66 +380,63 @@ class TransformerEngineLayer(TransformerLayer):
         )
         return context
 
-    def _run_mlp(self, normed: Tensor) -> Any:
-        return super()._run_mlp(normed) if self.engine_mlp is None else self.engine_mlp(normed)
-
-
-def _give_engine(layer: TransformerEngineLayer, config: TransformerConfig) -> None:
-    """Exchange how the parts of a layer compute."""
-    policy = ActivationPolicy(config, has_experts=type(layer.mlp) is not MLP)
-    for part in layer.modules():
-        if isinstance(part, DotProductAttention):
-            # Heads that backward is to compute again would be kept by the package as they are.
-            if policy.recomputes_up_projection or not EngineAttention.takes(part.backend, part.options):
+    def exchange_parts(self, layer: Any) -> None:
+        """Exchange how the parts of a layer compute."""
+        policy = self.policy
+        for part in layer.modules():
+            if isinstance(part, DotProductAttention):
+                # Heads that backward is to compute again would be kept by the package as they are.
+                if policy.recomputes("mla_up_proj") or not EngineAttention.takes(part.backend, part.options):
+                    continue
+                part.backend = EngineAttention(cast(AttentionBackend, part.backend), part.options)
+            elif isinstance(part, Experts):
+                self._give_grouped_products(part)
+        # Overlap in chunks is made of our own products.
+        if self.config.tp_comm_overlap:
+            return
+        # As for such inputs of linear layers: those layers stay ours.
+        keep_inputs = {"linear_fc1", "linear_qkv"} if policy.recomputes("layernorm") else set()
+        if any("mlp_act" in part.recomputed for part in layer.modules() if isinstance(part, MLP)):
+            keep_inputs.add("linear_fc2")
+        fused: dict[str, LayerNorm | RMSNorm] = {}
+        inside_mlp = False
+        for branch in layer.branches:
+            product = self._find_fused_product(branch, keep_inputs)
+            if product == "linear_fc1" and self._takes_mlp(branch.parts["mlp"]):
+                branch.body, inside_mlp = EngineMLP(branch.parts["mlp"], branch.norm, self.config), True
+            elif product is not None:
+                fused[f"{branch.name}.{product}"] = branch.norm
+        self.fuses_norms = bool(fused) or inside_mlp
+        for name, part in layer.named_modules():
+            if inside_mlp and name.startswith("mlp."):
                 continue
-            part.backend = EngineAttention(cast(AttentionBackend, part.backend), part.options)
-        elif isinstance(part, Experts):
-            _give_grouped_products(part, config)
-    # Overlap in chunks is made of our own products.
-    if config.tp_comm_overlap:
-        return
-    # As for such inputs of linear layers: those layers stay ours.
-    keep_inputs = {"linear_fc1", "linear_qkv"} if policy.recomputes_attention_norm else set()
-    if policy.recomputes_mlp_activation:
-        keep_inputs.add("linear_fc2")
-    fused = _fuse_norms(layer, config, keep_inputs)
-    layer.fuses_norms = bool(fused) or layer.engine_mlp is not None
-    for name, part in layer.named_modules():
-        inside_mlp = layer.engine_mlp is not None and name.startswith("mlp.")
-        if inside_mlp or not isinstance(part, ColumnParallelLinear | RowParallelLinear) or part.weight is None:
-            continue
-        if name.rpartition(".")[2] not in keep_inputs:
-            part.plan = EngineLinear(part, config, fused.get(name))
+            if not isinstance(part, ColumnParallelLinear | RowParallelLinear) or part.weight is None:
+                continue
+            if name.rpartition(".")[2] not in keep_inputs:
+                part.plan = EngineLinear(part, self.config, fused.get(name))
 
+    def _find_fused_product(self, branch: ResidualBranch, keep_inputs: set[str]) -> str | None:
+        """The linear layer that the norm before a branch becomes a part of; None where the norm stays apart."""
+        config, module = self.config, branch.parts[branch.name]
+        # Where the normalised input goes somewhere else, too, or changes its number format, the norm stays apart.
+        if config.apply_residual_connection_post_layernorm or config.fp32_residual_connection:
+            return None
+        product = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}.get(type(module))
+        is_plain = type(branch.norm) in (LayerNorm, RMSNorm)
+        return product if is_plain and product not in keep_inputs else None
 
-def _fuse_norms(
-    layer: TransformerEngineLayer, config: TransformerConfig, keep_inputs: set[str]
-) -> dict[str, LayerNorm | RMSNorm]:
-    """Name of a linear layer -> the norm before it that becomes a part of it; with an MLP it becomes a part of that."""
-    # Where the normalised input goes somewhere else, too, or changes its number format, the norm stays apart.
-    if config.apply_residual_connection_post_layernorm or config.fp32_residual_connection:
-        return {}
-    fused: dict[str, LayerNorm | RMSNorm] = {}
-    attention, before, behind = layer.self_attention, layer.input_layernorm, layer.pre_mlp_layernorm
-    if type(attention) is SelfAttention and _is_plain(before) and "linear_qkv" not in keep_inputs:
-        fused["self_attention.linear_qkv"] = before
-    if type(layer.mlp) is MLP and _is_plain(behind) and "linear_fc1" not in keep_inputs:
-        if EngineMLP.takes(layer.mlp, config) and not layer.recomputes_mlp:
-            layer.engine_mlp = EngineMLP(layer.mlp, behind, config)
-        else:
-            fused["mlp.linear_fc1"] = behind
-    return fused
+    def _takes_mlp(self, mlp: MLP) -> bool:
+        """Whether the package's module computes what this MLP does, and nothing is asked for inside of it."""
+        if "mlp_act" in mlp.recomputed or self.policy.recomputes("mlp") or self.policy.offloads_parts:
+            return False
+        plain = mlp.activation.clamp_value is None and mlp.activation.linear_offset == 0.0
+        names = _GATED_ACTIVATIONS if self.config.gated_linear_unit else _ACTIVATIONS
+        return plain and mlp.activation.interleave_size is None and mlp.activation.name in names
 
-
-def _is_plain(norm: Any) -> bool:
-    return type(norm) in (LayerNorm, RMSNorm)
-
-
-def _give_grouped_products(experts: Experts, config: TransformerConfig) -> None:
-    policy = ActivationPolicy(config, has_experts=True)
-    for part in (experts.linear_fc1, experts.linear_fc2):
-        keeps_input = part is experts.linear_fc2 and policy.recomputes_expert_activation
-        rounds = config.few_bits_recipe is not None
-        # Experts with as many rows each are one batched product, for which the host waits for nothing.
-        if not keeps_input and (rounds or not isinstance(part.product, BatchedMatmul)):
-            part.product = EngineExperts(part, config, fills_blocks=rounds)
+    def _give_grouped_products(self, experts: Experts) -> None:
+        rounds = self.config.few_bits_recipe is not None
+        for part in (experts.linear_fc1, experts.linear_fc2):
+            keeps_input = part is experts.linear_fc2 and "moe_act" in experts.recomputed
+            # Experts with as many rows each are one batched product, for which the host waits for nothing.
+            if not keeps_input and (rounds or not isinstance(part.product, BatchedMatmul)):
+                part.product = EngineExperts(part, self.config, fills_blocks=rounds)
