@@ -15,7 +15,7 @@ they need: a whole part of the network that is computed again from its inputs
 (`checkpoint` in random.py), and the input of a column layer under sequence parallelism, of which each rank keeps its
 tokens and gathers the others' beside a product (GatherInput in communication_plans.py).
 
-transformer/activation_policy.py decides which activation goes which way.
+transformer/execution/activation_policy.py decides which activation goes which way.
 """
 
 from __future__ import annotations
@@ -220,6 +220,17 @@ def _in_force(rules: _Rules) -> Iterator[None]:
     try:
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack, rules), _unpack):
             yield
+    finally:
+        _RULES.reset(token)
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """In this block no context around it is in force: `checkpoint` has hooks of its own, and what is kept of a function
+    must be the same when backward calls it again, outside of those contexts."""
+    token = _RULES.set(())
+    try:
+        yield
     finally:
         _RULES.reset(token)
 

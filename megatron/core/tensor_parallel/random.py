@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
 from megatron.core.device_graphs import is_recording
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.kept_activations import Divided, keep_as
+from megatron.core.tensor_parallel.kept_activations import Divided, keep_as, set_aside
 from megatron.core.tensor_parallel.offloaded_activations import suspended
 
 Decision = TypeVar("Decision")
@@ -197,8 +197,8 @@ def checkpoint(
             # A recorded function has no state to go back to; what draws random numbers is not recomputed there.
             preserve_rng_state=not is_recording(),
             context_fn=lambda: (
-                _together(tracker.noting(decisions), suspended()),
-                _together(tracker.rewound(states, decisions), suspended()),
+                _together(tracker.noting(decisions), suspended(), set_aside()),
+                _together(tracker.rewound(states, decisions), suspended(), set_aside()),
             ),
         )
 
