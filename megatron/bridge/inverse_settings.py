@@ -5,12 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.transformer.layer_patterns import (
-    choose_rotary_kind,
-    find_chunk_of_layer,
-    find_window_of_layer,
-    has_experts,
-)
+from megatron.core.plan.model_plan import BranchOptions
+from megatron.core.plan.read import read_plan
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
@@ -52,7 +48,7 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         return True  # of a field that another setting writes
     value = _read(setting.flag, config)
     model = config.model
-    layers = range(1, (model.num_layers or 0) + 1)
+    layers = read_plan(model).decoder
     match setting.form:
         case "switch" | "inverted switch":
             value = _is_given(setting, config) == (setting.form == "switch")
@@ -61,17 +57,13 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         case "window":
             value = None if value is None or value[0] < 0 else value[0] + 1
         case "window layers":
-            kinds = {find_window_of_layer: "sliding_attention", find_chunk_of_layer: "chunked_attention"}
-            value = [
-                next((kind for find, kind in kinds.items() if find(model, layer) is not None), "full_attention")
-                for layer in layers
-            ]
+            value = [_describe_sight(layer.options) for layer in layers]
         case "layers without positions":
-            value = [int(choose_rotary_kind(model, layer) != "none") for layer in layers]
+            value = [int(layer.options.rotary != "none") for layer in layers]
         case "dense layers first":
-            value = next((layer - 1 for layer in layers if has_experts(model, layer)), len(layers))
+            value = next((index for index, layer in enumerate(layers) if layer.has("experts")), len(layers))
         case "layers with experts":
-            value = [layer - 1 for layer in layers if has_experts(model, layer)]
+            value = [index for index, layer in enumerate(layers) if layer.has("experts")]
         case "inverse root":
             value = _invert_root(value)
         case "group score":
@@ -96,6 +88,13 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         return False
     _put(fields, setting.theirs, value)
     return True
+
+
+def _describe_sight(options: BranchOptions) -> str:
+    """Their word for what a token sees in a layer."""
+    if options.window is not None:
+        return "sliding_attention"
+    return "full_attention" if options.chunk is None else "chunked_attention"
 
 
 def _find_flag(flag: str) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.plan.read import read_plan
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.family import Row
 
@@ -25,8 +26,8 @@ def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list
     parameter: our name in the whole model, with the number of its layer.
     """
     kind, _, rest = parameter.partition(".layers.")
-    layer = int(rest.partition(".")[0]) if rest else 0
-    layer += config.num_layers if kind == "mtp" else 0
+    layers = read_plan(config).prediction if kind == "mtp" else read_plan(config).decoder
+    layer = layers[int(rest.partition(".")[0])].number - 1 if rest else 0
     names = [name.replace("{layer}", str(layer)) for name in row.theirs]
     count = config.num_moe_experts or 1 if is_per_expert(row) else 1
     return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
@@ -34,7 +35,7 @@ def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list
 
 def list_copies(row: Row, config: TransformerConfig) -> tuple[str, ...]:
     """Names in their files, beside those of `list_names`, of tensors with the same values."""
-    layers = range(config.num_layers, config.num_layers + config.count_layers_with_weights())
+    layers = [layer.number - 1 for layer in read_plan(config).prediction]
     return tuple(name.replace("{layer}", str(layer)) for layer in layers for name in row.copies)
 
 

@@ -16,8 +16,8 @@ and gradients. What a process really holds is measured by benchmarks/memory.py.
                   byte a value and their scales, instead of two.
 
     offloaded     what is on the host does not count: of the optimizer's 12 bytes of a parameter the fraction that is
-                  named; of activations, in 16 bits, the elements in docs/memory.md, but never more than the above,
-                  or all of so many of a stage's layers.
+                  named; of activations what core/plan/kinds.py says, but never more than the above, or all of so many
+                  of a stage's layers.
 
 s: tokens of a sequence on one process, b: microbatch, h: hidden size, f: width of the MLP, v: padded vocabulary.
 """
@@ -25,10 +25,13 @@ s: tokens of a sequence on one process, b: microbatch, h: hidden size, f: width 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.transformer.layer_patterns import has_experts
+from megatron.core.plan.kinds import Counts, Tokens, count_norm, find_kind
+from megatron.core.plan.model_plan import Branch, LayerPlan
+from megatron.core.plan.read import read_plan
 
 if TYPE_CHECKING:
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -37,43 +40,16 @@ if TYPE_CHECKING:
 _MEGABYTE = 1024 * 1024
 _BILLION = 10**9
 _TOKEN_NUMBER_BYTES = 8
-_BYTES_PER_ELEMENT = 2
 _ALLOCATOR_SHARE = 1.05  # of the form without sequence parallelism, which counts tensors one by one
-
-
-@dataclass(frozen=True)
-class LayerCounts:
-    """Elements of some layers."""
-
-    layer_matrices: int
-    """Matrices of attention, dense MLPs and shared experts."""
-    expert_matrices: int
-    """Matrices of all experts but shared ones."""
-    active_expert_matrices: int
-    """Matrices of the experts that work on one token."""
-    expert_projections: int
-    """Projections to the latent vectors that experts work on, and back (--moe-latent-size): a part of `replicated`."""
-    replicated: int
-    """Norms, routers and projections to latent vectors, which tensor parallelism does not divide."""
-
-    @property
-    def sum_of_all(self) -> int:
-        """Elements of all kinds."""
-        return self.layer_matrices + self.expert_matrices + self.replicated
-
-    @property
-    def idle(self) -> int:
-        """What does not work on a given token."""
-        return self.expert_matrices - self.active_expert_matrices
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
     """Elements of the whole model."""
 
-    decoder: LayerCounts
+    decoder: Counts
     """All layers and the final norm."""
-    prediction: LayerCounts
+    prediction: Counts
     """Transformer layers of multi-token prediction."""
     embedding: int
     """One table, padded."""
@@ -146,59 +122,24 @@ class MemoryEstimate:
 
 def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied: bool) -> ParameterCounts:
     """Parameters of a GPT model with `padded_vocab_size` rows of embedding; untied: with an output layer of its own."""
-    first_further = model.num_layers + 1
-    embedding = padded_vocab_size * model.hidden_size
+    plan, embedding = read_plan(model), padded_vocab_size * model.hidden_size
     return ParameterCounts(
-        decoder=count_layers(model, range(1, first_further), has_final_norm=True),
-        prediction=count_layers(model, range(first_further, first_further + model.count_layers_with_weights())),
+        decoder=count_layers(model, plan.decoder, has_final_norm=True),
+        prediction=count_layers(model, plan.prediction),
         embedding=embedding,
         output_layer=embedding if untied else 0,
     )
 
 
-def count_layers(model: TransformerConfig, numbers: range, *, has_final_norm: bool = False) -> LayerCounts:
-    """Parameters of the transformer layers with these numbers, counted from 1; those of multi-token prediction follow
-    the decoder's."""
-    assert model.ffn_hidden_size is not None
-    hidden, layers = model.hidden_size, len(numbers)
-    attention, to_latents = count_attention(model)
-    matrices = 3 if model.gated_linear_unit else 2
-    width_of_one = matrices * hidden  # matrices of an MLP with one inner channel
-    width_of_experts = matrices * model.expert_channels
-    moe_layers = sum(has_experts(model, number) for number in numbers)
-    experts = model.num_moe_experts or 0
-    projections = 2 * moe_layers * hidden * (model.moe_latent_size or 0)
-    shared = moe_layers * (model.moe_shared_expert_intermediate_size or 0)
-    # LayerNorm has a bias beside the weight, RMSNorm has none.
-    norm = (2 if model.normalization == "LayerNorm" else 1) * hidden
-    return LayerCounts(
-        layer_matrices=layers * attention + width_of_one * ((layers - moe_layers) * model.ffn_hidden_size + shared),
-        expert_matrices=moe_layers * experts * width_of_experts * model.moe_ffn_hidden_size,
-        active_expert_matrices=moe_layers * model.moe_router_topk * width_of_experts * model.moe_ffn_hidden_size,
-        expert_projections=projections,
-        replicated=(2 * layers + has_final_norm) * norm
-        + moe_layers * hidden * experts
-        + layers * to_latents
-        + projections,
-    )
+def count_layers(model: TransformerConfig, layers: Iterable[LayerPlan], *, has_final_norm: bool = False) -> Counts:
+    """Parameters of these layers."""
+    final_norm = Counts(replicated=count_norm(model) if has_final_norm else 0)
+    return Counts.sum([count_branch(model, branch) for layer in layers for branch in layer.branches] + [final_norm])
 
 
-def count_attention(model: TransformerConfig) -> tuple[int, int]:
-    """Elements of one layer's attention: of the matrices that tensor parallelism divides, and of what it does not.
-
-    The second are the projections to latent vectors and, as the reference system counts, a norm of each.
-    """
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    queries, output = heads * model.query_width, heads * model.value_width * hidden
-    if not model.multi_latent_attention:
-        assert model.num_query_groups is not None
-        gates = queries if model.attention_output_gate else 0
-        return hidden * (queries + gates + 2 * model.num_query_groups * model.query_width) + output, 0
-    to_heads = model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
-    to_latents = model.kv_lora_rank * (hidden + 1) + hidden * model.qk_pos_emb_head_dim
-    if model.q_lora_rank is None:
-        return hidden * queries + to_heads + output, to_latents
-    return model.q_lora_rank * queries + to_heads + output, to_latents + model.q_lora_rank * (hidden + 1)
+def count_branch(model: TransformerConfig, branch: Branch) -> Counts:
+    """Parameters of one branch, with its norm."""
+    return find_kind(branch.kind).count(model, branch)
 
 
 def estimate_memory(
@@ -211,14 +152,14 @@ def estimate_memory(
     stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     counts = count_parameters(model, padded_vocab_size=workload.padded_vocab_size, untied=workload.has_output_layer)
     decoder, prediction = counts.decoder, counts.prediction
-    dense = (decoder.layer_matrices / ranks + decoder.replicated) / stages
+    dense = (decoder.matrices / ranks + decoder.replicated) / stages
     expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
     experts = decoder.expert_matrices / expert_ranks / stages
     further_experts = prediction.expert_matrices / expert_ranks
     # The first stage has the embedding, the last one the output layer; the first is the fuller of the two, because more
     # microbatches wait there.
     ends = (counts.embedding + (counts.output_layer if stages == 1 else 0)) / ranks
-    ends += prediction.layer_matrices / ranks + prediction.replicated
+    ends += prediction.matrices / ranks + prediction.replicated
     num_replicas = workload.data_parallel_size * model.context_parallel_size
     # Experts take their ranks from data, context and tensor parallelism together, which leaves fewer replicas.
     num_expert_replicas = num_replicas * ranks / expert_ranks
@@ -273,7 +214,7 @@ def _count_spared_by_rounding(model: TransformerConfig, tokens: int) -> float:
     assert model.ffn_hidden_size is not None
     ranks = model.tensor_model_parallel_size
     of_column_layers = 2 * model.hidden_size / (ranks if model.sequence_parallel else 1)
-    share = sum(model.is_fp8_layer(number + 1) for number in range(model.num_layers)) / model.num_layers
+    share = sum(layer.low_precision for layer in read_plan(model).decoder) / model.num_layers
     values = tokens * (of_column_layers + model.ffn_hidden_size / ranks) * share
     return values * (2 - model.rounded_input_bytes)
 
@@ -284,32 +225,22 @@ def _estimate_layer_on_host(model: TransformerConfig, layer: float, tokens: int)
         return layer * min(1.0, model.cpu_offloading_num_layers * model.pipeline_model_parallel_size / model.num_layers)
     if not model.fine_grained_activation_offloading:
         return 0.0
-    # What is recomputed is not kept; what is left of a layer that is recomputed whole is its input.
-    is_selective = model.recompute_granularity == "selective"
-    recomputed = set(model.recompute_modules or ()) if is_selective else set()
-    ranks = model.tensor_model_parallel_size
-    hidden = tokens * model.hidden_size / (ranks if model.sequence_parallel else 1)
-    heads, inner = model.num_attention_heads, model.ffn_hidden_size or 0
-    groups = heads if model.multi_latent_attention else (model.num_query_groups or heads)
-    # The inputs of products that wait in 8 bits, in units of 16-bit ones.
-    rounded = (model.rounded_input_bytes or _BYTES_PER_ELEMENT) / _BYTES_PER_ELEMENT
-    sides = (2 if model.gated_linear_unit else 1) + ("mlp_act" not in recomputed) * rounded
-    rows = tokens * model.moe_router_topk
-    expert_sides = (2 if model.gated_linear_unit else 1) + 2 * ("moe_act" not in recomputed)
-    experts = sum(has_experts(model, number) for number in range(1, model.num_layers + 1)) / model.num_layers
-    elements = {
-        "attn_norm": hidden,
-        "qkv_linear": 0 if "layernorm" in recomputed else hidden * rounded,
-        "core_attn": tokens * (heads * model.query_width + groups * (model.query_width + model.value_width)) / ranks,
-        "attn_proj": tokens * heads * model.value_width / ranks,
-        "mlp_norm": hidden,
-        "mlp_fc1": (1 - experts) * (0 if "layernorm" in recomputed else hidden * rounded),
-        "mlp_act": (1 - experts) * (0 if "mlp" in recomputed else sides * tokens * inner / ranks),
-        "expert_fc1": experts * (0 if "moe" in recomputed else rows * model.expert_channels),
-        "moe_act": experts * (0 if "moe" in recomputed else expert_sides * rows * (model.moe_ffn_hidden_size or 0)),
-    }
-    number = _BYTES_PER_ELEMENT * sum(elements[part] for part in set(model.offload_modules))
-    return model.activation_offload_fraction * min(number, layer)
+    ranks = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    recomputed, shares = find_recomputed_parts(model), Tokens(tokens, tokens / ranks)
+    branches = [branch for layer in read_plan(model).decoder for branch in layer.branches]
+    rows = [row for branch in branches for row in find_kind(branch.kind).kept(model, branch, shares)]
+    moved = sum(row.bytes for row in rows if row.place in model.offload_modules and row.part not in recomputed)
+    return model.activation_offload_fraction * min(moved / model.num_layers, layer)
+
+
+def find_recomputed_parts(model: TransformerConfig) -> set[str]:
+    """Find the entries of --recompute-modules, with those that lie inside of others."""
+    parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
+    if "moe" in parts:
+        parts |= {"moe_act", "shared_experts"}
+    if "mlp" in parts:
+        parts.add("mlp_act")
+    return parts
 
 
 def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:

@@ -19,15 +19,17 @@ communicators, the allocator's gaps, buckets of gradients under way, what the dr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.pipeline_parallel.schedules import build_tables
-from megatron.core.transformer.execution.activation_policy import divide_layers
-from megatron.core.transformer.layer_patterns import has_experts
-from megatron.core.transformer.pipeline_layout import StageContent, build_pipeline_layout, build_virtual_stages
-from megatron.planner.memory import Workload, count_layers
+from megatron.core.plan.kinds import Kept, Tokens, find_kind
+from megatron.core.plan.model_plan import Branch, LayerPlan
+from megatron.core.plan.read import read_plan
+from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
+from megatron.core.transformer.execution.activation_policy import ActivationPolicy
+from megatron.planner.memory import Workload, count_layers, find_recomputed_parts
 
 if TYPE_CHECKING:
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -38,21 +40,6 @@ _MEGABYTE = 1024 * 1024
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _STATE_TENSORS = {"sgd": 1, "lion": 1, "muon": 1}
 """Tensors of the parameters' size that an update rule keeps; two for every other one."""
-
-
-class Kept(NamedTuple):
-    """A tensor, or several of one kind, that a layer keeps of one microbatch for backward."""
-
-    name: str
-    bytes: float
-    part: str | None = None
-    """The entry of --recompute-modules that leaves it out."""
-    place: str | None = None
-    """The entry of --offload-modules that lets it wait on the host."""
-    is_factor: bool = False
-    """A product's input, or as large as its output: there until the weight has its gradient, where that is deferred."""
-    is_of_mlp: bool = False
-    """Of the MLP or the experts with their norm, not of attention with its."""
 
 
 @dataclass(frozen=True)
@@ -114,19 +101,16 @@ def _count_parameters(
     model: TransformerConfig, workload: Workload, chunks: Sequence[StageContent]
 ) -> tuple[float, float]:
     """Elements on a process: outside of experts, and of experts. Biases and positions are left out."""
-    ranks = model.tensor_model_parallel_size
+    plan, ranks = read_plan(model), model.tensor_model_parallel_size
     table = workload.padded_vocab_size * model.hidden_size / ranks
     dense = experts = 0.0
     has_table = False
     for content in chunks:
-        numbers = range(content.layers.start + 1, content.layers.stop + 1)
-        counts = [count_layers(model, numbers, has_final_norm=content.ends_decoder)]
-        if content.has_prediction:
-            first = model.num_layers + 1
-            counts.append(count_layers(model, range(first, first + model.count_layers_with_weights())))
-        for count in counts:
-            dense += count.layer_matrices / ranks + count.replicated
-            experts += count.expert_matrices
+        layers = plan.decoder[content.layers.start : content.layers.stop]
+        layers += plan.prediction if content.has_prediction else ()
+        count = count_layers(model, layers, has_final_norm=content.ends_decoder)
+        dense += count.matrices / ranks + count.replicated
+        experts += count.expert_matrices
         for is_there, is_own in (
             (content.has_embedding or content.has_prediction, False),
             (content.has_loss, workload.has_output_layer),
@@ -172,78 +156,17 @@ def _count_state_bytes(
 # ---- activations
 
 
-def list_kept(model: TransformerConfig, workload: Workload, layer_number: int) -> Iterator[Kept]:
-    """List what a layer, counted from 1, keeps of one microbatch on this process when nothing is recomputed or
+def list_kept(model: TransformerConfig, workload: Workload, layer: LayerPlan) -> list[list[Kept]]:
+    """List what each branch of a layer keeps of one microbatch on this process when nothing is recomputed or
     offloaded."""
-    width = 2 if model.bf16 or model.fp16 else 4
-    ranks, tokens = model.tensor_model_parallel_size, _count_tokens(model, workload)
-    own = tokens / (ranks if model.sequence_parallel else 1)  # tokens of hidden states outside of products
-    hidden = own * model.hidden_size * width
-    stream = own * model.hidden_size * 4 if model.fp32_residual_connection else hidden
-    # Inputs of products in FP8 wait in 8 bits, with their scales.
-    rounds = model.rounded_input_bytes is not None and model.is_fp8_layer(layer_number)
-    rounded = (model.rounded_input_bytes or width) / width if rounds else 1.0
-    yield Kept("the layer's input", stream, place="attn_norm")
-    yield Kept("the attention norm's output", hidden * rounded, "layernorm", "qkv_linear", is_factor=True)
-    yield from _list_kept_by_attention(model, tokens, own, width)
-    yield Kept("the MLP's input", stream, place="mlp_norm")
-    yield Kept("the MLP norm's output", hidden * rounded, "layernorm", "mlp_fc1", is_factor=True)
-    if model.hidden_dropout:
-        yield Kept("which elements are dropped", 2 * own * model.hidden_size)
-    if has_experts(model, layer_number):
-        yield from _list_kept_by_experts(model, tokens, own, width)
-        return
-    assert model.ffn_hidden_size is not None
-    inner = tokens * model.ffn_hidden_size * width / ranks
-    sides = 2 if model.gated_linear_unit else 1
-    yield Kept("the first product", inner * sides, "mlp", "mlp_act", is_factor=True)
-    yield Kept("the activation", inner * rounded, "mlp_act", "mlp_act", is_factor=True)
+    tokens = count_tokens(model, workload)
+    return [list(find_kind(branch.kind).kept(model, branch, tokens)) for branch in layer.branches]
 
 
-def _list_kept_by_attention(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
-    ranks, heads = model.tensor_model_parallel_size, model.num_attention_heads
-    assert model.num_query_groups is not None
-    groups = max(model.num_query_groups, ranks)  # with fewer groups than ranks, each has one whole
-    per_head = tokens * width / ranks
-    queries, values = per_head * heads * model.query_width, per_head * heads * model.value_width
-    if model.multi_latent_attention:
-        # Of a latent vector that is normalised both sides are kept.
-        latents = (model.kv_lora_rank + (model.q_lora_rank or 0)) * (2 if model.qk_layernorm else 1)
-        yield Kept("latent vectors", own * (latents + model.qk_pos_emb_head_dim) * width, place="qkv_linear")
-        yield Kept("queries and keys", 2 * queries, "mla_up_proj", "core_attn")
-        yield Kept("values", values, "mla_up_proj", "core_attn")
-    else:
-        packed = per_head * (heads + 2 * groups) * model.query_width
-        yield Kept("packed queries, keys, values", packed, place="core_attn", is_factor=True)
-        # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
-        if heads > model.num_query_groups:
-            yield Kept("queries by heads", queries, place="core_attn")
-    yield Kept("attention's output", values, place="attn_proj", is_factor=True)
-    yield Kept("its log-sum-exp", tokens * heads * 4 / ranks)
-
-
-def _list_kept_by_experts(model: TransformerConfig, tokens: float, own: float, width: int) -> Iterator[Kept]:
-    ranks, sharers = model.tensor_model_parallel_size, model.expert_tensor_parallel_size or 1
-    experts, inner = model.num_moe_experts, model.moe_ffn_hidden_size
-    assert experts is not None and inner is not None
-    if not model.sequence_parallel:
-        own = tokens / ranks  # tensor-parallel ranks divide the tokens for their experts
-    # Even routing; ranks that share an expert have the rows of all of them.
-    rows = own * model.moe_router_topk * sharers
-    product = rows * inner / sharers * width
-    sides = 2 if model.gated_linear_unit else 1
-    yield Kept("the router's scores", own * experts * 4 * 4, "moe")
-    yield Kept("tokens sorted by expert", rows * model.expert_channels * width, "moe", "expert_fc1", is_factor=True)
-    yield Kept("the experts' first product", product * sides, "moe", "moe_act", is_factor=True)
-    yield Kept("the experts' activation, weighted", product, "moe_act", "moe_act", is_factor=True)
-    shared = model.moe_shared_expert_intermediate_size
-    if shared is not None:
-        yield Kept("the shared expert", tokens * shared * width / ranks * (sides + 1), "shared_experts")
-
-
-def _count_tokens(model: TransformerConfig, workload: Workload) -> float:
-    """Tokens of a microbatch on one process, of which sequence parallelism has a part outside of products."""
-    return workload.seq_length / model.context_parallel_size * workload.micro_batch_size
+def count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
+    """Tokens of a microbatch on one process."""
+    tokens = workload.seq_length / model.context_parallel_size * workload.micro_batch_size
+    return Tokens(tokens, tokens / (model.tensor_model_parallel_size if model.sequence_parallel else 1))
 
 
 class _Chunk(NamedTuple):
@@ -265,36 +188,37 @@ def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
 ) -> _Chunk:
     width = 2 if model.bf16 or model.fp16 else 4
-    tokens, ranks = _count_tokens(model, workload), model.tensor_model_parallel_size
-    hidden = tokens / (ranks if model.sequence_parallel else 1) * model.hidden_size * width
-    numbers = [index + 1 for index in content.layers]
-    layers = {number: list(list_kept(model, workload, number)) for number in numbers}
-    in_graphs = {number: _find_recorded(model, number, rows) for number, rows in layers.items()}
+    tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
+    hidden = tokens.own * model.hidden_size * width
+    plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
+    branches = [list_kept(model, workload, layer) for layer in plans]
+    layers = [[row for rows in of_layer for row in rows] for of_layer in branches]
+    described = list(zip(plans, branches, strict=True))
+    in_graphs = [_find_recorded(model, *layer) for layer in described]
     kept = computed_again = waiting = recorded = 0.0
     on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
-    units = divide_layers(model, len(content.layers))
+    units = ActivationPolicy(model).divide_layers(len(content.layers))
     for unit in units:
-        of_unit = [layers[numbers[index]] for index in unit.layers]
+        of_unit = [layers[index] for index in unit.layers]
         if unit.is_recomputed:
             (unit_input,) = _leave_out(model, [Kept("the unit's input", hidden, place="attn_norm")])
             of_input = unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
             computed_again = max(computed_again, sum(row.bytes for rows in of_unit for row in rows))
-            kept, recorded = (kept, recorded + of_input) if in_graphs[numbers[0]] else (kept + of_input, recorded)
+            kept, recorded = (kept, recorded + of_input) if any(in_graphs[0]) else (kept + of_input, recorded)
             continue
         for index, rows in zip(unit.layers, of_unit, strict=True):
-            left = [row for row in _leave_out(model, rows) if index not in on_host]
-            of_graphs = sum(row.bytes for row in left if row.name in in_graphs[numbers[index]])
-            kept, recorded = kept + sum(row.bytes for row in left) - of_graphs, recorded + of_graphs
+            left = [0.0 if index in on_host else row.bytes for row in _leave_out(model, rows)]
+            of_graphs = sum(itertools.compress(left, in_graphs[index]))
+            kept, recorded = kept + sum(left) - of_graphs, recorded + of_graphs
             computed_again = max(computed_again, _count_restored(model, rows))
     if recorded:
         # The gradients of the inputs of layers that are computed again, which free nothing of it, pile up.
         piled_up = hidden * (len(units) - 1) if all(unit.is_recomputed for unit in units) else 0.0
-        recorded += _count_beside_recorded(model, layers, hidden) + computed_again + piled_up
+        recorded += _count_beside_recorded(model, plans, branches, hidden) + computed_again + piled_up
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     if model.defers_weight_gradients or model.delays_weight_gradients:
-        waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers.values())
-    chunks = model.mlp_chunks_for_training
-    gradients = max((_count_gradients(rows, chunks) for rows in layers.values()), default=0.0)
+        waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers)
+    gradients = max((_count_gradients(model, *layer) for layer in described), default=0.0)
     if recorded and model.records("mlp"):
         gradients, computed_again = 2 * hidden, 0.0
     forward = 0.0
@@ -302,7 +226,7 @@ def _describe_chunk(
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
     if content.has_loss:
         # Their gradient is written over them.
-        logits = tokens * workload.padded_vocab_size / ranks * width
+        logits = tokens.all * workload.padded_vocab_size / ranks * width
         forward = logits * _find_chunk(model, workload)
         waiting += logits + hidden if waiting else 0.0
         head = workload.padded_vocab_size * model.hidden_size / ranks * width
@@ -321,74 +245,73 @@ def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
     return min(1.0, (model.loss_chunk_size or positions) / positions)
 
 
-def _find_recomputed_parts(model: TransformerConfig) -> set[str]:
-    """The entries of --recompute-modules, with those that lie inside of others."""
-    parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
-    if "moe" in parts:
-        parts |= {"moe_act", "shared_experts"}
-    if "mlp" in parts:
-        parts.add("mlp_act")
-    return parts
-
-
 def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
-    """The rows that selective recomputation keeps, less what waits on the host."""
-    parts = _find_recomputed_parts(model)
+    """The rows, of which nothing is left where selective recomputation leaves one out, less what waits on the host."""
+    parts = find_recomputed_parts(model)
     moved = set(model.offload_modules) if model.fine_grained_activation_offloading else set()
     for row in rows:
-        if row.part not in parts:
-            share = model.activation_offload_fraction if row.place in moved else 0.0
-            yield row._replace(bytes=row.bytes * (1 - share))
+        share = model.activation_offload_fraction if row.place in moved else 0.0
+        yield row._replace(bytes=0.0 if row.part in parts else row.bytes * (1 - share))
 
 
 def _count_restored(model: TransformerConfig, rows: Sequence[Kept]) -> float:
     """Bytes of what selective recomputation restores while a layer's MLP is in backward."""
-    parts, chunks = _find_recomputed_parts(model), model.mlp_chunks_for_training
+    parts, chunks = find_recomputed_parts(model), model.mlp_chunks_for_training
     inner = ("mlp_act", "expert_fc1", "moe_act")
     return sum(row.bytes for row in rows if row.part in parts and row.place in inner) / chunks
 
 
-def _find_recorded(model: TransformerConfig, number: int, rows: Sequence[Kept]) -> set[str]:
-    """Names of what CUDA graphs hold of a layer; what a recorded part passes on is its graph's, whoever keeps it."""
-    names = [row.name for row in rows]
-    mlp = names.index("the MLP's input")
-    found: set[str] = set()
-    if model.records("attn"):
-        found.update(names[: mlp + 1])
-    if has_experts(model, number):
-        if model.records("moe_router"):
-            found |= {*names[mlp : mlp + 2], "the router's scores"}
-    elif model.records("mlp"):
-        found.update(names[mlp:], names[:1])
+def _is_recorded(model: TransformerConfig, branch: Branch) -> bool:
+    """Return True if CUDA graphs launch a branch: attention, an MLP, or the router of experts."""
+    return model.records({"mlp": "mlp", "experts": "moe_router"}.get(branch.kind, "attn"))
+
+
+def _find_recorded(model: TransformerConfig, layer: LayerPlan, branches: Sequence[Sequence[Kept]]) -> list[bool]:
+    """Return for each row of a layer whether CUDA graphs hold it; what a recorded branch passes on is its graph's,
+    whoever keeps it."""
+    found = []
+    for index, (branch, rows) in enumerate(zip(layer.branches, branches, strict=True)):
+        before = layer.branches[index - 1]
+        is_passed_on = _is_recorded(model, before) and before.kind != "experts"
+        # Of experts the norm and the router, whose scores have no other place.
+        of_router = [row.place in ("mlp_norm", "mlp_fc1") or (row.part, row.place) == ("moe", None) for row in rows]
+        of_branch = [_is_recorded(model, branch) and (branch.kind != "experts" or is_part) for is_part in of_router]
+        found += [of_branch[0] or is_passed_on, *of_branch[1:]]
     return found
 
 
-def _count_beside_recorded(model: TransformerConfig, layers: Mapping[int, Sequence[Kept]], hidden: float) -> float:
+def _count_beside_recorded(
+    model: TransformerConfig, layers: Sequence[LayerPlan], kept: Sequence[Sequence[Sequence[Kept]]], hidden: float
+) -> float:
     """Bytes that graphs hold for one microbatch beside what waits for backward: where gradients come in, the output of
-    the last layer, and the most that backward of a part needs for itself."""
+    the last layer, and the most that backward of a part needs for itself. kept: rows of each branch of each layer."""
     passes_on: list[bool] = []  # part after part, whether it is recorded
     grads = temporaries = 0.0
-    for number, rows in layers.items():
-        routes, by_name = has_experts(model, number), {row.name: row.bytes for row in rows}
-        second = model.records("moe_router" if routes else "mlp")
-        passes_on += [model.records("attn"), second, *([False] if routes else [])]
-        grads += hidden if routes and second else 0.0  # beside the residual stream's that of what the router has read
-        if model.records("attn"):
-            of_heads = ("attention's output", "packed queries, keys, values", "queries and keys", "values")
-            temporaries = max(temporaries, sum(by_name.get(name, 0.0) for name in of_heads))
-        if second and not routes:
-            temporaries = max(temporaries, by_name["the activation"] / model.mlp_chunks_for_training)
+    for layer, of_layer in zip(layers, kept, strict=True):
+        for branch, rows in zip(layer.branches, of_layer, strict=True):
+            routes, is_recorded = branch.kind == "experts", _is_recorded(model, branch)
+            passes_on += [is_recorded, *([False] if routes else [])]
+            if is_recorded and routes:
+                grads += hidden  # beside the residual stream's that of what the router has read
+            elif is_recorded:
+                temporaries = max(temporaries, _count_inner_gradients(model, branch, rows))
     ends = sum(is_recorded and not is_next for is_recorded, is_next in itertools.zip_longest(passes_on, passes_on[1:]))
     return hidden * (ends + all(passes_on)) + grads + temporaries
 
 
-def _count_gradients(rows: Sequence[Kept], chunks: int) -> float:
-    """Bytes of the gradients that live at once while the widest part of a layer, its MLP, is in backward: of its output
-    and of its input, and of the activation, a dense MLP's of one of its chunks; that of the first product takes the
-    product's place."""
-    by_name = {row.name: row.bytes for row in rows}
-    inner = by_name.get("the activation", 0.0) / chunks or by_name.get("the experts' activation, weighted", 0.0)
-    return 2 * by_name["the MLP norm's output"] + by_name.get("tokens sorted by expert", 0.0) + inner
+def _count_inner_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept]) -> float:
+    """Bytes of the gradients that live at once inside of a branch; a dense MLP may do with those of one of its
+    chunks."""
+    chunks = model.mlp_chunks_for_training if branch.kind == "mlp" else 1
+    return sum(row.bytes for row in rows if row.has_gradient) / chunks
+
+
+def _count_gradients(model: TransformerConfig, layer: LayerPlan, branches: Sequence[Sequence[Kept]]) -> float:
+    """Bytes of the gradients that live at once while the widest part of a layer, its last branch, is in backward: of
+    its output and of its input, and inside; that of an MLP's first product takes the product's place."""
+    rows = branches[-1]
+    at_ends = 2 * sum(row.bytes for row in rows if row.part == "layernorm")
+    return at_ends + _count_inner_gradients(model, layer.branches[-1], rows)
 
 
 def _walk(table: Sequence[tuple[str, int, int, bool]], chunks: Sequence[_Chunk]) -> float:

@@ -9,16 +9,20 @@ Recomputation does not count: it is work, but not progress.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
+from megatron.core.plan.kinds import find_kind
+from megatron.core.plan.model_plan import BranchOptions
+from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.products import multiply_by_onednn, takes_onednn
-from megatron.core.transformer.layer_patterns import find_chunk_of_layer
-from megatron.planner.memory import count_attention, count_layers
+from megatron.planner.memory import count_layers
 
 if TYPE_CHECKING:
     import torch
@@ -35,42 +39,35 @@ _SIZES_ON_GPU = (2048, 4096, 8192)
 _ATTEMPTS = 5
 
 
-def count_training_flops_per_token(model: TransformerConfig, *, seq_length: int, padded_vocab_size: int) -> int:
+def count_training_flops_per_token(
+    model: TransformerConfig, *, seq_length: int, padded_vocab_size: int, sees_all: bool = False
+) -> int:
     """Floating-point operations of forward and backward for one token of a sequence of `seq_length` tokens.
 
     padded_vocab_size: rows of the output layer over all ranks. Of a layer's experts those count that work on a token,
     and the shared one; routers do not. Multi-token prediction has for each further token a layer, its projection with
-    three norms, and the output layer once more.
+    three norms, and the output layer once more. sees_all: windows and chunks do not count, as in Megatron-LM's figure.
     """
-    per_token, per_pair = count_products(model, padded_vocab_size=padded_vocab_size)
-    pairs = per_pair * seq_length
-    if model.attention_chunk_size is not None:
-        # In chunks a token sees those of its own alone.
-        pairs = per_pair * _count_seen(model, seq_length) // (model.num_layers + (model.mtp_num_layers or 0))
-    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (per_token + pairs // 2)
+    products = count_products(model, padded_vocab_size=padded_vocab_size, seq_length=seq_length, sees_all=sees_all)
+    return _FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * sum(products)
 
 
-def _count_seen(model: TransformerConfig, seq_length: int) -> int:
-    """Tokens that the last one of an average chunk sees, summed over the layers."""
-    chunks = [
-        min(find_chunk_of_layer(model, number) or seq_length, seq_length)
-        for number in range(1, model.num_layers + (model.mtp_num_layers or 0) + 1)
-    ]
-    # Whole chunks, and what is left of the sequence.
-    return sum((seq_length // chunk * chunk**2 + (seq_length % chunk) ** 2) // seq_length for chunk in chunks)
-
-
-def count_products(model: TransformerConfig, *, padded_vocab_size: int) -> tuple[int, int]:
-    """Multiplications in forward: of each token in the linear layers, and of each token with each one that it sees."""
-    depths, hidden = model.mtp_num_layers or 0, model.hidden_size
-    layers = model.num_layers + depths
-    counts = count_layers(model, range(1, layers + 1))
-    per_token = counts.layer_matrices + counts.active_expert_matrices + layers * count_attention(model)[1]
-    per_token += counts.expert_projections
+def count_products(
+    model: TransformerConfig, *, padded_vocab_size: int, seq_length: int = 2, sees_all: bool = False
+) -> tuple[int, int]:
+    """Multiplications in forward for an average token of a sequence: those with matrices, and those beyond, which for
+    two tokens is what one costs that sees another. Arguments as in `count_training_flops_per_token`."""
+    plan, depths, hidden = read_plan(model), model.mtp_num_layers or 0, model.hidden_size
+    # One layer of multi-token prediction may serve several depths.
+    used = [*plan.decoder, *itertools.islice(itertools.cycle(plan.prediction), depths)]
+    counts = count_layers(model, used)
+    per_token = counts.matrices + counts.active_expert_matrices + counts.projections
     per_token += (1 + depths) * padded_vocab_size * hidden  # the output layer
     per_token += depths * (2 * hidden * hidden + 3 * hidden)
-    # A query with a key, and its share of the value.
-    return per_token, layers * model.num_attention_heads * (model.query_width + model.value_width)
+    branches = [branch for layer in used for branch in layer.branches]
+    if sees_all:
+        branches = [dataclasses.replace(branch, options=BranchOptions()) for branch in branches]
+    return per_token, sum(find_kind(branch.kind).work(model, branch, seq_length) for branch in branches)
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float | None = None) -> float:

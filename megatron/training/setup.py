@@ -30,13 +30,13 @@ from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.executor import Executor, compute_activation_shape
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
 from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.execution.compilation import compile_regions, find_obstacle
 from megatron.core.transformer.execution.cuda_graphs import record_layers
-from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save
 from megatron.training.checkpoint.save_and_load import load_checkpoint

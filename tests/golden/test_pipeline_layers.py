@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages, parse_layout
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CASES = json.loads((Path(__file__).parent / "data" / "pipeline_layers.json").read_text())

@@ -8,7 +8,7 @@
     planner         megatron/planner
     inference       megatron/core/inference: the roof that both towers carry
     towers          model: models transformer tensor_parallel ...   |   engine: optimizer distributed datasets ...
-    ground          dist_checkpointing, kernels, and the single modules of megatron/core
+    ground          plan, dist_checkpointing, kernels, and the single modules of megatron/core
 
 A room is a folder, or a file that stands beside folders. MAY_IMPORT says for each room which others it may use; a room
 that it does not know is an error, so that nobody adds one without deciding where it belongs.
@@ -25,7 +25,7 @@ from tests.support.source_code import ROOT, Import, Source, docstrings, dotted
 
 KERNELS = ("core.kernels", "core.activations", "core.fp8", "core.fp4")
 """GPU kernels, and the modules of the ground that use them."""
-GROUND = ("core", "core.dist_checkpointing", *KERNELS)
+GROUND = ("core", "core.plan", "core.dist_checkpointing", *KERNELS)
 MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.models")
 ENGINE_TOWER = (
     "core.tokenizers",
@@ -56,7 +56,8 @@ TRAINING_ROOMS = (
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
-    "core.dist_checkpointing": ("core",),
+    "core.plan": ("core",),
+    "core.dist_checkpointing": ("core", "core.plan"),
     "core.kernels": ("core",),
     "core.activations": ("core", "core.kernels"),
     "core.fp8": ("core", "core.kernels"),
@@ -107,6 +108,9 @@ MUTABLE_STATE: dict[str, str] = {
     "megatron/core/dist_checkpointing/crash_points.py:_ARMED": (
         "what dies at a crash point is the process, wherever in a save it is; empty but in tests of crashes"
     ),
+    "megatron/core/plan/kinds.py:_KINDS": (
+        "which kinds of layers a program has, its own ones included, is the same for every config that it makes"
+    ),
     "megatron/core/process_groups_config.py:ProcessGroupCollection._current": (
         "what upstream's constructors without groups mean; only the outermost constructors ask for it"
     ),
@@ -131,6 +135,7 @@ WITHOUT_TORCH_AND_NUMPY = [
     "megatron.core.mesh",
     "megatron.core.model_parallel_config",
     "megatron.core.optional_deps",
+    "megatron.core.plan.*",
     "megatron.core.distributed.distributed_data_parallel_config",
     "megatron.core.optimizer.optimizer_config",
     "megatron.core.transformer.transformer_config",

@@ -38,13 +38,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, get_placement, make_grouped_parts, place
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
-from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
 from megatron.core.transformer.rotary import (
@@ -281,7 +281,7 @@ class SelfAttention(Attention):
     def _build_head_norm(self, norm: Any, heads: int) -> Any:
         """The norm of so many query or key heads of the whole model; None where there is none."""
         if self.config.qk_l2_norm:
-            has_positions = choose_rotary_kind(self.config, self.layer_number) != "none"
+            has_positions = read_plan(self.config).layer(self.layer_number).options.rotary != "none"
             return HeadL2Norm(self.config) if has_positions or self.config.qk_l2_norm_layers == "all" else None
         if not self.config.qk_layernorm or norm is None:
             return None

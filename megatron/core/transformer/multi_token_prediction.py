@@ -23,6 +23,7 @@ from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_lo
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_sequence
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
@@ -30,7 +31,6 @@ from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs
-from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import open_random_stream
@@ -116,13 +116,14 @@ class MultiTokenPredictionLayer(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """layer_number: the depth, counted from 1. In the whole model the transformer layer inside is counted on from
-        the decoder's last one, whose kind it has (layer_patterns.py)."""
+        the decoder's last one, whose kind it has (core/plan)."""
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        assert config.hidden_size is not None and config.num_layers is not None
+        assert config.hidden_size is not None
         self.layer_number, self.tp_group = layer_number, groups.tp
-        number = config.num_layers + layer_number
-        self.rotary_kind = choose_rotary_kind(config, number)
+        plan = read_plan(config)
+        layer = plan.layer(len(plan.decoder) + layer_number)
+        self.rotary_kind = layer.options.rotary
         self.enorm = build_module(submodules.enorm, config, config.hidden_size)
         self.hnorm = build_module(submodules.hnorm, config, config.hidden_size)
         self.eh_proj = build_module(
@@ -135,12 +136,10 @@ class MultiTokenPredictionLayer(MegatronModule):
             gather_output=True,
             tp_group=groups.tp,
         )
-        if config.is_fp8_layer(number):
-            self.fp8_products = multiply_in_fp8(
-                self.eh_proj, config, groups, f"mtp.layers.{number - config.num_layers - 1}.eh_proj"
-            )
+        if layer.low_precision:
+            self.fp8_products = multiply_in_fp8(self.eh_proj, config, groups, f"mtp.layers.{layer_number - 1}.eh_proj")
         self.mtp_model_layer = build_module(
-            submodules.mtp_model_layer, config=config, layer_number=number, pg_collection=groups
+            submodules.mtp_model_layer, config=config, layer_number=layer.number, pg_collection=groups
         )
         self.final_layernorm = build_module(submodules.layer_norm, config, config.hidden_size)
         self.execution = Execution(config)

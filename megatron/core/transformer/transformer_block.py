@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device_graphs import Recorder
+from megatron.core.plan.read import read_plan
+from megatron.core.plan.stages import find_content_of_stage
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.execution.cuda_graphs import Passes
 from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs
-from megatron.core.transformer.layer_patterns import choose_rotary_kind
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
-from megatron.core.transformer.pipeline_layout import find_content_of_stage
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -44,13 +44,13 @@ class TransformerBlock(MegatronModule):
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         content = find_content_of_stage(config, groups.pp, vp_stage)
-        layers = content.layers
+        layers = read_plan(config).decoder[content.layers.start : content.layers.stop]
         # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
-        self.first_layer = layers.start
-        self.rotary_kinds = [choose_rotary_kind(config, index + 1) for index in layers]
+        self.first_layer = content.layers.start
+        self.rotary_kinds = [layer.options.rotary for layer in layers]
         self.tp_group = groups.tp
         self.layers = nn.ModuleList(
-            build_module(spec, config=config, layer_number=index + 1, pg_collection=groups) for index in layers
+            build_module(spec, config=config, layer_number=layer.number, pg_collection=groups) for layer in layers
         )
         # Of the first layer, so that a kind of layer may have its own; a layer of a user's own may have none.
         first = self.layers[0] if layers else None

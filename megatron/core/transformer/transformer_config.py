@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import derived, flag, get_settings, name_multiples, restore
+from megatron.core.plan.patterns import pattern_problems
+from megatron.core.plan.read import read_plan
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
@@ -18,7 +20,6 @@ from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.precision import LAST_BLOCK, MULTIPLES, PrecisionFields
-from megatron.core.transformer.layer_patterns import has_dense_layers, has_windows, pattern_problems
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,17 @@ class TransformerConfig(
     """Compile what lies between a layer's matrix products (norms, activation, rotary positions, residual, router) with
     torch.compile: slower start, faster steps. The second name is upstream's for the fused operations of Transformer
     Engine."""
+
+    def has_kind(self, kind: str) -> bool:
+        """Return True if a layer of the decoder has a branch of this kind (plan/kinds.py)."""
+        layers = read_plan(self).decoder
+        # Without --num-layers, which is complained about, no rule is to be silent.
+        return not layers or any(layer.has(kind) for layer in layers)
+
+    @property
+    def has_windows(self) -> bool:
+        """True where a layer of the decoder has a sliding window."""
+        return any(layer.options.window is not None for layer in read_plan(self).decoder)
 
     @property
     def embedding_scale(self) -> float:
@@ -116,7 +128,7 @@ class TransformerConfig(
             ("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
         ]
         widths = shared if self.num_moe_experts is not None else []
-        if has_dense_layers(self):
+        if self.has_kind("mlp"):
             widths.insert(0, ("ffn_hidden_size", "tensor_model_parallel_size"))
         for width_name, ranks_name in widths:
             width, ranks = getattr(self, width_name), getattr(self, ranks_name) or 1
@@ -132,7 +144,7 @@ class TransformerConfig(
             return
         asked = self.say("mlp_chunks_for_training")
         selective = self.recompute_granularity == "selective"
-        if not has_dense_layers(self):
+        if not self.has_kind("mlp"):
             yield f"{asked} has nothing to divide, all layers have experts; leave it out"
         if self.few_bits_recipe is not None:
             yield f"{asked} would give each stretch of tokens scales of its own in FP8 and FP4; leave it out"
@@ -182,7 +194,7 @@ class TransformerConfig(
             groups = max(self.num_query_groups or heads, tp)
             yield "kv_channels", heads * self.kv_channels, tp
             yield "kv_channels", (heads + 2 * groups) * self.kv_channels, tp
-        if has_dense_layers(self):
+        if self.has_kind("mlp"):
             yield "ffn_hidden_size", self.ffn_hidden_size or 0, tp
         if self.num_moe_experts is not None:
             yield "moe_ffn_hidden_size", self.moe_ffn_hidden_size or 0, self.expert_tensor_parallel_size or 1
@@ -202,7 +214,7 @@ class TransformerConfig(
             return
         lacking = {
             # The flash kernel for GPUs has both; where it runs is not known here.
-            "sliding window (--window-size)": backend == "fused" and has_windows(self),
+            "sliding window (--window-size)": backend == "fused" and self.has_windows,
             f"attention sinks ({self.say('softmax_type')})": backend != "flash" and self.softmax_type != "vanilla",
             f"bound on scores ({self.say('attn_logit_softcapping')})": self.attn_logit_softcapping is not None,
         }

@@ -22,12 +22,14 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
+from megatron.core.plan.kinds import find_kind
+from megatron.core.plan.model_plan import Branch, LayerPlan
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.execution.branch_runner import Runner
 from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.layer_inputs import LayerInputs
-from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.residual_branch import ResidualBranch
 from megatron.core.transformer.spec_utils import build_module
@@ -49,8 +51,19 @@ class TransformerLayerSubmodules:
     """What takes the place of `mlp` in layers with experts."""
 
 
+_NORMS = {
+    "self_attention": ("input_layernorm", "post_self_attn_layernorm"),
+    "mixer": ("input_layernorm", "post_self_attn_layernorm"),
+    "mlp": ("pre_mlp_layernorm", "post_mlp_layernorm"),
+}
+"""Module of a branch -> the norms before and behind it."""
+
+
 class TransformerLayer(MegatronModule):
     """Attention and MLP with their norms, each added to the residual stream: [s, b, h] -> [s, b, h]."""
+
+    self_attention: Any
+    mlp: Any
 
     def __init__(
         self,
@@ -60,10 +73,11 @@ class TransformerLayer(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         expected_config: Mapping[str, Any] | None = None,
         execution_type: type[Execution] = Execution,
+        plan: LayerPlan | None = None,
     ) -> None:
         """layer_number: this layer in the whole model, counted from 1. expected_config: fields of the config that the
         layer's spec was made for; raises ConfigError where the config has other values. execution_type: who chooses
-        what surrounds the formula."""
+        what surrounds the formula. plan: the layer's; that of its number in the config's plan when None."""
         super().__init__(config)
         for name, value in (expected_config or {}).items():
             if getattr(config, name) != value:
@@ -74,30 +88,11 @@ class TransformerLayer(MegatronModule):
         self.execution = execution_type(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.layer_number = layer_number
-        branches = []
+        self.plan = read_plan(config).layer(layer_number) if plan is None else plan
         # In the order of forward: gradient buckets follow the order of construction, and fill up in backward from the
         # end.
-        if submodules.self_attention is not None:
-            self.input_layernorm = self._norm(submodules.input_layernorm, "input")
-            self.self_attention = build_module(
-                submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups
-            )
-            self.post_self_attn_layernorm = self._norm(submodules.post_self_attn_layernorm, "output")
-            names = ("input_layernorm", "self_attention", "post_self_attn_layernorm")
-            branches.append(ResidualBranch(config, self._modules, "attention", names))
-        if submodules.mlp is not None or submodules.moe is not None:
-            self.pre_mlp_layernorm = self._norm(submodules.pre_mlp_layernorm, "input")
-            is_dense = not has_experts(config, layer_number)
-            if is_dense:
-                self.mlp = build_module(submodules.mlp, config=config, pg_collection=groups)
-            elif submodules.moe is not None:
-                self.mlp = build_module(submodules.moe, config=config, layer_number=layer_number, pg_collection=groups)
-            else:
-                raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
-            self.post_mlp_layernorm = self._norm(submodules.post_mlp_layernorm, "output")
-            names = ("pre_mlp_layernorm", "mlp", "post_mlp_layernorm")
-            branches.append(ResidualBranch(config, self._modules, "mlp" if is_dense else "moe", names))
-        self.branches = tuple(branches)
+        built = (self._build_branch(branch, submodules, groups) for branch in self.plan.branches)
+        self.branches = tuple(branch for branch in built if branch is not None)
         self.runners: Sequence[Runner] = ()
         self.execution.equip(self, groups)
 
@@ -112,6 +107,26 @@ class TransformerLayer(MegatronModule):
         """See compiled_regions.py."""
         for branch in self.branches:
             branch.compile_regions(compiled)
+
+    def _build_branch(
+        self, branch: Branch, submodules: TransformerLayerSubmodules, groups: ProcessGroupCollection
+    ) -> ResidualBranch | None:
+        """Build the modules of a branch; None where the spec has no part for it."""
+        kind = find_kind(branch.kind)
+        policy = "attention" if kind.attribute != "mlp" else "moe" if kind.name == "experts" else "mlp"
+        spec = kind.spec or getattr(submodules, "moe" if policy == "moe" else kind.attribute)
+        if spec is None and policy == "moe" and submodules.mlp is not None:
+            raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
+        if spec is None:
+            return None
+        before, after = _NORMS[kind.attribute]
+        setattr(self, before, self._norm(getattr(submodules, before), "input"))
+        # A dense MLP is the same in every layer.
+        number = {} if kind.name == "mlp" else {"layer_number": self.layer_number}
+        module = build_module(spec, config=self.config, pg_collection=groups, **number)
+        setattr(self, kind.attribute, module)
+        setattr(self, after, self._norm(getattr(submodules, after), "output"))
+        return ResidualBranch(self.config, self._modules, policy, (before, kind.attribute, after))
 
     def _norm(self, submodule: Any, place: str) -> Any:
         """The norm at the `input` or `output` of a branch; None where the config has none."""

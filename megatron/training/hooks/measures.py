@@ -15,8 +15,8 @@ from megatron.core import device
 from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
+from megatron.core.plan.read import read_plan
 from megatron.core.traffic import Traffic
-from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
 from megatron.planner.throughput import build_yardstick
@@ -148,8 +148,7 @@ class ExpertsHook(Hook):
         """Record means over microbatches, replicas and layers. Values stay on the device; the host waits for none."""
         model = run.config.model
         # Layers of multi-token prediction, the last ones, count as others.
-        count = model.num_layers + model.count_layers_with_weights()
-        layers = [number for number in range(1, count + 1) if has_experts(model, number)]
+        layers = [layer.number for layer in read_plan(model).layers if layer.has("experts")]
         # A coefficient of 0 switches a loss off.
         names = [LOSS_NAMES[kind] for kind, coefficient in read_loss_coefficients(model).items() if coefficient]
         if names:

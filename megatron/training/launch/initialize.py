@@ -25,9 +25,9 @@ from megatron.core.errors import ConfigError, explain_refused_memory, format_byt
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.kernels.launching import find_obstacle
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
+from megatron.core.plan.stages import build_virtual_stages, find_embedding_use
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.pipeline_layout import build_virtual_stages, find_embedding_use
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings

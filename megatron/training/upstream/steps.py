@@ -20,8 +20,8 @@ from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_me
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
 from megatron.core.placement import get_placement
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.core.upstream.batches import get_num_microbatches
 from megatron.training.config.container import RunConfig
 from megatron.training.global_vars import get_args

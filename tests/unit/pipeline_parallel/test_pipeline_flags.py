@@ -8,7 +8,7 @@ import pytest
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.pipeline_parallel.schedules import Action
-from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from tests.support.pretend_groups import pretend

@@ -14,8 +14,8 @@ import pytest
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import get_placement
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.pipeline_layout import build_pipeline_layout, build_virtual_stages
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_on_rank, count_whole
 from megatron.training.config.container import RunConfig
@@ -124,7 +124,7 @@ def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
     assert [chunk.pg_collection.pp.rank() for chunk in chunks] == list(range(stages))
     counts = count_whole(get_placement(param) for chunk in chunks for param in chunk.parameters())
     experts = counts.of_experts.get("matrix", 0)
-    assert counts["matrix"] == formula.decoder.layer_matrices
+    assert counts["matrix"] == formula.decoder.matrices
     assert experts == formula.decoder.expert_matrices
     assert counts["norm"] + counts["router"] == formula.decoder.replicated
     assert (counts["embedding"], counts["head"]) == (formula.embedding, formula.output_layer)
@@ -134,7 +134,7 @@ def test_the_formula_of_the_reference_agrees_with_placements(name: str) -> None:
     assert counts.total - formula.total == counts["vector"] + counts["positions"]
     first = count_on_rank(chunks[:1])
     ep, etp = model.expert_model_parallel_size, model.expert_tensor_parallel_size or model.tensor_model_parallel_size
-    assert first["matrix"] * stages * model.tensor_model_parallel_size == formula.decoder.layer_matrices
+    assert first["matrix"] * stages * model.tensor_model_parallel_size == formula.decoder.matrices
     assert first.of_experts.get("matrix", 0) * stages * ep * etp == formula.decoder.expert_matrices
     assert first["embedding"] * model.tensor_model_parallel_size == formula.embedding
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.plan.read import read_plan
 from megatron.core.transformer.core_attention import query_blocks, sdpa
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.interface import (
@@ -27,7 +28,6 @@ from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.execution.operations import describe_operations
-from megatron.core.transformer.layer_patterns import choose_rotary_kind, find_window_of_layer
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import print_settings
 from tests.support.gpt_models import (
@@ -223,7 +223,7 @@ def test_memory_of_a_window_grows_with_the_window(monkeypatch: pytest.MonkeyPatc
 
 def patterns(flags: str, layers: int = 4) -> list[int | None]:
     config = read_config(f"--num-layers {layers} {flags}").model
-    return [find_window_of_layer(config, number + 1) for number in range(layers)]
+    return [layer.options.window for layer in read_plan(config).decoder]
 
 
 @pytest.mark.flags("--window-attn-skip-freq")
@@ -281,9 +281,9 @@ def test_flags_without_effect_are_noted() -> None:
 @pytest.mark.flags("--no-rope-freq", "--rotary-base-local")
 def test_which_layers_are_rotated() -> None:
     config = read_config(f"{ROPE} --num-layers 6 --window-size 4,0 --window-attn-skip-freq 2 --no-rope-freq 3").model
-    assert [choose_rotary_kind(config, n) for n in range(1, 7)] == ["global", "global", "none"] * 2
+    assert [layer.options.rotary for layer in read_plan(config).decoder] == ["global", "global", "none"] * 2
     config = read_config(f"{ROPE} --num-layers 4 --window-size 4,0 --window-attn-skip-freq 2 --rotary-base-local 50")
-    kinds = [choose_rotary_kind(config.model, n) for n in range(1, 5)]
+    kinds = [layer.options.rotary for layer in read_plan(config.model).decoder]
     assert kinds == ["local", "global"] * 2
     # All layers skipped is no rotary positions at all; with the same base local layers are as the others.
     assert_same_function(build_model("--no-position-embedding"), build_model(f"{ROPE} --no-rope-freq 1"))

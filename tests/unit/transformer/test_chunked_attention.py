@@ -15,8 +15,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.plan.read import read_plan
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
-from megatron.core.transformer.layer_patterns import find_chunk_of_layer
 from megatron.core.transformer.norms import HeadL2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.throughput import count_training_flops_per_token
@@ -44,7 +44,7 @@ def logits(model: GPTModel, *parts: int) -> torch.Tensor:
 @pytest.mark.flags("--attention-chunk-size")
 def test_which_layers_have_chunks() -> None:
     config = read_config(CHUNKS).model
-    assert [find_chunk_of_layer(config, number) for number in range(1, 5)] == [5, 5, 5, None]
+    assert [layer.options.chunk for layer in read_plan(config).decoder] == [5, 5, 5, None]
     model = build_model(CHUNKS)
     assert [layer.self_attention.core_attention.options.chunk for layer in model.decoder.layers] == [5, 5, 5, None]
     # Of chunks alone nothing comes through: a token of another chunk changes nothing.

@@ -131,7 +131,7 @@ def test_latent_vectors_in_counts() -> None:
     found = count_whole(placements)
     assert found.of_experts["matrix"] == counts["12"].expert_matrices == 2 * E * 3 * 12 * 16
     projections = 2 * 2 * 12 * 32
-    assert found["matrix"] - counts["12"].layer_matrices == counts["12"].expert_projections == projections
+    assert found["matrix"] - counts["12"].matrices == counts["12"].projections == projections
     assert counts["12"].replicated - counts[""].replicated == projections
     products = {size: count_products(config, padded_vocab_size=64)[0] for size, config in configs.items()}
     assert products[""] - products["12"] == 2 * 2 * 3 * (32 - 12) * 16 - projections

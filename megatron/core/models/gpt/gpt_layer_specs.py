@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
+from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -226,7 +227,7 @@ def get_gpt_mtp_block_spec(
             layer_norm=build_norm,
         ),
     )
-    layers = [layer] * config.count_layers_with_weights()
+    layers = [layer] * len(read_plan(config).prediction)
     return ModuleSpec(
         module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
     )

@@ -19,15 +19,15 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
-from megatron.core.transformer.layer_inputs import StageInputs
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
-from megatron.core.transformer.pipeline_layout import (
+from megatron.core.plan.stages import (
     build_pipeline_layout,
     find_embedding_use,
     fit_virtual_stages,
 )
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
+from megatron.core.transformer.layer_inputs import StageInputs
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
 from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock

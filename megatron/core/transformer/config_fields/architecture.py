@@ -21,6 +21,8 @@ class ArchitectureFields(ModelParallelConfig):
 
     num_layers: int = flag(None, minimum=1, maximum=65536, example=12, kind="shape")
     """Transformer layers."""
+    hybrid_layer_pattern: str | None = derived(kind="shape")
+    """One letter for each layer of the decoder, which then has one branch (core/plan/letters.py)."""
     hidden_size: int = flag(None, minimum=1, maximum=2**24, example=768, kind="shape")
     """Width of the residual stream."""
     ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26, kind="shape")

@@ -44,10 +44,6 @@ class MTPFields(ArchitectureFields):
         """Whether the losses of further tokens train the layers that predict them alone."""
         return self.mtp_detach_heads or (self.freeze_base_for_mtp and self.mtp_num_layers is not None)
 
-    def count_layers_with_weights(self) -> int:
-        """Layers of multi-token prediction that have weights of their own."""
-        return min(self.mtp_num_layers or 0, 1) if self.mtp_use_repeated_layer else self.mtp_num_layers or 0
-
     def prediction_problems(self, positions: str) -> Iterator[str]:
         """What stands against multi-token prediction with positions of this kind: the run's, or those that a model is
         built with."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag
+from megatron.core.plan.stages import count_most_layers
 from megatron.core.setting import Needs, NeedsGPU
 from megatron.core.transformer.config_fields.recompute import RecomputeFields
 
@@ -73,13 +74,9 @@ class OffloadFields(RecomputeFields):
                 f"{self.say('cpu_offloading_num_layers')} offloads whole layers, --fine-grained-activation-offloading "
                 "parts of all; keep one"
             )
-        if self.num_layers:
-            per_stage = max(1, self.num_layers // self.pipeline_model_parallel_size)
-            if self.cpu_offloading_num_layers > per_stage:
-                yield (
-                    f"{self.say('cpu_offloading_num_layers')} is not from 0 to {per_stage}, the layers of a pipeline "
-                    "stage"
-                )
+        most = count_most_layers(self)
+        if most is not None and self.cpu_offloading_num_layers > most:
+            yield f"{self.say('cpu_offloading_num_layers')} is not from 0 to {most}, the layers of a pipeline stage"
         recomputes_all = self.recompute_granularity == "full" and self.recompute_method == "uniform"
         if recomputes_all and self.cpu_offloading_num_layers:
             yield (

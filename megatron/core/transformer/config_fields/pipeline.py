@@ -9,9 +9,9 @@ from typing import Literal
 
 from megatron.core.config_base import flag, name_divisors, name_multiples
 from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages, schedule_problem, side_by_side_problem
+from megatron.core.plan.stages import find_decoder_end, layout_problem, parse_layout
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.mtp import MTPFields
-from megatron.core.transformer.pipeline_layout import find_decoder_end, layout_problem, parse_layout
 
 _INTERLEAVED = Needs(
     "the interleaved schedule, --num-virtual-stages-per-pipeline-rank",

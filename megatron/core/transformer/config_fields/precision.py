@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import flag
+from megatron.core.plan.read import read_plan
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
@@ -121,16 +122,6 @@ class PrecisionFields(ArchitectureFields):
         """Whether --fp8-bf16-layers leaves out a linear layer; layer: its name in the whole model."""
         return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.fp8_bf16_layers or ())
 
-    def is_fp8_layer(self, layer_number: int) -> bool:
-        """Whether a layer, counted from 1, multiplies in FP8 or FP4; those of multi-token prediction come behind the
-        last."""
-        if self.few_bits_recipe is None:
-            return False
-        if not self.first_last_layers_bf16:
-            return True
-        first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
-        return first < layer_number <= last or layer_number > self.num_layers
-
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.fp8 is not None and self.fp4 is not None:
@@ -146,13 +137,11 @@ class PrecisionFields(ArchitectureFields):
 
     def _patterns_name_layers(self) -> Iterator[str]:
         """A pattern of --fp8-bf16-layers that no name can match is a mistake."""
-        # Names are made up from the settings, because a command line is checked before any model exists.
-        stacks = [f"decoder.layers.{index}" for index in range(self.num_layers)]
-        further = [f"mtp.layers.{index}" for index in range(getattr(self, "mtp_num_layers", None) or 0)]
-        names = [f"{stack}.{name}" for stack in stacks for name in LINEAR_LAYERS]
-        names += [f"{stack}.mtp_model_layer.{name}" for stack in further for name in LINEAR_LAYERS]
-        names += ["output_layer", *(f"{stack}.eh_proj" for stack in further)]
-        for pattern in self.fp8_bf16_layers or ():
+        # Names of the plan, because a command line is checked before any model exists.
+        plan = read_plan(self)
+        names = [f"{layer.name}.{name}" for layer in plan.layers for name in LINEAR_LAYERS]
+        names += ["output_layer", *(f"{layer.name.rpartition('.')[0]}.eh_proj" for layer in plan.prediction)]
+        for pattern in (plan.decoder and self.fp8_bf16_layers) or ():
             if not fnmatch.filter(names, pattern):
                 yield (
                     f"--fp8-bf16-layers {pattern} matches no linear layer; names are such as {names[0]} and "

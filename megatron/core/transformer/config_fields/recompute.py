@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import flag
+from megatron.core.plan.stages import count_most_layers
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 
@@ -94,13 +95,10 @@ class RecomputeFields(PipelineFields):
             yield "--recompute-modules shared_experts needs --moe-shared-expert-intermediate-size"
 
     def _full_recomputation_is_complete(self) -> Iterator[str]:
-        layers = self.recompute_num_layers
+        layers, most = self.recompute_num_layers, count_most_layers(self)
         if self.recompute_method is None:
             yield "--recompute-granularity full needs --recompute-method uniform or block"
         if layers is None:
             yield "--recompute-granularity full needs --recompute-num-layers"
-        elif self.num_layers:
-            # Stages may be uneven; the mean is near enough to tell a misunderstood number.
-            per_stage = max(1, self.num_layers // self.pipeline_model_parallel_size)
-            if layers > per_stage:
-                yield f"{self.say('recompute_num_layers')} is not from 1 to {per_stage}, the layers of a pipeline stage"
+        elif most is not None and layers > most:
+            yield f"{self.say('recompute_num_layers')} is not from 1 to {most}, the layers of a pipeline stage"

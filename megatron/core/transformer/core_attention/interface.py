@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import Documents, Stretch
-from megatron.core.transformer.layer_patterns import find_chunk_of_layer, find_window_of_layer
+from megatron.core.plan.read import read_plan
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ALL = slice(None)
@@ -257,6 +257,7 @@ class AttentionOptions:
     @classmethod
     def from_config(cls, config: TransformerConfig, layer_number: int) -> AttentionOptions:
         """Read the options of layer `layer_number`, counted from 1, from the config."""
+        options = read_plan(config).layer(layer_number).options
         return cls(
             scale=config.attention_scale,
             layer_number=layer_number,
@@ -265,8 +266,8 @@ class AttentionOptions:
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
             query_key_layer_scaling=config.apply_query_key_layer_scaling,
             masked_softmax_fusion=config.masked_softmax_fusion,
-            window=find_window_of_layer(config, layer_number),
-            chunk=find_chunk_of_layer(config, layer_number),
+            window=options.window,
+            chunk=options.chunk,
             softcap=config.attn_logit_softcapping,
             has_sinks=config.softmax_type != "vanilla",
             deterministic=config.deterministic_mode,

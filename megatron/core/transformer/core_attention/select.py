@@ -16,6 +16,7 @@ import torch
 
 from megatron.core.device import find_kernel_obstacle, find_widest_flash_heads, is_cpu, is_cuda
 from megatron.core.errors import ConfigError
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.config_fields.attention import comm_type_problem
@@ -32,7 +33,6 @@ from megatron.core.transformer.core_attention.max_logits import MaxLogits
 from megatron.core.transformer.core_attention.query_blocks import CPUAttention, QueryBlocksAttention
 from megatron.core.transformer.core_attention.ring import RingAttention
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
-from megatron.core.transformer.layer_patterns import find_pattern_place, has_windows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -45,7 +45,7 @@ def attention_problems(config: TransformerConfig, device: torch.device) -> list[
             "--attention-backend flash has no dropout on the CPU, and --attention-dropout is "
             f"{config.attention_dropout}; use --attention-dropout 0, or --attention-backend auto"
         )
-    if backend == "flash" and on_cpu and (has_windows(config) or config.softmax_type != "vanilla"):
+    if backend == "flash" and on_cpu and (config.has_windows or config.softmax_type != "vanilla"):
         problems.append(
             "--attention-backend flash has neither windows (--window-size) nor sinks (--softmax-type) on the CPU; use "
             "--attention-backend auto, or local"
@@ -89,12 +89,6 @@ def find_flash_problem(config: TransformerConfig, device: torch.device) -> str |
     return find_problem(parameter_dtype(config), config.query_width, config.value_width, widest=widest)
 
 
-def choose_comm_type(config: TransformerConfig, layer_number: int) -> str:
-    """How layer `layer_number`, counted from 1, exchanges: one type for all layers, or one for each."""
-    types = config.cp_comm_type
-    return types[0] if len(types) == 1 else types[find_pattern_place(config, layer_number) - 1]
-
-
 def build_core_attention(
     config: TransformerConfig,
     options: AttentionOptions,
@@ -111,7 +105,7 @@ def build_core_attention(
     # Scores are measured only here: the command line refuses it together with context parallelism.
     if groups.cp.size() == 1:
         return MaxLogits(backend, options) if config.measures_attention_logits else backend
-    kind = choose_comm_type(config, options.layer_number) if comm_type is None else comm_type
+    kind = comm_type or read_plan(config).layer(options.layer_number).options.context_exchange
     problem = comm_type_problem(kind)
     if problem is not None:  # a layer's own word
         raise ConfigError(problem)

@@ -73,11 +73,9 @@ class Execution:
 
     def multiply_in_few_bits(self, layer: Any, groups: ProcessGroupCollection) -> None:
         """Have the linear layers multiply in FP8 or FP4, where this layer is one that does."""
-        config, number = self.config, layer.layer_number
-        if config.is_fp8_layer(number):
-            further = number - config.num_layers
-            name = f"mtp.layers.{further - 1}.mtp_model_layer" if further > 0 else f"decoder.layers.{number - 1}"
-            layer.fp8_products = multiply_in_fp8(layer, config, groups, name, self.policy.keeps_rounded_input)
+        if layer.plan.low_precision:
+            keeps = self.policy.keeps_rounded_input
+            layer.fp8_products = multiply_in_fp8(layer, self.config, groups, layer.plan.name, keeps)
 
     def exchange_parts(self, layer: Any) -> None:
         """Let a library compute parts of a layer; here none does."""

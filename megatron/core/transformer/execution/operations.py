@@ -8,6 +8,7 @@ import torch
 from megatron.core.activations import find_activation
 from megatron.core.device import current_device, is_cpu, is_cuda
 from megatron.core.kernels.launching import find_obstacle, kernels_work
+from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import accumulates_weight_grads, choose_product, onednn_is_faster
 from megatron.core.transformer.attention import uses_fused_rope
@@ -96,7 +97,7 @@ def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
         plain += "; large products by oneDNN, which is faster on this processor"
     if config.few_bits_recipe is None:
         return plain
-    layers = [index + 1 for index in range(config.num_layers) if config.is_fp8_layer(index + 1)]
+    layers = [layer for layer in read_plan(config).decoder if layer.low_precision]
     outside = [] if config.fp8 is not None and config.fp8_output_proj else ["output layer"]
     if len(layers) < config.num_layers:
         outside.append(f"{config.num_layers - len(layers)} of {config.num_layers} layers")

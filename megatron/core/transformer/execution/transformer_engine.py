@@ -363,7 +363,7 @@ class EngineExecution(Execution):
         """See Execution."""
         super().equip(layer, groups)
         if self.config.few_bits_recipe is not None:
-            enabled = self.config.is_fp8_layer(layer.layer_number)
+            enabled = layer.plan.low_precision
             layer.runners = (Within(functools.partial(self._round_operands, enabled), layer.runners),)
 
     def multiply_in_few_bits(self, layer: Any, groups: ProcessGroupCollection) -> None:

@@ -1,31 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies on which pipeline stage: arithmetic only.
+"""The content of each pipeline stage: arithmetic only.
 
 | the settings say                      | layers of a stage                                                           |
 |---------------------------------------|-----------------------------------------------------------------------------|
 | nothing                               | all the same                                                                |
 | layers of the first or last process   | as said, divided evenly over its chunks; the other processes share the rest |
 | embedding, loss count as layers       | all the same with these counted, then they are taken off first and last     |
-| a layout                              | as written                                                                  |
+| a layout, or letters with cuts        | as written                                                                  |
 
 With several chunks per process, virtual stages are laid on processes by VirtualStages; layers keep their global order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages
+from megatron.core.plan.letters import split_letters
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
-    from megatron.core.transformer.config_fields.pipeline import PipelineFields
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Bounds what `(((t)*999)*999)*999` may write out, before the memory is there to notice.
 _LONGEST = 65536
+
+
+class HasStages(Protocol):
+    """The fields of a TransformerConfig that say how its layers are divided over the pipeline."""
+
+    num_layers: int
+    mtp_num_layers: int | None
+    hybrid_layer_pattern: str | None
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"] | None
+    pipeline_model_parallel_layout: str | None
+    decoder_first_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+
+    def division_problems(self, stages: int, chunks: int) -> Iterator[str]:
+        """Yield what stands against dealing the layers out to so many stages and chunks."""
 
 
 class StageContent(NamedTuple):
@@ -42,7 +61,7 @@ class StageContent(NamedTuple):
     """The final norm: before multi-token prediction where there is any, else before the output layer."""
 
 
-def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
+def build_virtual_stages(config: HasStages) -> VirtualStages:
     """Build the pipeline that the settings describe: its processes, and the chunks of each."""
     return VirtualStages(
         config.pipeline_model_parallel_size,
@@ -51,7 +70,7 @@ def build_virtual_stages(config: TransformerConfig) -> VirtualStages:
     )
 
 
-def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> list[StageContent]:
+def build_pipeline_layout(config: HasStages, shape: VirtualStages) -> list[StageContent]:
     """Deal the layers out: what lies on each virtual stage, in the order of the stages. Raises ConfigError where the
     layers cannot be dealt out so."""
     # Asked again with the sizes of the real groups, which a caller may have built apart from the config.
@@ -60,6 +79,8 @@ def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> li
         raise ConfigError(problems)
     if config.pipeline_model_parallel_layout is not None:
         counts = [stage.count("t") for stage in parse_layout(config.pipeline_model_parallel_layout)]
+    elif "|" in (config.hybrid_layer_pattern or ""):
+        counts = list(map(len, split_letters(config.hybrid_layer_pattern or "").segments))
     elif config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None:
         counts = _even_counts(config, config.num_layers, shape)
     else:
@@ -78,7 +99,18 @@ def build_pipeline_layout(config: TransformerConfig, shape: VirtualStages) -> li
     ]
 
 
-def find_decoder_end(config: PipelineFields, shape: VirtualStages) -> int:
+def count_most_layers(config: HasStages) -> int | None:
+    """Count the layers of the process of the pipeline that has the most; None where they cannot be dealt out."""
+    shape = build_virtual_stages(config)
+    if not config.num_layers or any(config.division_problems(shape.stages, shape.chunks)):
+        return None
+    layers = [0] * shape.stages
+    for stage, content in enumerate(build_pipeline_layout(config, shape)):
+        layers[shape.holder(stage)[0]] += len(content.layers)
+    return max(layers)
+
+
+def find_decoder_end(config: HasStages, shape: VirtualStages) -> int:
     """Find the virtual stage of the final norm, and of multi-token prediction, if any: the last one unless a layout
     says otherwise."""
     written = config.pipeline_model_parallel_layout
@@ -96,7 +128,7 @@ class EmbeddingUse(NamedTuple):
     """Process -> the first of its chunks that uses it, from which later ones take it."""
 
 
-def find_embedding_use(config: TransformerConfig, shape: VirtualStages, *, is_tied: bool) -> EmbeddingUse:
+def find_embedding_use(config: HasStages, shape: VirtualStages, *, is_tied: bool) -> EmbeddingUse:
     """Find the processes and chunks that hold the word embedding's weight."""
     owners: dict[int, int] = {}
     for stage, content in enumerate(build_pipeline_layout(config, shape)):
@@ -106,13 +138,13 @@ def find_embedding_use(config: TransformerConfig, shape: VirtualStages, *, is_ti
     return EmbeddingUse(tuple(sorted(owners)), owners)
 
 
-def find_content_of_stage(config: TransformerConfig, pp_group: Group, vp_stage: int | None = None) -> StageContent:
+def find_content_of_stage(config: HasStages, pp_group: Group, vp_stage: int | None = None) -> StageContent:
     """What lies on this process; with several chunks, on its chunk `vp_stage`."""
     shape = fit_virtual_stages(config, pp_group)
     return build_pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)]
 
 
-def fit_virtual_stages(config: TransformerConfig, pp_group: Group) -> VirtualStages:
+def fit_virtual_stages(config: HasStages, pp_group: Group) -> VirtualStages:
     """The pipeline that the settings describe, over the processes of a group: a model may be built on groups of its
     own, whatever its config says."""
     shape = build_virtual_stages(config)
@@ -130,7 +162,7 @@ def parse_layout(text: str) -> list[str]:
     return expanded.split("|") if expanded is not None and set(expanded) <= set("EtmL|") else []
 
 
-def _even_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
+def _even_counts(config: HasStages, layers: int, shape: VirtualStages) -> list[int]:
     embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
     counts = [(layers + embedding + loss) // shape.count] * shape.count
     # Counted as layers and taken off again: the stages with embedding or loss get that many layers less.
@@ -139,7 +171,7 @@ def _even_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -
     return counts
 
 
-def _uneven_counts(config: TransformerConfig, layers: int, shape: VirtualStages) -> list[int]:
+def _uneven_counts(config: HasStages, layers: int, shape: VirtualStages) -> list[int]:
     # With one stage both name the same process, and the last one written wins.
     given = {0: config.decoder_first_pipeline_num_layers, shape.stages - 1: config.decoder_last_pipeline_num_layers}
     fixed = {rank: count for rank, count in given.items() if count is not None}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One description of every layer of a model, for all that build, count, divide, convert or log layers.
+
+layer of a GPT                  two branches: x = x + attention(norm(x)); x = x + mlp(norm(x))
+letter of a hybrid pattern      one branch
+multi-token prediction          one layer for each depth that has weights, numbered on from the decoder's last one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+RotaryKind = Literal["global", "local", "none"]
+
+
+class BranchOptions(NamedTuple):
+    """Settings of a branch that may differ from layer to layer."""
+
+    window: int | None = None
+    """Tokens before itself that a token sees; None for all."""
+    chunk: int | None = None
+    """Tokens of a chunk, of which a token sees only its own; None for no chunks."""
+    rotary: RotaryKind = "global"
+    """Rotary angles: the model's, those of layers with a window, or none."""
+    context_exchange: str = "p2p"
+    """How context-parallel ranks exchange keys and values, as in --cp-comm-type."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One residual branch: x + f(norm(x))."""
+
+    kind: str
+    """The name of a row in kinds.py."""
+    options: BranchOptions = BranchOptions()
+    low_precision: bool = False
+    """True where its linear layers multiply in FP8 or FP4."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer."""
+
+    number: int
+    """From 1 in the whole model."""
+    name: str
+    """Of its module in the whole model: decoder.layers.6, mtp.layers.0.mtp_model_layer."""
+    branches: tuple[Branch, ...]
+    parallel: bool = False
+    """True where all branches read the same x."""
+
+    def has(self, kind: str) -> bool:
+        """Return True if one of the branches is of this kind."""
+        return any(branch.kind == kind for branch in self.branches)
+
+    @property
+    def options(self) -> BranchOptions:
+        """The options of the first branch, which in a GPT is attention."""
+        return self.branches[0].options
+
+    @property
+    def low_precision(self) -> bool:
+        """True where linear layers of any branch multiply in FP8 or FP4."""
+        return any(branch.low_precision for branch in self.branches)
+
+
+class ModelPlan(NamedTuple):
+    """All layers of a model."""
+
+    decoder: tuple[LayerPlan, ...]
+    prediction: tuple[LayerPlan, ...]
+    """Layers of multi-token prediction that have weights."""
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """The decoder's layers, then those of multi-token prediction."""
+        return self.decoder + self.prediction
+
+    def layer(self, number: int) -> LayerPlan:
+        """Return the layer with this number, from 1. A number behind the last layer, of a layer that a program builds
+        by itself, gets a copy of the last one."""
+        layers = self.layers
+        return layers[number - 1] if number <= len(layers) else dataclasses.replace(layers[-1], number=number)
+
+    def branches(self, kind: str | None = None) -> Iterator[Branch]:
+        """Yield the branches of all layers, or those of one kind."""
+        for layer in self.layers:
+            yield from (branch for branch in layer.branches if kind in (None, branch.kind))
