@@ -45,7 +45,7 @@ def find_letters_problem(pattern: str, known: Collection[str]) -> str | None:
             "between pipeline stages, and / before multi-token prediction"
         )
     if not letters.decoder:
-        return "has no layer before its first /; write a letter for each layer of the decoder"
+        return "has no layer; write a letter for each layer of the decoder"
     if len(set(letters.predictions)) > 1:
         return "has parts of multi-token prediction (behind /) that differ; write the same letters in each"
     return None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError
@@ -66,3 +67,21 @@ def read_letters(pattern: str) -> Letters:
     if problem is not None:
         raise ConfigError(f"--hybrid-layer-pattern {pattern} {problem}")
     return split_letters(pattern)
+
+
+def letter_problems(config: Any) -> Iterator[str]:
+    """Yield what is wrong with the letters of a TransformerConfig, and with settings that contradict them."""
+    pattern: str = config.hybrid_layer_pattern
+    letters, asked = read_letters(pattern), config.say("hybrid_layer_pattern")
+    if len(letters.decoder) != config.num_layers:
+        yield f"{config.say('num_layers')} contradicts {asked}, which has {len(letters.decoder)} layers; leave it out"
+    for letter, name in (("E", "num_moe_experts"), ("+", "multi_latent_attention")):
+        if (letter in letters.decoder) != bool(getattr(config, name)):
+            yield f"{asked} contradicts {config.flag(name)}: the letter {letter} and that flag go together"
+    if "*" in letters.decoder and config.multi_latent_attention:
+        yield f"{asked} has attention with latent vectors and without; write + for * with --multi-latent-attention"
+    for name, neutral in (("parallel_residual", False), ("moe_layer_freq", 1), ("mtp_num_layers", None)):
+        if getattr(config, name) != neutral:
+            yield f"{config.say(name)} is for layers of two branches, and {asked} has one in each; leave it out"
+    if letters.predictions:
+        yield f"{asked} has layers of multi-token prediction (behind /), which letters cannot build yet; leave them out"

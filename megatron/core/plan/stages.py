@@ -79,7 +79,7 @@ def build_pipeline_layout(config: HasStages, shape: VirtualStages) -> list[Stage
         raise ConfigError(problems)
     if config.pipeline_model_parallel_layout is not None:
         counts = [stage.count("t") for stage in parse_layout(config.pipeline_model_parallel_layout)]
-    elif "|" in (config.hybrid_layer_pattern or ""):
+    elif "|" in (config.hybrid_layer_pattern or "").partition("/")[0]:
         counts = list(map(len, split_letters(config.hybrid_layer_pattern or "").segments))
     elif config.decoder_first_pipeline_num_layers is None and config.decoder_last_pipeline_num_layers is None:
         counts = _even_counts(config, config.num_layers, shape)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import derived, flag, get_settings, name_multiples, restore
+from megatron.core.errors import ConfigError
 from megatron.core.plan.patterns import pattern_problems
-from megatron.core.plan.read import read_plan
+from megatron.core.plan.read import letter_problems, read_plan
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
@@ -107,6 +108,13 @@ class TransformerConfig(
         return self.logit_multiplier * (self.mup_output_mult / self.width_multiplier if self.use_mup else 1.0)
 
     def problems(self) -> Iterator[str]:
+        if self.hybrid_layer_pattern is not None:
+            # All rules that ask what a layer is read the letters.
+            try:
+                yield from letter_problems(self)
+            except ConfigError as error:
+                yield from error.problems
+                return
         yield from super().problems()
         # Here and not in one group of fields: the patterns read windows, positions and experts together.
         yield from pattern_problems(self)

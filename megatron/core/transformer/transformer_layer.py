@@ -114,7 +114,7 @@ class TransformerLayer(MegatronModule):
         """Build the modules of a branch; None where the spec has no part for it."""
         kind = find_kind(branch.kind)
         policy = "attention" if kind.attribute != "mlp" else "moe" if kind.name == "experts" else "mlp"
-        spec = kind.spec or getattr(submodules, "moe" if policy == "moe" else kind.attribute)
+        spec = kind.spec or getattr(submodules, "moe" if policy == "moe" else kind.attribute, None)
         if spec is None and policy == "moe" and submodules.mlp is not None:
             raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
         if spec is None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron.core.config_base import flag, name_divisors, name_multiples
 from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages, schedule_problem, side_by_side_problem
+from megatron.core.plan.letters import split_letters
 from megatron.core.plan.stages import find_decoder_end, layout_problem, parse_layout
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.mtp import MTPFields
@@ -120,6 +121,8 @@ class PipelineFields(MTPFields):
             return self.num_virtual_stages_per_pipeline_rank
         if self.pipeline_model_parallel_layout:
             return len(parse_layout(self.pipeline_model_parallel_layout)) // stages
+        if self._has_cuts:
+            return len(split_letters(self.hybrid_layer_pattern or "").segments) // stages
         if self.pipeline_schedule == "zb-v":
             return 2
         per_stage = (self.num_layers or 0) // stages
@@ -154,6 +157,9 @@ class PipelineFields(MTPFields):
             return
         if self.pipeline_model_parallel_layout:
             yield from self._written_layout_fits(self.pipeline_model_parallel_layout, stages, chunks)
+        elif self._has_cuts:
+            segments = split_letters(self.hybrid_layer_pattern or "").segments
+            yield from self._written_stages_fit("hybrid_layer_pattern", len(segments), stages, chunks)
         elif self._has_uneven_ends:
             yield from self._middle_divides_evenly(stages, chunks)
         else:
@@ -162,6 +168,10 @@ class PipelineFields(MTPFields):
     @property
     def _has_uneven_ends(self) -> bool:
         return self.decoder_first_pipeline_num_layers is not None or self.decoder_last_pipeline_num_layers is not None
+
+    @property
+    def _has_cuts(self) -> bool:
+        return "|" in (self.hybrid_layer_pattern or "").partition("/")[0]
 
     @property
     def _counts_ends(self) -> bool:
@@ -226,18 +236,19 @@ class PipelineFields(MTPFields):
         if problem is not None:
             yield f"{self.say('pipeline_model_parallel_layout')} {problem}"
             return
-        if len(parts) % stages:
-            yield (
-                f"{self.say('pipeline_model_parallel_layout')} has {len(parts)} stages, which is not a multiple of "
-                f"{self._stages_written(stages)}; use {name_multiples(len(parts), stages)} stages"
-            )
-        elif len(parts) != stages * chunks:
-            yield (
-                f"{self.say('pipeline_model_parallel_layout')} has {len(parts)} stages, not {stages} x {chunks} chunks"
-            )
+        yield from self._written_stages_fit("pipeline_model_parallel_layout", len(parts), stages, chunks)
         layers = sum(part.count("t") for part in parts)
         if layers != self.num_layers:
             yield f"{self.say('pipeline_model_parallel_layout')} has {layers} layers (t), but {self.say('num_layers')}"
+
+    def _written_stages_fit(self, name: str, written: int, stages: int, chunks: int) -> Iterator[str]:
+        if written % stages:
+            yield (
+                f"{self.say(name)} has {written} stages, which is not a multiple of {self._stages_written(stages)}; "
+                f"use {name_multiples(written, stages)} stages"
+            )
+        elif written != stages * chunks:
+            yield f"{self.say(name)} has {written} stages, not {stages} x {chunks} chunks"
 
     def _predictions_have_a_place(self) -> Iterator[str]:
         """--mtp-num-layers and --mtp-standalone beside the m of a written layout."""
@@ -260,18 +271,21 @@ class PipelineFields(MTPFields):
         return "m" in "".join(parse_layout(self.pipeline_model_parallel_layout or "")[:-1])
 
     def _layout_says_all(self) -> Iterator[str]:
-        others = (
+        layout, letters = "pipeline_model_parallel_layout", "hybrid_layer_pattern"
+        written = next((name for name in (layout, letters) if getattr(self, name)), None)
+        others = [
             "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-            "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
             "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-        )  # fmt: skip
+        ]  # fmt: skip
+        if written == layout:
+            others.append(letters)
+        # Letters without cuts are dealt out like other layers.
+        if written == layout or self._has_cuts:
+            others += ["decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"]
         # A layout is complete, so that any second word about stages could only contradict it.
-        for name in others if self.pipeline_model_parallel_layout else ():
+        for name in others if written else ():
             if getattr(self, name):
-                yield (
-                    f"{self.say(name)} contradicts {self.flag('pipeline_model_parallel_layout')}, which says all about "
-                    "stages; keep one"
-                )
+                yield f"{self.say(name)} contradicts {self.flag(written or '')}, which says all about stages; keep one"
 
     def _chunks_written(self) -> tuple[int | None, str]:
         """The number that divides a stage into chunks, in either way of saying it, and the flag that says it."""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of letters: how a pattern is read, that its model is a GPT's, kinds of a program's own, and what is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.plan import kinds
+from megatron.core.plan.kinds import BranchKind, Config, Counts, Kept, Tokens, count_norm, keep_input, register_kind
+from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
+from megatron.core.plan.model_plan import Branch
+from megatron.core.plan.read import read_plan
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.planner.memory import count_parameters
+from tests.unit.gpt_models import build_model, losses_and_grads, read_config
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("M-M*", (("M-M*",), ())),
+        ("M-M-|M-M*-/MM/MM", (("M-M-", "M-M*-"), ("MM", "MM"))),
+        ("|M*", (("", "M*"), ())),
+        ("M*||M*", (("M*", "", "M*"), ())),
+        ("M*M*//", (("M*M*",), ())),
+    ],
+)
+def test_a_pattern_is_taken_apart(pattern: str, expected: tuple[tuple[str, ...], ...]) -> None:
+    assert split_letters(pattern) == Letters(*expected)
+    assert find_letters_problem(pattern, "M-*") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        ("M*X", "has the letter 'X', for which there is no kind of layer; the letters are M *"),
+        ("M *", "has the letter ' '"),
+        ("m*", "has the letter 'm'"),
+        ("/MM", "has no layer"),
+        ("M*/M|M", "has a cut (|) in a part of multi-token prediction"),
+        ("M*/MM/M*", "has parts of multi-token prediction (behind /) that differ"),
+        ("M*/MM/", "has parts of multi-token prediction (behind /) that differ"),
+    ],
+)
+def test_a_pattern_that_is_none(pattern: str, problem: str) -> None:
+    assert (find_letters_problem(pattern, "M*") or "").startswith(problem)
+
+
+@pytest.mark.flags("--hybrid-layer-pattern")
+def test_a_gpt_in_letters_is_the_same_function() -> None:
+    """A layer of a GPT is two letters: attention, and its MLP."""
+    flags = "--num-experts 4 --moe-router-topk 2"
+    letters = build_model(f"--num-layers 4 --hybrid-layer-pattern *-*E {flags}")
+    gpt = build_model(f"--num-layers 2 --moe-layer-freq [0,1] {flags}")
+
+    def rename(name: str) -> str:
+        start, found, rest = name.partition("decoder.layers.")
+        number, _, part = rest.partition(".")
+        is_mlp = part.startswith(("mlp.", "pre_mlp"))
+        return f"{start}{found}{2 * int(number) + is_mlp}.{part}" if found else name
+
+    letters.load_state_dict({rename(name): value for name, value in gpt.state_dict().items()})
+    losses, grads = losses_and_grads(gpt)
+    losses_of_letters, grads_of_letters = losses_and_grads(letters)
+    assert torch.equal(losses, losses_of_letters)
+    assert {rename(name) for name in grads} == set(grads_of_letters)
+    assert all(torch.equal(grad, grads_of_letters[rename(name)]) for name, grad in grads.items())
+    counts = [count_parameters(model.config, padded_vocab_size=64, untied=False) for model in (gpt, letters)]
+    assert counts[0].decoder == counts[1].decoder
+
+
+def test_cuts_are_stages() -> None:
+    config = TransformerConfig(hybrid_layer_pattern="*-*|-||*-", pipeline_model_parallel_size=2, **SIZES)
+    shape = build_virtual_stages(config)
+    assert (config.num_layers, shape.stages, shape.chunks) == (6, 2, 2)
+    assert [list(content.layers) for content in build_pipeline_layout(config, shape)] == [[0, 1, 2], [3], [], [4, 5]]
+
+
+def test_layers_of_prediction_are_described() -> None:
+    config = TransformerConfig(num_layers=2, **SIZES)
+    config.hybrid_layer_pattern = "*-/*-/*-"
+    plan = read_plan(config)
+    assert [(layer.number, layer.name) for layer in plan.prediction] == [
+        (3, "mtp.layers.0.mtp_model_layer.layers.0"), (4, "mtp.layers.0.mtp_model_layer.layers.1"),
+        (5, "mtp.layers.1.mtp_model_layer.layers.0"), (6, "mtp.layers.1.mtp_model_layer.layers.1"),
+    ]  # fmt: skip
+
+
+# ---- kinds of a program's own
+
+
+class Mean(MegatronModule):
+    """What a token reads is the mean of all up to it."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any) -> None:
+        super().__init__(config)
+        self.proj = ColumnParallelLinear(
+            config.hidden_size, config.hidden_size, config=config, init_method=input_initialiser(config),
+            bias=False, gather_output=True, tp_group=pg_collection.tp,
+        )  # fmt: skip
+
+    def forward(self, hidden_states: Tensor, *inputs: Any) -> tuple[Tensor, None]:
+        """[s, b, h] -> [s, b, h]."""
+        places = torch.arange(1, len(hidden_states) + 1).view(-1, 1, 1)
+        return self.proj(hidden_states.cumsum(0) / places)[0], None
+
+
+def count(config: Config, branch: Branch) -> Counts:
+    return Counts(config.hidden_size**2, replicated=count_norm(config))
+
+
+def keep(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    yield from keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
+
+
+MEAN = BranchKind("mean", "A", "mixer", count, keep, spec=Mean)
+
+
+@pytest.fixture
+def with_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind is known for one test only."""
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    register_kind(MEAN)
+    register_kind(MEAN)  # a module that is imported twice
+
+
+def test_a_kind_of_ones_own_is_built_and_counted(with_mean: None) -> None:
+    model = build_model("--num-layers 3 --hybrid-layer-pattern A-A")
+    losses, grads = losses_and_grads(model)
+    assert losses.isfinite().all() and all(grad.any() for grad in grads.values())
+    assert "decoder.layers.2.mixer.proj.weight" in grads
+    held = sum(param.numel() for name, param in model.named_parameters() if name.startswith("decoder.layers."))
+    biases = sum(param.numel() for name, param in model.named_parameters() if name.endswith("linear_fc1.bias"))
+    outer = sum(param.numel() for name, param in model.named_parameters() if name.endswith("linear_fc2.bias"))
+    counted = count_parameters(model.config, padded_vocab_size=64, untied=False).decoder.sum_of_all
+    assert counted - count_norm(model.config) == held - biases - outer
+
+
+@pytest.mark.parametrize(
+    ("name", "letter", "problem"),
+    [
+        ("mean", "B", "of mean meets another kind of that name"),
+        ("other", "*", "the letter \\* of other meets attention"),
+        ("other", "|", "cannot stand for other"),
+        ("other", "AB", "cannot stand for other"),
+    ],
+)
+def test_what_no_kind_can_be(with_mean: None, name: str, letter: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        register_kind(BranchKind(name, letter, "mixer", count, keep))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--num-layers 2 --hybrid-layer-pattern *M", "--hybrid-layer-pattern *M has the letter 'M', for which"),
+        ("--num-layers 3 --hybrid-layer-pattern *-", "--num-layers 3 contradicts --hybrid-layer-pattern *-, which has"),
+        ("--num-layers 2 --hybrid-layer-pattern *E", "contradicts --num-experts: the letter E and that flag go"),
+        ("--num-layers 2 --hybrid-layer-pattern *- --num-experts 4", "contradicts --num-experts: the letter E"),
+        ("--num-layers 2 --hybrid-layer-pattern +-", "contradicts --multi-latent-attention: the letter + and"),
+        ("--num-layers 2 --hybrid-layer-pattern *- --parallel-residual", "--parallel-residual is for layers of two"),
+        ("--num-layers 2 --hybrid-layer-pattern *-/*-", "which letters cannot build yet"),
+        (
+            "--num-layers 4 --hybrid-layer-pattern *-*- --pipeline-model-parallel-layout Ett|ttL",
+            "--hybrid-layer-pattern *-*- contradicts --pipeline-model-parallel-layout, which says all",
+        ),
+        (
+            "--num-layers 4 --hybrid-layer-pattern *-|*- --decoder-first-pipeline-num-layers 1",
+            "--decoder-first-pipeline-num-layers 1 contradicts --hybrid-layer-pattern, which says all",
+        ),
+        (
+            "--num-layers 4 --hybrid-layer-pattern *|-|*- --pipeline-model-parallel-size 2",
+            "has 3 stages, which is not a multiple of --pipeline-model-parallel-size 2; use 2 or 4 stages",
+        ),
+    ],
+)
+def test_letters_that_contradict_other_settings(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(flags)
+    assert any(problem in found for found in caught.value.problems), caught.value.problems
