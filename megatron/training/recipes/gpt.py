@@ -52,7 +52,7 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
         max_sequence_length=config.gpt.max_position_embeddings if learns_positions else None,
         count_flops_per_token=functools.partial(count_gpt_flops_per_token, config, padded_vocab_size),
         workload=describe_gpt_workload(config, padded_vocab_size),
-        describe_operations=functools.partial(describe_gpt_operations, config),
+        describe_operations=functools.partial(describe_gpt_operations, config, padded_vocab_size),
     )
 
 
@@ -176,7 +176,11 @@ def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microba
 
 
 def describe_gpt_operations(
-    config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, device: torch.device
+    config: RunConfig,
+    padded_vocab_size: int,
+    chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
+    device: torch.device,
 ) -> Mapping[str, str]:
     """Which implementation each operation got; nothing for a model or a layer of the user's own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -184,6 +188,7 @@ def describe_gpt_operations(
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.execution.operations import describe_operations
     from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
+    from megatron.planner.throughput import count_training_flops_per_token
 
     if config.gpt.spec not in (None, ["local"]) or any(type(chunk) is not GPTModel for chunk in chunks):
         return {}
@@ -204,6 +209,18 @@ def describe_gpt_operations(
     if groups.cp.size() > 1:
         parts = (part for chunk in chunks for part in chunk.modules() if isinstance(part, DotProductAttention))
         described["attention"] = "; ".join(dict.fromkeys(part.backend.name for part in parts))
+    length = config.data.seq_length or 1
+    ours, theirs = (
+        count_training_flops_per_token(
+            config.model, seq_length=length, padded_vocab_size=padded_vocab_size, sees_all=sees_all
+        )
+        for sees_all in (False, True)
+    )
+    if ours != theirs:
+        described["work"] = (
+            f"{ours / 1e6:,.1f} million floating-point operations per token; Megatron-LM, which does not know windows "
+            f"and chunks, counts {theirs / 1e6:,.1f}"
+        )
     return described
 
 

@@ -7,6 +7,7 @@ That chunks are right on every backend and exchange is tested with the other kin
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from megatron.core.transformer.core_attention.dot_product_attention import DotPr
 from megatron.core.transformer.norms import HeadL2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.throughput import count_training_flops_per_token
+from megatron.training.recipes.gpt import describe_gpt_operations
 from tests.support.gpt_models import assert_same_function, build_model, first_attention, read_config, token_batch
+from tests.support.pretend_groups import pretend
 
 ROPE = "--position-embedding-type rope --group-query-attention --num-query-groups 2"
 CHUNKS = f"{ROPE} --num-layers 4 --attention-chunk-size 5 --window-attn-skip-freq 4 --no-rope-freq 4"
@@ -142,6 +145,31 @@ def test_floating_point_operations_of_chunks() -> None:
     assert count(128, attention_chunk_size=32, window_attn_skip_freq=4) - count(32) == 6 * 64 * (128 - 32)
     assert count(40, attention_chunk_size=32) - count(32) == 4 * 6 * 64 * ((32 * 32 + 8 * 8) // 40 - 32)
     assert count(32, attention_chunk_size=64) == count(32)
+
+
+def test_floating_point_operations_of_windows() -> None:
+    def count(length: int, *, sees_all: bool = False, **fields: Any) -> int:
+        config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
+        return count_training_flops_per_token(config, seq_length=length, padded_vocab_size=128, sees_all=sees_all)
+
+    # A token sees 32 with itself; those at the beginning see fewer: the corner of a triangle is missing.
+    seen = (128**2 - (128 - 32) ** 2) // 128
+    assert count(128, window_size=(31, 0)) == count(128) - 4 * 6 * 64 * (128 - seen)
+    assert count(128, window_size=(31, 0), window_attn_skip_freq=4) == count(128) - 3 * 6 * 64 * (128 - seen)
+    assert count(128, window_size=(127, 0)) == count(128, window_size=(-1, 0)) == count(128)
+    for fields in ({"window_size": (31, 0)}, {"attention_chunk_size": 32}):
+        assert count(128, sees_all=True, **fields) == count(128), "as the reference counts"
+
+
+def test_the_log_has_the_figure_of_the_reference_beside_ours() -> None:
+    def describe(flags: str) -> dict[str, str]:
+        config = read_config(f"{ROPE} {flags}")
+        return dict(
+            describe_gpt_operations(config, 64, [build_model(f"{ROPE} {flags}")], pretend(), torch.device("cpu"))
+        )
+
+    assert "which does not know windows and chunks, counts" in describe("--window-size 7,0")["work"]
+    assert "work" not in describe("") and "work" not in describe("--window-size 15,0"), "the same number"
 
 
 @pytest.mark.parametrize(

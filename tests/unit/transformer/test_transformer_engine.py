@@ -253,7 +253,7 @@ def test_the_log_says_what_layers_compute_with(engine: Engine, monkeypatch: pyte
 
     def described(asked: str) -> dict[str, str]:
         model, config = build_model(f"{flags} {asked}"), read_config(f"{flags} {asked}")
-        return dict(describe_gpt_operations(config, [model], pretend(), current_device()))
+        return dict(describe_gpt_operations(config, 64, [model], pretend(), current_device()))
 
     found = described("--transformer-impl auto")
     assert found["transformer layers"] == found["linear"] == "Transformer Engine 2.20.2"
