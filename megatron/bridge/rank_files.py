@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.upstream_dist import RELEASE
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import get_placement
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.to_upstream import CHECKPOINT_VERSION, build_args
@@ -111,7 +112,7 @@ def _read_rank(
         placement = get_placement(parameter, name)
         shard = placement.take(checkpoint.read(placement.name))
         # A copy of its own, for a view would keep the whole tensor in memory.
-        yield RankTensor(name, shard.clone(), {}, None)
+        yield RankTensor(name, shard.clone(), {}, None, read_plan(config.model).find(placement.name))
 
 
 def note_rank_files(checkpoint: OpenCheckpoint) -> str | None:

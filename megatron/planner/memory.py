@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.plan.kinds import Counts, Tokens, count_norm, find_kind
-from megatron.core.plan.model_plan import Branch, LayerPlan
+from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.plan.read import read_plan
 
 if TYPE_CHECKING:
@@ -133,13 +133,8 @@ def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied
 
 def count_layers(model: TransformerConfig, layers: Iterable[LayerPlan], *, has_final_norm: bool = False) -> Counts:
     """Parameters of these layers."""
-    final_norm = Counts(replicated=count_norm(model) if has_final_norm else 0)
-    return Counts.sum([count_branch(model, branch) for layer in layers for branch in layer.branches] + [final_norm])
-
-
-def count_branch(model: TransformerConfig, branch: Branch) -> Counts:
-    """Parameters of one branch, with its norm."""
-    return find_kind(branch.kind).count(model, branch)
+    counts = [find_kind(branch.kind).count(model, branch) for layer in layers for branch in layer.branches]
+    return Counts.sum([*counts, Counts(replicated=count_norm(model) if has_final_norm else 0)])
 
 
 def estimate_memory(
@@ -261,7 +256,8 @@ def _estimate_activations(model: TransformerConfig, layer: float, tokens: int, w
     divided = ranks if model.sequence_parallel else 1
     # Times the stages, because 1.0 layers in flight stands for that many microbatches.
     embedding = stages * tokens * (_TOKEN_NUMBER_BYTES + hidden) / divided
-    kept = layer * model.num_layers + embedding
+    # The formula's layer has two branches; letters have one each.
+    kept = embedding + layer * sum(len(planned.branches) for planned in read_plan(model).decoder) / 2
     kept *= _count_layers_in_flight(model, workload.num_microbatches)
     if stages == 1:
         if model.sequence_parallel:

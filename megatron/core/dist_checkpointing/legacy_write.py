@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.legacy import FILE_NAME
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
 from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
+from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.process_groups_config import Group
 
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|output_layer)|output_layer)\.weight\d*")
@@ -47,6 +48,8 @@ class RankTensor:
     """The optimizer's tensors for it, in its shape; main_param among them where it is other memory."""
     group: int | None
     """Number of its parameter group; None where the optimizer does not update it."""
+    layer: LayerPlan | None = None
+    """The layer that it is in; None outside of layers."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,8 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
     fused: of its layers with Transformer Engine, where a norm is part of the linear layer after it. grouped: of the
     layers that multiply all experts at once.
     """
-    layers: dict[str, set[str]] = {}
-    for tensor in chunk:
-        layer, rest = _split_layer(tensor.name)
-        layers.setdefault(layer, set()).add(rest)
     arranged: list[RankTensor] = []
-    for _, held in itertools.groupby((_rename(tensor, layers, fused=fused) for tensor in chunk), key=_owner):
+    for _, held in itertools.groupby((_rename(tensor, fused=fused) for tensor in chunk), key=_owner):
         members = list(held)
         if _EXPERTS.fullmatch(members[0].name):
             arranged += _divide_experts(members, grouped=grouped)
@@ -129,16 +128,9 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
     return arranged
 
 
-def _rename(tensor: RankTensor, layers: Mapping[str, Collection[str]], *, fused: bool) -> RankTensor:
-    rests = layers[_split_layer(tensor.name)[0]]
-    kept = ["mlp.experts.", *list_kept(rests, fused=fused, renames_norms=False)]
+def _rename(tensor: RankTensor, *, fused: bool) -> RankTensor:
+    kept = ["mlp.experts.", *list_kept(tensor.layer, fused=fused, renames_norms=False)]
     return dataclasses.replace(tensor, name=name_upstream(tensor.name, kept=kept))
-
-
-def _split_layer(name: str) -> tuple[str, str]:
-    """(`decoder.layers.3`, what follows); ("", name) of what is in no layer."""
-    found = re.fullmatch(r"(.*layers\.\d+)\.(?:mtp_model_layer\.)?(.+)", name)
-    return ("", name) if found is None else (found[1], found[2])
 
 
 def _owner(tensor: RankTensor) -> str:

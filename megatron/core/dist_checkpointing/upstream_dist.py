@@ -48,6 +48,7 @@ from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import StandIn, read_restricted
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from megatron.core.errors import CheckpointError
+from megatron.core.plan.model_plan import LayerPlan
 
 METADATA_NAME = ".metadata"
 RELEASE = "release"
@@ -261,21 +262,22 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     return [(f"{prefix}{found['start']}.{layer}.{rest}", layer) for layer in range(shape[0] if shape else 0)]
 
 
-def list_kept(rests: Collection[str], *, fused: bool, renames_norms: bool) -> list[str]:
-    """The beginnings of names that upstream has in the same place in a layer with parameters of these names, behind its
-    number; for `name_upstream`.
+def list_kept(layer: LayerPlan | None, *, fused: bool, renames_norms: bool) -> list[str]:
+    """The beginnings of names, behind a layer's number, that upstream has in the same place; for `name_upstream`. None
+    of what is in no layer.
 
     fused: its layers with Transformer Engine, where norms are part of linear layers. renames_norms: the format names
     norms so with all of its layers.
     """
-    is_latent = any(rest.startswith("self_attention.linear_kv_") for rest in rests)
-    is_mixture = any(rest.startswith("mlp.router.") for rest in rests)
+    if layer is None:
+        return []
+    is_latent = layer.has("latent_attention")
     # Norms of latent vectors have the names of other attention's norms of queries and keys, which stay.
     latent = [] if fused and is_latent else [ours for _, ours in _LATENT_BEGINNINGS]
     if not fused:
         return latent + (["input_layernorm.", "pre_mlp_layernorm."] if is_latent or not renames_norms else [])
     # Latent attention has several linear layers behind its norm, and a mixture of experts has none.
-    return latent + ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * is_mixture
+    return latent + ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * layer.has("experts")
 
 
 def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:

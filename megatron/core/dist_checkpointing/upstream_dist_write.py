@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.torch_dist import Written, plan_write, wri
 from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
 from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.placement import Box, Piece
+from megatron.core.plan.model_plan import ModelPlan
 from megatron.core.process_groups_config import Group
 
 _LAYER = re.compile(r"(?P<start>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:mtp_model_layer\.)?(?P<rest>.+)")
@@ -52,8 +53,7 @@ _EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.(weight|bias)")
 class UpstreamNaming:
     """How the keys of a model are found."""
 
-    layers: Mapping[tuple[str, int], frozenset[str]]
-    """("decoder" or "mtp", number) of each layer -> the names of its parameters behind the number."""
+    plan: ModelPlan
     is_stacked: bool
     """The decoder's layers are one tensor."""
     fused: bool
@@ -61,36 +61,13 @@ class UpstreamNaming:
     is_gated: bool
     """The first layer of an MLP is a gate and an up projection."""
 
-    @classmethod
-    def find(
-        cls, names: Iterable[str], group: Group, *, fused: bool, is_gated: bool, may_stack: bool
-    ) -> UpstreamNaming:
-        """From the names of the parameters of every member of `group`. may_stack: settings do not tell layers apart."""
-        own: dict[tuple[str, int], set[str]] = {}
-        for found in filter(None, map(_LAYER.fullmatch, names)):
-            own.setdefault((found["start"], int(found["number"])), set()).add(found["rest"])
-        layers: dict[tuple[str, int], frozenset[str]] = {}
-        for theirs in on_every_rank(group, lambda: own):
-            layers |= {number: layers.get(number, frozenset()) | rests for number, rests in theirs.items()}
-        kinds = {rests for (start, _), rests in layers.items() if start == "decoder"}
-        return cls(layers, may_stack and len(kinds) == 1, fused, is_gated)
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the decoder."""
-        return sum(start == "decoder" for start, _ in self.layers)
-
     def find_key(self, name: str) -> tuple[str, int | None]:
         """Upstream's key of a parameter, and the index in the stack where it is one of it."""
-        found = _LAYER.fullmatch(name)
-        if found is None:
-            return name, None
-        start, number = found["start"], int(found["number"])
-        kept = list_kept(self.layers[start, number], fused=self.fused, renames_norms=True)
-        key = name_upstream(name, kept=kept)
-        if not self.is_stacked or start != "decoder":
+        layer = self.plan.find(name)
+        key = name_upstream(name, kept=list_kept(layer, fused=self.fused, renames_norms=True))
+        if layer is None or not self.is_stacked or layer not in self.plan.decoder:
             return key, None
-        return key.replace(f"{start}.layers.{number}.", f"{start}.layers.", 1), number
+        return key.replace(f"{layer.name}.", "decoder.layers.", 1), layer.number - 1
 
     def list_extra_states(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Keys of the objects that linear layers have, for the parameters with these names and full shapes."""
@@ -101,7 +78,7 @@ class UpstreamNaming:
                 continue
             key, number = self.find_key(name)
             module = key.removesuffix(".weight")
-            place = [] if number is None else [(number, self.num_layers)]
+            place = [] if number is None else [(number, len(self.plan.decoder))]
             experts: Iterable[list[tuple[int, int]]] = [[]]
             if _EXPERTS.fullmatch(name):
                 experts = ([(expert, shape[0])] for expert in range(shape[0]))
@@ -179,7 +156,7 @@ def _stack(key: str, members: list[tuple[ShardedTensor, int | None]], naming: Up
                 local = tuple((0, length) for _, length in (*before, *box))
                 blocks.append(Piece((*before, *box), local, block.owned))
                 parts.append(_Part(tensor, index, inner))
-    shape = first.global_shape if number is None else (naming.num_layers, *first.global_shape)
+    shape = first.global_shape if number is None else (len(naming.plan.decoder), *first.global_shape)
     return StackedTensor(
         key=key, data=first.data, global_shape=shape, blocks=tuple(blocks), is_copy=first.is_copy,
         parts=tuple(parts), is_stacked=number is not None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.core.errors import ConfigError
 from megatron.core.plan.model_plan import Branch
@@ -78,22 +78,8 @@ class Kept(NamedTuple):
     """A gradient of its size lives in backward of the branch."""
 
 
-class StateShape(NamedTuple):
-    """What a branch remembers of a sequence while it generates, on one tensor-parallel rank: shapes without sequence
-    and token."""
-
-    per_token: tuple[tuple[int, ...], ...] = ()
-    """Of each token: keys and values [groups, width], latent vectors [width]."""
-    per_sequence: tuple[tuple[int, ...], ...] = ()
-    """Of the whole sequence, however long: a recurrent state, the tail of a convolution."""
-
-
 def _nothing_beyond_matrices(config: Config, branch: Branch, seq_length: int) -> int:
     return 0
-
-
-def _no_state(config: Config, branch: Branch) -> StateShape:
-    return StateShape()
 
 
 @dataclass(frozen=True)
@@ -111,7 +97,9 @@ class BranchKind:
     """What it keeps for backward when nothing is recomputed or offloaded: its input, its norm's output, the rest."""
     work: Callable[[Config, Branch, int], int] = _nothing_beyond_matrices
     """Products in forward, for an average token of a sequence of so many, beyond those with its matrices."""
-    state: Callable[[Config, Branch], StateShape] = _no_state
+    state: Literal["per token", "per sequence"] | None = None
+    """What it remembers of a sequence while it generates: something of each token, such as keys and values, or a state
+    that stays as large however long the sequence is."""
     spec: Any = None
     """A ModuleSpec, or "package.module:name" of one or of a function without arguments that returns one. None: the
     layer's spec has a part for this kind."""
@@ -124,26 +112,19 @@ def find_kind(name: str) -> BranchKind:
     return _KINDS[name]
 
 
-def find_letter(letter: str) -> BranchKind:
-    """Return the kind that a letter of `list_letters` stands for."""
-    return next(kind for kind in _KINDS.values() if kind.letter == letter)
-
-
-def list_letters() -> list[str]:
-    """List the letters of all kinds."""
-    return [kind.letter for kind in _KINDS.values()]
+def list_letters() -> dict[str, str]:
+    """Return letter -> name of all kinds."""
+    return {kind.letter: kind.name for kind in _KINDS.values()}
 
 
 def register_kind(kind: BranchKind) -> None:
     """Add a kind of layers, whose letter --hybrid-layer-pattern may then have. Raises ConfigError where its name or
     letter is another kind's, or its letter none."""
-    others = [other for name, other in _KINDS.items() if name != kind.name]
-    if len(kind.letter) != 1 or kind.letter in "|/" or kind.letter.isspace():
+    if len(kind.letter) != 1 or kind.letter in "|/ ":
         raise ConfigError(f"{kind.letter!r} cannot stand for {kind.name}; use one character that is not | or /")
-    taken = next((other.name for other in others if other.letter == kind.letter), None)
-    if taken is not None or _KINDS.get(kind.name, kind) != kind:
-        whose = "another kind of that name" if taken is None else taken
-        raise ConfigError(f"the letter {kind.letter} of {kind.name} meets {whose}; use another letter, or another name")
+    taken = list_letters().get(kind.letter, kind.name)
+    if taken != kind.name or _KINDS.get(kind.name, kind) != kind:
+        raise ConfigError(f"the kind {kind.name} with the letter {kind.letter} meets {taken}; use other ones")
     _KINDS[kind.name] = kind
 
 
@@ -251,15 +232,6 @@ def _keep_output(config: Config, tokens: Tokens) -> Iterator[Kept]:
     yield Kept("its log-sum-exp", per_rank * 4)
 
 
-def _shape_keys(config: Config, branch: Branch) -> StateShape:
-    groups = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    return StateShape(per_token=((groups, config.query_width), (groups, config.value_width)))
-
-
-def _shape_latents(config: Config, branch: Branch) -> StateShape:
-    return StateShape(per_token=((config.kv_lora_rank,), (config.qk_pos_emb_head_dim,)))
-
-
 # ---- MLP and experts
 
 
@@ -315,10 +287,10 @@ def _keep_experts(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Ke
 _KINDS: dict[str, BranchKind] = {
     kind.name: kind
     for kind in (
-        BranchKind("attention", "*", "self_attention", _count_attention, _keep_attention, _count_scores, _shape_keys),
+        BranchKind("attention", "*", "self_attention", _count_attention, _keep_attention, _count_scores, "per token"),
         BranchKind(
             "latent_attention", "+", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,
-            _shape_latents,
+            "per token",
         ),
         BranchKind("mlp", "-", "mlp", _count_mlp, _keep_mlp),
         BranchKind("experts", "E", "mlp", _count_experts, _keep_experts),

@@ -52,9 +52,14 @@ class LayerPlan:
     parallel: bool = False
     """True where all branches read the same x."""
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its branches."""
+        return tuple(branch.kind for branch in self.branches)
+
     def has(self, kind: str) -> bool:
         """Return True if one of the branches is of this kind."""
-        return any(branch.kind == kind for branch in self.branches)
+        return kind in self.kinds
 
     @property
     def options(self) -> BranchOptions:
@@ -84,6 +89,10 @@ class ModelPlan(NamedTuple):
         by itself, gets a copy of the last one."""
         layers = self.layers
         return layers[number - 1] if number <= len(layers) else dataclasses.replace(layers[-1], number=number)
+
+    def find(self, parameter: str) -> LayerPlan | None:
+        """Return the layer of a parameter, by its name in the whole model; None where it is in no layer."""
+        return next((layer for layer in self.layers if parameter.startswith(f"{layer.name}.")), None)
 
     def branches(self, kind: str | None = None) -> Iterator[Branch]:
         """Yield the branches of all layers, or those of one kind."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError
-from megatron.core.plan.kinds import find_letter, list_letters
+from megatron.core.plan.kinds import list_letters
 from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
 from megatron.core.plan.model_plan import Branch, LayerPlan, ModelPlan
 from megatron.core.plan.patterns import PlanSettings
@@ -45,7 +45,7 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
     count, depths = len(letters.decoder), letters.predictions[: 1 if settings.mtp_use_repeated_layer else None]
 
     def plan(letter: str, number: int, name: str) -> LayerPlan:
-        return LayerPlan(number, name, (_branch(settings, find_letter(letter).name, number),))
+        return LayerPlan(number, name, (_branch(settings, list_letters()[letter], number),))
 
     return ModelPlan(
         tuple(plan(letter, index + 1, f"decoder.layers.{index}") for index, letter in enumerate(letters.decoder)),

@@ -51,6 +51,7 @@ from megatron.core.dist_checkpointing.upstream_layout import (
 from megatron.core.dist_checkpointing.upstream_optimizer import FlatBuffer, FlatOptimizerState
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Placement, get_placement
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import to_upstream
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
@@ -114,12 +115,10 @@ def save_upstream_dist(run: Run) -> Path:
         # Upstream's distributed optimizer has main parameters also where they are those of the model.
         main = {f"{MAIN_PARAM_PREFIX}{name}": tensor for name, tensor in model.items() if name in _list_trained(run)}
         state = {key: dataclasses.replace(tensor, key=key) for key, tensor in main.items()} | state
-    # A list says of each layer what it is, also where it says the same of all.
-    may_stack = run.config.model.moe_layer_freq in (None, 1)
-    naming = UpstreamNaming.find(
-        model, world, fused=run.config.joins_norms,
-        is_gated=run.config.model.gated_linear_unit, may_stack=may_stack,
-    )  # fmt: skip
+    plan = read_plan(run.config.model)
+    # Layers that differ are no stack; a list says of each layer what it is, also where it says the same of all.
+    is_stacked = run.config.model.moe_layer_freq in (None, 1) and len({layer.kinds for layer in plan.decoder}) == 1
+    naming = UpstreamNaming(plan, is_stacked, run.config.joins_norms, run.config.model.gated_linear_unit)
     tensors = stack_tensors(model | state, naming)
     for rank in ranks:
         tensors |= rank.build_tensors()
@@ -326,6 +325,7 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
     complete = _complete(run, held)
     undecayed = {name: key.is_undecayed for name, key in run.optimizer.param_keys().items()}
     chunks: list[list[RankTensor]] = [[] for _ in run.model]
+    plan = read_plan(run.config.model)
     for entry in held:
         placement = entry.placement
         shard, state = complete[placement.is_expert].finish(entry)
@@ -333,7 +333,9 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
         if keep:
             # What no optimizer updates (the bias of a router) is in no group.
             group_or_none = group if entry.is_trained else None
-            chunks[entry.chunk].append(RankTensor(entry.local_name, shard, state, group_or_none))
+            chunks[entry.chunk].append(
+                RankTensor(entry.local_name, shard, state, group_or_none, plan.find(placement.name))
+            )
     fused, grouped = run.config.joins_norms, run.config.model.moe_grouped_gemm
     return [arrange(chunk, fused=fused, grouped=grouped) for chunk in chunks]
 

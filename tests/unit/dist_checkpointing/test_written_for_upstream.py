@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata, read_res
 from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
 from megatron.core.errors import CheckpointError, ConfigError, StorageError
+from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.training import run_recipe
@@ -108,7 +109,9 @@ EXPERTS = ("mlp.router.weight", "mlp.experts.linear_fc1.weight", "mlp.experts.li
 )  # fmt: skip
 def test_modules_in_upstream_s_order(parts: tuple[str, ...], options: dict[str, bool], expected: list[str]) -> None:
     names = [f"decoder.layers.4.{part}" for part in (*LAYER, *parts)]
-    chunk = [RankTensor(name, torch.full((2, 3), index), {}, 0) for index, name in enumerate(names)]
+    kinds = (Branch("attention"), Branch("experts" if parts == EXPERTS else "mlp"))
+    layer = LayerPlan(5, "decoder.layers.4", kinds)
+    chunk = [RankTensor(name, torch.full((2, 3), index), {}, 0, layer) for index, name in enumerate(names)]
     arranged = arrange(chunk, **{"fused": False, "grouped": False} | options)
     model = build_models([arranged])["model"]
     assert [name.removeprefix("decoder.layers.4.") for name in model][-len(expected) :] == expected

@@ -152,8 +152,8 @@ def test_a_kind_of_ones_own_is_built_and_counted(with_mean: None) -> None:
 @pytest.mark.parametrize(
     ("name", "letter", "problem"),
     [
-        ("mean", "B", "of mean meets another kind of that name"),
-        ("other", "*", "the letter \\* of other meets attention"),
+        ("mean", "B", "the kind mean with the letter B meets mean"),
+        ("other", "*", "the kind other with the letter \\* meets attention"),
         ("other", "|", "cannot stand for other"),
         ("other", "AB", "cannot stand for other"),
     ],

@@ -21,12 +21,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import get_placement
+from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.execution.operations import describe_operations
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.planner.memory import count_branch, count_parameters
+from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_whole
 from tests.support.gpt_models import (
     SEQUENCE_LENGTH,
@@ -299,7 +300,8 @@ def test_counts_are_those_of_the_placements(flags: str) -> None:
     placed = count_whole(get_placement(param) for param in model.parameters())
     counts = count_parameters(config.model, padded_vocab_size=VOCAB_SIZE, untied=False)
     assert counts.total == placed.total - placed["positions"]
-    attention = count_branch(config.model, read_plan(config.model).decoder[0].branches[0])
+    branch = read_plan(config.model).decoder[0].branches[0]
+    attention = find_kind(branch.kind).count(config.model, branch)
     assert attention.matrices + attention.projections == sum(
         param.numel() for param in first_attention(model).parameters()
     )

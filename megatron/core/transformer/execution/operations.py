@@ -39,7 +39,8 @@ def describe_operations(
         return fused if is_fused else plain
 
     by_kernel = "one kernel each way" if kernels_work(device) else "fused"
-    layers = [AttentionOptions.from_config(config, index + 1) for index in range(config.num_layers)]
+    attending = [layer for layer in read_plan(config).decoder if {"attention", "latent_attention"} & set(layer.kinds)]
+    layers = [AttentionOptions.from_config(config, layer.number) for layer in attending]
     # Layers may differ (sliding windows), but equal names are said once.
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
     experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device, engine)
