@@ -28,7 +28,7 @@ from megatron.core.plan.kinds import Kept, Tokens, find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
-from megatron.core.transformer.execution.activation_policy import ActivationPolicy
+from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.memory import Workload, count_layers, find_recomputed_parts
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _describe_chunk(
     in_graphs = [_find_recorded(model, *layer) for layer in described]
     kept = computed_again = waiting = recorded = 0.0
     on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
-    units = ActivationPolicy(model).divide_layers(len(content.layers))
+    units = divide_layers(model, len(content.layers))
     for unit in units:
         of_unit = [layers[index] for index in unit.layers]
         if unit.is_recomputed:

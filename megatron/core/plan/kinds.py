@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kinds of branches there are, and what each costs: one row for a kind.
+"""Kinds of branches and their costs, a row for each.
 
-| kind             | letter | module         | what it is                                          |
+| kind             | letter | module         | the branch                                          |
 |------------------|--------|----------------|-----------------------------------------------------|
 | attention        | *      | self_attention | attention with packed heads                         |
 | latent_attention | +      | self_attention | attention whose keys and values are latent vectors  |
@@ -94,15 +94,14 @@ class BranchKind:
     count: Callable[[Config, Branch], Counts]
     """Its parameters."""
     kept: Callable[[Config, Branch, Tokens], Iterator[Kept]]
-    """What it keeps for backward when nothing is recomputed or offloaded: its input, its norm's output, the rest."""
+    """Tensors for backward when nothing is recomputed or offloaded: its input, its norm's output, the rest."""
     work: Callable[[Config, Branch, int], int] = _nothing_beyond_matrices
     """Products in forward, for an average token of a sequence of so many, beyond those with its matrices."""
     state: Literal["per token", "per sequence"] | None = None
-    """What it remembers of a sequence while it generates: something of each token, such as keys and values, or a state
-    that stays as large however long the sequence is."""
+    """Memory of a sequence in generation: something of each token, such as keys and values, or a state that stays as
+    large however long the sequence is."""
     spec: Any = None
-    """A ModuleSpec, or "package.module:name" of one or of a function without arguments that returns one. None: the
-    layer's spec has a part for this kind."""
+    """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
 
 
 def find_kind(name: str) -> BranchKind:
@@ -172,9 +171,8 @@ def _count_attention(config: Config, branch: Branch) -> Counts:
 
 def _count_latent_attention(config: Config, branch: Branch) -> Counts:
     hidden, heads = config.hidden_size, config.num_attention_heads
-    output = heads * config.value_width * hidden + config.kv_lora_rank * heads * (
-        config.qk_head_dim + config.v_head_dim
-    )
+    to_heads = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+    output = heads * config.value_width * hidden + to_heads
     # As the reference system counts, with a norm of each latent vector.
     to_latents = config.kv_lora_rank * (hidden + 1) + hidden * config.qk_pos_emb_head_dim
     if config.q_lora_rank is not None:

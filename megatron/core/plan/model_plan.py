@@ -26,7 +26,7 @@ class BranchOptions(NamedTuple):
     rotary: RotaryKind = "global"
     """Rotary angles: the model's, those of layers with a window, or none."""
     context_exchange: str = "p2p"
-    """How context-parallel ranks exchange keys and values, as in --cp-comm-type."""
+    """Exchange of keys and values among context-parallel ranks, as in --cp-comm-type."""
 
 
 @dataclass(frozen=True)

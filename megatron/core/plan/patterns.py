@@ -27,7 +27,7 @@ LayerPattern = int | Sequence[int]
 
 
 class PlanSettings(NamedTuple):
-    """What a config says about its layers: the fields and properties of these names, lists as tuples."""
+    """Fields and properties of a config that say something about single layers; lists as tuples."""
 
     num_layers: int
     window_size: tuple[int, int] | None
@@ -52,7 +52,7 @@ class PlanSettings(NamedTuple):
     def read(cls, config: Any) -> PlanSettings:
         """Read them from a TransformerConfig, whose fields may change at any time."""
         values = (getattr(config, name) for name in cls._fields)
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
+        return cls._make(tuple(value) if isinstance(value, list) else value for value in values)
 
     def read_options(self, number: int) -> BranchOptions:
         """Read what attention in layer `number`, counted from 1, sees and has for positions."""

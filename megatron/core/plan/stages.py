@@ -48,7 +48,7 @@ class HasStages(Protocol):
 
 
 class StageContent(NamedTuple):
-    """What lies on one virtual stage of the pipeline."""
+    """Content of one virtual stage of the pipeline."""
 
     layers: range
     """Global layer indices, from 0."""
@@ -119,7 +119,7 @@ def find_decoder_end(config: HasStages, shape: VirtualStages) -> int:
 
 
 class EmbeddingUse(NamedTuple):
-    """Where the word embedding's weight lies in a pipeline: it is looked up in on the first stage, once more for
+    """Places of the word embedding's weight in a pipeline: it is looked up in on the first stage, once more for
     multi-token prediction, and it is the output layer where the two are tied."""
 
     ranks: tuple[int, ...]
@@ -139,7 +139,7 @@ def find_embedding_use(config: HasStages, shape: VirtualStages, *, is_tied: bool
 
 
 def find_content_of_stage(config: HasStages, pp_group: Group, vp_stage: int | None = None) -> StageContent:
-    """What lies on this process; with several chunks, on its chunk `vp_stage`."""
+    """Find the content of this process's stage; with several chunks, on its chunk `vp_stage`."""
     shape = fit_virtual_stages(config, pp_group)
     return build_pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)]
 
@@ -182,7 +182,7 @@ def _uneven_counts(config: HasStages, layers: int, shape: VirtualStages) -> list
 
 
 def layout_problem(stages: list[str]) -> str | None:
-    """What is wrong with the stages of a written layout, to be read after its name; None where nothing is."""
+    """Return what is wrong with the stages of a written layout, to be read after its name; None where nothing is."""
     whole = "".join(stages)
     if not stages:
         return "is not a layout; write stages as E, t and L between |, such as Ett|ttL"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -113,7 +113,9 @@ class TransformerLayer(MegatronModule):
     ) -> ResidualBranch | None:
         """Build the modules of a branch; None where the spec has no part for it."""
         kind = find_kind(branch.kind)
-        policy = "attention" if kind.attribute != "mlp" else "moe" if kind.name == "experts" else "mlp"
+        policy: Literal["attention", "mlp", "moe"] = "attention"
+        if kind.attribute == "mlp":
+            policy = "moe" if kind.name == "experts" else "mlp"
         spec = kind.spec or getattr(submodules, "moe" if policy == "moe" else kind.attribute, None)
         if spec is None and policy == "moe" and submodules.mlp is not None:
             raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
