@@ -9,7 +9,6 @@ Recomputation does not count: it is work, but not progress.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -66,7 +65,7 @@ def count_products(
     per_token += depths * (2 * hidden * hidden + 3 * hidden)
     branches = [branch for layer in used for branch in layer.branches]
     if sees_all:
-        branches = [dataclasses.replace(branch, options=BranchOptions()) for branch in branches]
+        branches = [branch._replace(options=BranchOptions()) for branch in branches]
     return per_token, sum(find_kind(branch.kind).work(model, branch, seq_length) for branch in branches)
 
 

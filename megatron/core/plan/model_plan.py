@@ -8,9 +8,7 @@ multi-token prediction          one layer for each depth that has weights, numbe
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 RotaryKind = Literal["global", "local", "none"]
@@ -29,8 +27,7 @@ class BranchOptions(NamedTuple):
     """Exchange of keys and values among context-parallel ranks, as in --cp-comm-type."""
 
 
-@dataclass(frozen=True)
-class Branch:
+class Branch(NamedTuple):
     """One residual branch: x + f(norm(x))."""
 
     kind: str
@@ -40,8 +37,7 @@ class Branch:
     """True where its linear layers multiply in FP8 or FP4."""
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """One layer."""
 
     number: int
@@ -88,7 +84,7 @@ class ModelPlan(NamedTuple):
         """Return the layer with this number, from 1. A number behind the last layer, of a layer that a program builds
         by itself, gets a copy of the last one."""
         layers = self.layers
-        return layers[number - 1] if number <= len(layers) else dataclasses.replace(layers[-1], number=number)
+        return layers[number - 1] if number <= len(layers) else layers[-1]._replace(number=number)
 
     def find(self, parameter: str) -> LayerPlan | None:
         """Return the layer of a parameter, by its name in the whole model; None where it is in no layer."""

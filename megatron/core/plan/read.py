@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError
-from megatron.core.plan.kinds import list_letters
 from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
 from megatron.core.plan.model_plan import Branch, LayerPlan, ModelPlan
 from megatron.core.plan.patterns import PlanSettings
@@ -41,11 +40,13 @@ def _build(settings: PlanSettings) -> ModelPlan:
 
 
 def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
-    letters = read_letters(pattern)
+    from megatron.core.plan.kinds import list_letters
+
+    letters, kinds = read_letters(pattern), list_letters()
     count, depths = len(letters.decoder), letters.predictions[: 1 if settings.mtp_use_repeated_layer else None]
 
     def plan(letter: str, number: int, name: str) -> LayerPlan:
-        return LayerPlan(number, name, (_branch(settings, list_letters()[letter], number),))
+        return LayerPlan(number, name, (_branch(settings, kinds[letter], number),))
 
     return ModelPlan(
         tuple(plan(letter, index + 1, f"decoder.layers.{index}") for index, letter in enumerate(letters.decoder)),
@@ -63,6 +64,9 @@ def _branch(settings: PlanSettings, kind: str, number: int) -> Branch:
 
 def read_letters(pattern: str) -> Letters:
     """Take the pattern of a hybrid apart. Raises ConfigError where it is none."""
+    # Loaded for letters alone: --help and most runs start without.
+    from megatron.core.plan.kinds import list_letters
+
     problem = find_letters_problem(pattern, list_letters())
     if problem is not None:
         raise ConfigError(f"--hybrid-layer-pattern {pattern} {problem}")

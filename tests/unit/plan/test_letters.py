@@ -23,7 +23,7 @@ from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.memory import count_parameters
-from tests.unit.gpt_models import build_model, losses_and_grads, read_config
+from tests.support.gpt_models import build_model, losses_and_grads, read_config
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
 
