@@ -19,7 +19,8 @@ from megatron.core.config_base import get_settings
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.differences import Change, find_changes
-from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family

@@ -201,11 +201,6 @@ def _value_type(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:
     return (hint if origin is None and isinstance(hint, type) else object), None, None
 
 
-def find_field_problems(config: Any) -> list[str]:
-    """What is wrong with each field of a config alone, in the sentences of the command line."""
-    return list(_broken_fields(config).values())
-
-
 def _broken_fields(config: Any) -> dict[str, str]:
     found = {
         name: find_field_problem(setting, getattr(config, name)) for name, setting in get_settings(type(config)).items()
@@ -273,17 +268,6 @@ def check(config: CheckedConfig, reported: Collection[str] = ()) -> list[str]:
 def names_any(sentence: str, spellings: Collection[str]) -> bool:
     """Whether a sentence names one of these flags."""
     return any(word in spellings for word in re.findall(r"[\w-]+", sentence))
-
-
-def assemble(
-    config_class: type[ConfigT], values: Mapping[str, Any], reported: Collection[str] = ()
-) -> tuple[ConfigT, list[str]]:
-    """A config of these values, and everything that is wrong with it; never raises for a value.
-
-    Where something is wrong, the config serves only to look for further problems. reported: as for `check`.
-    """
-    config = unchecked(config_class, values)
-    return config, check(config, reported)
 
 
 def restore(config_class: type[ConfigT], saved: Mapping[str, Any]) -> ConfigT:

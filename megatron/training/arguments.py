@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
+from megatron.core.context_parallel.sharding import shard_sequence
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.training.verify.comparison import compare
@@ -34,6 +34,7 @@ from tests.parallel.test_context_parallel import (
     model_config,
 )
 from tests.parallel.test_layout_checkpoints import run_on
+from tests.support.sequence_shards import join_sequence
 
 WINDOW: dict[str, Any] = {"window_size": (3, 0)}
 SINKS = {"softmax_type": "learnable"}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object, all_reduce
-from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank, join_sequence, shard_sequence
+from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank, shard_sequence
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import build_rank_grid
 from tests.parallel.harness import run_distributed
+from tests.support.sequence_shards import join_sequence
 
 VOCABULARY, LENGTH, BATCH, STEPS, MICROBATCHES = 32, 16, 2, 4, 2
 LLAMA = {

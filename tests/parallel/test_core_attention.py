@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
+from megatron.core.context_parallel.sharding import shard_sequence
 from megatron.core.transformer.core_attention.block_kernels import PlainKernel, Rule
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -22,6 +22,7 @@ from tests.parallel.harness import run_distributed
 from tests.parallel.test_context_parallel import EXCHANGES, Layout, build_groups, model_config
 from tests.support import flash_stand_in
 from tests.support.plain_attention import CASES, Case, draw, plain_attention
+from tests.support.sequence_shards import join_sequence
 
 LENGTH, KEY_WIDTH, VALUE_WIDTH, GROUPS = 16, 24, 16, 3
 HEADS = {2: 6, 4: 12}

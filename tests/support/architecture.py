@@ -260,8 +260,8 @@ def cycles(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def import_cycles(files: Iterable[Source]) -> list[str]:
-    """Circles among modules, counting imports inside functions but not those for type checkers only."""
-    return cycles({s.module: {i.target for i in imports_of(s) if not i.only_types} for s in files})
+    """Circles among modules, counting imports inside functions and those for type checkers only."""
+    return cycles({s.module: {i.target for i in imports_of(s)} for s in files})
 
 
 def room_graphs(files: Iterable[Source]) -> dict[str, dict[str, set[str]]]:
@@ -274,7 +274,7 @@ def room_graphs(files: Iterable[Source]) -> dict[str, dict[str, set[str]]]:
         for imported in imports_of(source):
             other = imported.target.split(".")
             shared = next((n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
-            if shared is None or imported.only_types:
+            if shared is None:
                 continue
             graphs.setdefault(".".join(own[:shared]), {}).setdefault(own[shared], set()).add(other[shared])
     return graphs

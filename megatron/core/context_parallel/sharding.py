@@ -42,11 +42,6 @@ def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
     return torch.cat([pieces[piece] for piece in list_pieces_of_rank(rank, size)], dim)
 
 
-def join_sequence(shards: list[Tensor], dim: int = 0) -> Tensor:
-    """The inverse of `shard_sequence`, from the shards of all ranks in rank order."""
-    return to_sequence_order(torch.cat(shards, dim), len(shards), dim)
-
-
 def to_sequence_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
     """Put pieces that lie in rank order, as a gather over `size` ranks leaves them, into the order of the sequence."""
     if size == 1:

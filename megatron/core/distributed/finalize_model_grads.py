@@ -35,7 +35,10 @@ def finalize_model_grads(
     copy of the parameter (tied embeddings: first and last stage), or holds whole what others of its axis hold as well
     (keys and values of few query groups); its Placement says so.
 
-    Modules that act once per step (`FinishesStep`: a router moves its expert biases) do so at the end.
+    A module that gathers numbers in the forward passes of a step and acts on them before the next one (a router's
+    expert biases, scales of FP8, bounds of attention scores) has a method `finish_step(groups)`. It is called at the
+    end, at the same point on every process that holds the module, so that it may use collectives; it must not wait for
+    the device.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     timers = timers or Timers(log_level=0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.offloaded_state import build_home
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
-from megatron.core.optimizer.rule_table import RULES, load_rule
+from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
@@ -353,6 +354,13 @@ def _update(unit: _UpdateUnit, step: Tensor, divisor: Tensor | None, found_inf: 
 def _write_back(states: Sequence[GroupState]) -> None:
     for state in states:
         state.copy_main_to_model()
+
+
+def load_rule(name: str) -> type[UpdateRule]:
+    """Import the class of a rule of --optimizer."""
+    module, _, class_name = RULES[name].path.rpartition(".")
+    rule: type[UpdateRule] = getattr(importlib.import_module(f"megatron.core.optimizer.{module}"), class_name)
+    return rule
 
 
 def get_megatron_optimizer(

@@ -8,13 +8,9 @@ classes are named, not imported.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.update_rules import UpdateRule
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,14 +35,6 @@ RULES: Mapping[str, RuleEntry] = {
     # SOAP is Adam in another basis, so that it reads Adam's constants, too.
     "soap": RuleEntry("soap.Soap", ("soap", "adam"), rest=lambda config: "adam"),
 }
-
-
-def load_rule(name: str) -> type[UpdateRule]:
-    """The class of a rule."""
-    module, _, class_name = RULES[name].path.rpartition(".")
-    # Imported when a run is built: --help reads the table and must not load torch.
-    rule: type[UpdateRule] = getattr(importlib.import_module(f"megatron.core.optimizer.{module}"), class_name)
-    return rule
 
 
 def needs_whole_matrices(name: str) -> bool:

@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -159,17 +158,11 @@ def initialise_parameters(
         _fill(parameter, placement, init, seed, device)
 
 
-class NamesParameters(Protocol):
-    """A module that holds some of several alike, such as one pipeline stage's layers, and knows which ones."""
-
-    def global_parameter_name(self, name: str) -> str:
-        """From a parameter's name inside this module to its name inside the same module of the whole model."""
-
-
 def list_global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name in the whole model, parameter) for every parameter of `module`, each once.
 
-    They are the names inside `module`, but where a part that implements `NamesParameters` says otherwise.
+    They are the names inside `module`, unless a part that holds some of several alike, such as a pipeline stage's
+    layers, has a method `global_parameter_name` from its names to those inside the same part of the whole model.
     """
     parts = _list_naming_parts(module)
     for name, parameter in module.named_parameters():

@@ -74,12 +74,12 @@ class TransformerBlock(MegatronModule):
                     layer.execution.record(layer, self.passes, is_recomputed=is_recomputed)
 
     def finish_step(self, groups: ProcessGroupCollection) -> None:
-        """See `megatron.core.finish_step`."""
+        """See `finalize_model_grads`."""
         if self.passes is not None:
             self.passes.finish_step()
 
     def global_parameter_name(self, name: str) -> str:
-        """layers.0.mlp -> layers.8.mlp where this stage begins with the model's ninth layer (`NamesParameters`)."""
+        """layers.0.mlp -> layers.8.mlp where this stage begins with the model's ninth layer."""
         if not name.startswith("layers."):
             return name
         number, _, rest = name.removeprefix("layers.").partition(".")

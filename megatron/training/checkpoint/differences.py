@@ -14,7 +14,8 @@ from typing import Any
 from megatron.core.config_base import get_settings
 from megatron.core.errors import CheckpointError
 from megatron.core.setting import Setting
-from megatron.training.config.container import Fields, RunConfig, group_classes
+from megatron.training.config.container import Fields, RunConfig
+from megatron.training.config.run_groups import group_classes
 
 ESCAPE = "--override-model-settings"
 

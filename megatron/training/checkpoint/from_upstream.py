@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.upstream_optimizer import read_reshaped_st
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint.differences import Change, find_changes
-from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes
 from megatron.training.run import Run
 
 _COMPARED = (bool, int, float, str)

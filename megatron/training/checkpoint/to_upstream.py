@@ -21,7 +21,8 @@ from megatron.core.enums import AttnBackend
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.placement import Placement
 from megatron.training.checkpoint.rng_state import get_torch_states
-from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes
 from megatron.training.run import Progress, Run
 
 FULLY_RESHARDABLE = "fully_reshardable"

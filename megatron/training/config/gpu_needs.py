@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from megatron.core.config_base import get_settings
 from megatron.core.setting import NeedsGPU
-from megatron.training.config.container import Fields, RunConfig, group_classes, groups_of_fields
+from megatron.training.config.container import Fields, RunConfig
+from megatron.training.config.run_groups import group_classes, groups_of_fields
 
 
 def describe_gpu_needs(config: RunConfig) -> list[str]:

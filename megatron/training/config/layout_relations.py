@@ -8,21 +8,18 @@ TransformerConfig's groups of fields.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.core.config_base import name_multiples
 from megatron.core.context_parallel.planning import count_ranks_of_sample, cutting_problem
 from megatron.core.mesh import find_instances_problem, size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.pipeline_parallel.schedules import interleaved_problem
-
-if TYPE_CHECKING:
-    from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import RunGroups
 
 _FORMATS = ("megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
 
 
-def sizes_fit_the_processes(run: RunConfig) -> Iterator[str]:
+def sizes_fit_the_processes(run: RunGroups) -> Iterator[str]:
     """Every process belongs to one copy of the model, and the experts to the processes of a stage."""
     model = run.model
     sizes = {
@@ -35,7 +32,7 @@ def sizes_fit_the_processes(run: RunConfig) -> Iterator[str]:
     yield from size_problems(run.world_size, sizes)
 
 
-def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
+def microbatches_fill_the_pipeline(run: RunGroups) -> Iterator[str]:
     """Every step of the run, and the evaluations; `growing_batch_is_possible` has the sizes of a batch that grows."""
     batch, replicas = run.training.global_batch_size, run.data_parallel_size
     micro_batch, stages = run.training.micro_batch_size or 1, run.model.pipeline_model_parallel_size
@@ -55,7 +52,7 @@ def microbatches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
             yield f"{run.say('global_batch_size')}: {problem}"
 
 
-def find_interleaving_problem(run: RunConfig, microbatches: int) -> str | None:
+def find_interleaving_problem(run: RunGroups, microbatches: int) -> str | None:
     """Why the interleaved schedule cannot run so many microbatches; None where it can, or another schedule runs
     them."""
     stages = run.model.pipeline_model_parallel_size
@@ -66,12 +63,12 @@ def find_interleaving_problem(run: RunConfig, microbatches: int) -> str | None:
     return interleaved_problem(stages, microbatches, group)
 
 
-def _is_interleaved(run: RunConfig) -> bool:
+def _is_interleaved(run: RunGroups) -> bool:
     # zb-v has two chunks per stage too, but fills its pipeline by rules of its own.
     return run.model.virtual_pipeline_model_parallel_size is not None and run.model.pipeline_schedule != "zb-v"
 
 
-def sequences_are_divisible(run: RunConfig) -> Iterator[str]:
+def sequences_are_divisible(run: RunGroups) -> Iterator[str]:
     """Context, sequence and expert parallelism divide the tokens of a sequence."""
     model, length = run.model, run.data.seq_length
     cp, tp = model.context_parallel_size, model.tensor_model_parallel_size
@@ -95,7 +92,7 @@ def sequences_are_divisible(run: RunConfig) -> Iterator[str]:
         )
 
 
-def documents_are_bounded_in_one_way(run: RunConfig) -> Iterator[str]:
+def documents_are_bounded_in_one_way(run: RunGroups) -> Iterator[str]:
     """Document bounds replace masks; microbatches of several sequences become one, which stages do not expect."""
     if not run.data.dataloader_inter_document_masking:
         return
@@ -108,7 +105,7 @@ def documents_are_bounded_in_one_way(run: RunConfig) -> Iterator[str]:
         )
 
 
-def conversations_can_be_planned(run: RunConfig) -> Iterator[str]:
+def conversations_can_be_planned(run: RunGroups) -> Iterator[str]:
     """--hybrid-context-parallel: microbatches are planned from the lengths of conversations."""
     if not run.model.hybrid_context_parallel:
         return
@@ -124,7 +121,7 @@ def conversations_can_be_planned(run: RunConfig) -> Iterator[str]:
         )
 
 
-def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:
+def planned_sequences_fit_the_ranks(run: RunGroups) -> Iterator[str]:
     """The longest sequence fits all ranks together, which exchange it as --cp-comm-type says."""
     model, length, most = run.model, run.data.seq_length, run.model.max_seqlen_per_dp_cp_rank
     if not model.hybrid_context_parallel or most is None:
@@ -155,7 +152,7 @@ def planned_sequences_fit_the_ranks(run: RunConfig) -> Iterator[str]:
             )
 
 
-def copies_of_the_optimizer_state_divide_the_replicas(run: RunConfig) -> Iterator[str]:
+def copies_of_the_optimizer_state_divide_the_replicas(run: RunGroups) -> Iterator[str]:
     """Groups of neighbours divide one copy each; with divided parameters there are at least two neighbours."""
     instances, replicas = run.ddp.num_distributed_optimizer_instances, _replicas(run)
     if replicas is None or instances == 1:
@@ -170,7 +167,7 @@ def copies_of_the_optimizer_state_divide_the_replicas(run: RunConfig) -> Iterato
         )
 
 
-def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
+def divided_parameters_stand_alone(run: RunGroups) -> Iterator[str]:
     """What fully sharded data parallelism cannot be combined with."""
     ddp, model, asked = run.ddp, run.model, sharding_flag(run)
     if not ddp.use_torch_fsdp2:
@@ -216,13 +213,13 @@ def divided_parameters_stand_alone(run: RunConfig) -> Iterator[str]:
         )
 
 
-def registered_memory_is_not_counted(run: RunConfig) -> Iterator[str]:
+def registered_memory_is_not_counted(run: RunGroups) -> Iterator[str]:
     """NCCL's own memory hides the transfers from what counts them."""
     if run.ddp.nccl_ub and run.logger.log_comm_volume:
         yield f"{run.say('nccl_ub')} cannot be combined with --log-comm-volume; leave one out"
 
 
-def formats_of_divided_parameters_fit(run: RunConfig) -> Iterator[str]:
+def formats_of_divided_parameters_fit(run: RunGroups) -> Iterator[str]:
     """Each is float32 or the model's; main gradients are the main parameters' or the model's."""
     ddp = run.ddp
     is_asked_for = ddp.use_torch_fsdp2 or ddp.use_megatron_fsdp
@@ -254,13 +251,13 @@ def formats_of_divided_parameters_fit(run: RunConfig) -> Iterator[str]:
         )
 
 
-def gathers_parameters(run: RunConfig) -> bool:
+def gathers_parameters(run: RunGroups) -> bool:
     """Whether ranks gather parameters that others have updated."""
     ddp = run.ddp
     return ddp.use_distributed_optimizer or ddp.use_megatron_fsdp or ddp.use_torch_fsdp2
 
 
-def low_precision_gathers_have_something_to_gather(run: RunConfig) -> Iterator[str]:
+def low_precision_gathers_have_something_to_gather(run: RunGroups) -> Iterator[str]:
     """--fp8-param-gather and --fp4-param-gather concern parameters in few bits that are gathered."""
     for name in ("fp8", "fp4"):
         if not getattr(run.model, f"{name}_param_gather"):
@@ -271,17 +268,17 @@ def low_precision_gathers_have_something_to_gather(run: RunConfig) -> Iterator[s
             yield f"--{name}-param-gather needs --use-distributed-optimizer, or fully sharded data parallelism"
 
 
-def are_parameters_divided(run: RunConfig) -> bool:
+def are_parameters_divided(run: RunGroups) -> bool:
     """Whether several processes hold parts of each parameter."""
     return run.ddp.use_torch_fsdp2 and _replicas(run) != 1
 
 
-def sharding_flag(run: RunConfig) -> str:
+def sharding_flag(run: RunGroups) -> str:
     """The switch of fully sharded data parallelism as the user wrote it."""
     return "--use-megatron-fsdp" if run.ddp.use_megatron_fsdp else "--use-torch-fsdp2"
 
 
-def _replicas(run: RunConfig) -> int | None:
+def _replicas(run: RunGroups) -> int | None:
     """Processes that hold the same shard of the model; None where the layout does not fit."""
     # Context-parallel ranks hold the same weights, so parameters are divided over them as well.
     return run.data_parallel_size * run.model.context_parallel_size if run.is_divisible else None

@@ -7,15 +7,12 @@ Each function yields a sentence for every violation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.training.config.layout_relations import sharding_flag
-
-if TYPE_CHECKING:
-    from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import RunGroups
 
 
-def positions_reach_the_sequence(run: RunConfig) -> Iterator[str]:
+def positions_reach_the_sequence(run: RunGroups) -> Iterator[str]:
     """Learned positions are a table; rotary ones are as long as the longest sequence."""
     positions, length = run.gpt.max_position_embeddings, run.data.seq_length
     if positions is None and run.model.position_embedding_type == "learned_absolute":
@@ -27,7 +24,7 @@ def positions_reach_the_sequence(run: RunConfig) -> Iterator[str]:
         yield f"{run.say('max_position_embeddings')} is less than {run.say('seq_length')}; use {length} or more"
 
 
-def rotation_takes_pairs(run: RunConfig) -> Iterator[str]:
+def rotation_takes_pairs(run: RunGroups) -> Iterator[str]:
     """Rotary positions turn pairs of a head's channels."""
     model = run.model
     is_latent = model.multi_latent_attention
@@ -43,13 +40,13 @@ def rotation_takes_pairs(run: RunConfig) -> Iterator[str]:
         )
 
 
-def latent_attention_has_no_groups(run: RunConfig) -> Iterator[str]:
+def latent_attention_has_no_groups(run: RunGroups) -> Iterator[str]:
     """Every head of latent attention has keys and values of its own."""
     if run.model.multi_latent_attention and run.gpt.group_query_attention:
         yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
 
 
-def rotary_positions_are_scaled_once(run: RunConfig) -> Iterator[str]:
+def rotary_positions_are_scaled_once(run: RunGroups) -> Iterator[str]:
     """YaRN is one way to stretch rotary positions, --use-rope-scaling another."""
     if run.gpt.use_rope_scaling and run.model.uses_yarn():
         # With latent attention rope means YaRN.
@@ -57,7 +54,7 @@ def rotary_positions_are_scaled_once(run: RunConfig) -> Iterator[str]:
         yield f"--use-rope-scaling and --position-embedding-type yarn both scale rotary frequencies; {remedy}"
 
 
-def further_tokens_can_be_predicted(run: RunConfig) -> Iterator[str]:
+def further_tokens_can_be_predicted(run: RunGroups) -> Iterator[str]:
     """Multi-token prediction needs positions that are no table, and sequences that have further tokens."""
     depths, length = run.model.mtp_num_layers, run.data.seq_length
     yield from run.model.prediction_problems(run.model.position_embedding_type)
@@ -68,7 +65,7 @@ def further_tokens_can_be_predicted(run: RunConfig) -> Iterator[str]:
         )
 
 
-def scores_can_be_measured(run: RunConfig) -> Iterator[str]:
+def scores_can_be_measured(run: RunGroups) -> Iterator[str]:
     """Where the largest attention scores can be measured, and clipping lasts."""
     model = run.model
     if run.logger.log_max_attention_logit and not model.qk_clip:
@@ -81,7 +78,7 @@ def scores_can_be_measured(run: RunConfig) -> Iterator[str]:
         yield "--qk-clip needs whole rows, which --use-torch-fsdp2 may cut; use --use-distributed-optimizer"
 
 
-def optimizer_fits_the_model(run: RunConfig) -> Iterator[str]:
+def optimizer_fits_the_model(run: RunGroups) -> Iterator[str]:
     """What an update rule needs of the model."""
     model, optimizer = run.model, run.optimizer
     if model.use_mup and optimizer.optimizer not in ("adam", "lion"):
@@ -97,7 +94,7 @@ def optimizer_fits_the_model(run: RunConfig) -> Iterator[str]:
         )
 
 
-def optimizer_formats_fit_the_model(run: RunConfig) -> Iterator[str]:
+def optimizer_formats_fit_the_model(run: RunGroups) -> Iterator[str]:
     """Number formats of the optimizer's memory, beside those of the model and of gradients."""
     optimizer, model = run.optimizer, run.model
     if optimizer.main_grads_dtype == "bf16" and not model.bf16:
@@ -110,13 +107,13 @@ def optimizer_formats_fit_the_model(run: RunConfig) -> Iterator[str]:
         yield f"{run.say('min_loss_scale')} is above {run.say('initial_loss_scale')}; give a smaller --min-loss-scale"
 
 
-def recomputation_is_said_once(run: RunConfig) -> Iterator[str]:
+def recomputation_is_said_once(run: RunGroups) -> Iterator[str]:
     """--recompute-activations is an earlier spelling."""
     if run.training.recompute_activations and run.model.recompute_granularity == "full":
         yield "--recompute-activations means --recompute-granularity selective, which contradicts full; keep one"
 
 
-def vocabulary_divides_over_the_ranks(run: RunConfig) -> Iterator[str]:
+def vocabulary_divides_over_the_ranks(run: RunGroups) -> Iterator[str]:
     """A size of the table that was asked for; of what a tokenizer makes, recipes/vocabulary.py asks the same."""
     rows = run.tokenizer.padded_vocab_size
     problem = find_uneven_rows(run.flag("padded_vocab_size"), rows or 0, run.model.tensor_model_parallel_size)
@@ -135,14 +132,14 @@ def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
     )
 
 
-def find_what_no_graph_repeats(run: RunConfig) -> str | None:
+def find_what_no_graph_repeats(run: RunGroups) -> str | None:
     """CudaGraphFields.find_what_no_graph_repeats, of the settings of all groups."""
     if run.gpt.transformer_impl != "local":
         return f"{run.say('transformer_impl')}, whose modules keep scales and work space of their own"
     return run.model.find_what_no_graph_repeats()
 
 
-def layers_can_be_recorded(run: RunConfig) -> Iterator[str]:
+def layers_can_be_recorded(run: RunGroups) -> Iterator[str]:
     """A CUDA graph repeats kernels at fixed addresses, on tensors of fixed shapes, and nothing that the host does."""
     if run.model.cuda_graph_impl == "none":
         return

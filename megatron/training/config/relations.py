@@ -9,7 +9,6 @@ concerns one group alone stands in the `problems` of that group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron.core.config_base import name_divisors, name_multiples
 from megatron.core.datasets.blend import read_shares
@@ -18,12 +17,10 @@ from megatron.core.num_microbatches_calculator import build_num_microbatches_cal
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
 from megatron.training.config.checkpoint import FOR_UPSTREAM, UPSTREAM_TORCH_DIST
 from megatron.training.config.layout_relations import find_interleaving_problem
-
-if TYPE_CHECKING:
-    from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import RunGroups
 
 
-def derive_across_groups(run: RunConfig) -> None:
+def derive_across_groups(run: RunGroups) -> None:
     """Fill in the settings that follow from those of another group. What a user gave stays."""
     training, evaluation, model, scheduler = run.training, run.validation, run.model, run.scheduler
     if training.micro_batch_size is None:
@@ -59,7 +56,7 @@ def derive_across_groups(run: RunConfig) -> None:
     run.optimizer.width_multiplier = model.width_multiplier
 
 
-def run_is_described(run: RunConfig) -> Iterator[str]:
+def run_is_described(run: RunGroups) -> Iterator[str]:
     """What every training run must say, and nothing can be guessed for."""
     if run.data.seq_length is None:
         yield "--seq-length is missing; give the tokens per sequence, for example --seq-length 1024"
@@ -69,7 +66,7 @@ def run_is_described(run: RunConfig) -> Iterator[str]:
         yield "--train-iters is missing; say how long to train with --train-iters or --train-samples"
 
 
-def training_has_documents(run: RunConfig) -> Iterator[str]:
+def training_has_documents(run: RunGroups) -> Iterator[str]:
     """A share of the documents is there for training, where a run trains."""
     if run.data.split is None or run.validation.skip_train or run.checkpoint.ckpt_convert_format is not None:
         return
@@ -84,7 +81,7 @@ def training_has_documents(run: RunConfig) -> Iterator[str]:
         )
 
 
-def batch_is_divisible(run: RunConfig) -> Iterator[str]:
+def batch_is_divisible(run: RunGroups) -> Iterator[str]:
     """Every optimizer step takes whole microbatches on every data-parallel rank."""
     training, replicas = run.training, run.data_parallel_size
     is_constant = training.step_batch_size_schedule is None and training.rampup_batch_size is None
@@ -99,7 +96,7 @@ def batch_is_divisible(run: RunConfig) -> Iterator[str]:
         )
 
 
-def evaluation_batch_is_divisible(run: RunConfig) -> Iterator[str]:
+def evaluation_batch_is_divisible(run: RunGroups) -> Iterator[str]:
     """Where evaluation has batches of its own, they divide like those of training."""
     evaluation, training = run.validation, run.training
     batch, micro_batch = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
@@ -114,7 +111,7 @@ def evaluation_batch_is_divisible(run: RunConfig) -> Iterator[str]:
         )
 
 
-def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
+def growing_batch_is_possible(run: RunGroups) -> Iterator[str]:
     """--rampup-batch-size and --step-batch-size-schedule, by the rules of the calculator that will use them."""
     training = run.training
     schedule, batch = training.step_batch_size_schedule, training.global_batch_size
@@ -147,7 +144,7 @@ def growing_batch_is_possible(run: RunConfig) -> Iterator[str]:
             yield from error.problems
 
 
-def _say_once_of_all_sizes(run: RunConfig, sizes: list[int], samples_per_microbatch: int) -> Iterator[str]:
+def _say_once_of_all_sizes(run: RunGroups, sizes: list[int], samples_per_microbatch: int) -> Iterator[str]:
     """One sentence for all sizes of a growing batch that the interleaved schedule cannot run."""
     problems = {size: find_interleaving_problem(run, size // samples_per_microbatch) for size in sizes}
     refused = {size: problem for size, problem in problems.items() if problem is not None}
@@ -167,7 +164,7 @@ def last_batch_size(schedule: str) -> int | None:
         return None
 
 
-def samples_per_scheduled_iteration(run: RunConfig) -> int:
+def samples_per_scheduled_iteration(run: RunGroups) -> int:
     """Samples that one iteration of --lr-warmup-iters, --lr-decay-iters and the like stands for.
 
     The global batch size that --rampup-batch-size grows to; with --step-batch-size-schedule, which names several, one
@@ -179,7 +176,7 @@ def samples_per_scheduled_iteration(run: RunConfig) -> int:
     return training.global_batch_size or 1
 
 
-def compute_schedule_lengths(run: RunConfig) -> SchedulerSteps:
+def compute_schedule_lengths(run: RunGroups) -> SchedulerSteps:
     """Lengths of the curves of learning rate and weight decay, in samples. Raises ConfigError for a run without one."""
     training, scheduler = run.training, run.scheduler
     return compute_scheduler_steps(
@@ -196,7 +193,7 @@ def compute_schedule_lengths(run: RunConfig) -> SchedulerSteps:
     )
 
 
-def units_agree(run: RunConfig) -> Iterator[str]:
+def units_agree(run: RunGroups) -> Iterator[str]:
     """A run counted in iterations has a schedule in iterations, a run counted in samples one in samples."""
     training = run.training
     # Both or neither is another rule's matter.
@@ -209,7 +206,7 @@ def units_agree(run: RunConfig) -> Iterator[str]:
             yield f"{run.say(f'{stem}_{other}')} does not fit {run.say(f'train_{unit}')}; use {right}"
 
 
-def there_is_a_step(run: RunConfig) -> Iterator[str]:
+def there_is_a_step(run: RunGroups) -> Iterator[str]:
     """A run is at least as long as one step, and its learning rate has a length to decay over."""
     training = run.training
     if training.train_iters == 0 and not run.scheduler.lr_decay_iters:
@@ -219,7 +216,7 @@ def there_is_a_step(run: RunConfig) -> Iterator[str]:
         yield f"{run.say('train_samples')} are less than one step of {run.say('global_batch_size')}; give more"
 
 
-def warmup_ends_before_the_decay(run: RunConfig) -> Iterator[str]:
+def warmup_ends_before_the_decay(run: RunGroups) -> Iterator[str]:
     """The warm-up leaves something of the decay's length, or of the run's where that is not given."""
     for unit in ("iters", "samples"):
         decay, warmup = getattr(run.scheduler, f"lr_decay_{unit}"), getattr(run.scheduler, f"lr_warmup_{unit}")
@@ -232,21 +229,21 @@ def warmup_ends_before_the_decay(run: RunConfig) -> Iterator[str]:
             )
 
 
-def warmup_rises(run: RunConfig) -> Iterator[str]:
+def warmup_rises(run: RunGroups) -> Iterator[str]:
     """The warm-up ends at the learning rate, and begins below it."""
     rate = run.optimizer.lr
     if rate is not None and run.scheduler.lr_warmup_init > rate:
         yield f"{run.say('lr_warmup_init')} is above {run.say('lr')}, which the warm-up ends at; use {rate} or less"
 
 
-def final_decay_has_a_length(run: RunConfig) -> Iterator[str]:
+def final_decay_has_a_length(run: RunGroups) -> Iterator[str]:
     """Warm-up, stable, decay (Hu et al., 2024)."""
     unit = "samples" if run.training.train_samples is not None else "iters"
     if run.scheduler.lr_decay_style == "WSD" and not getattr(run.scheduler, f"lr_wsd_decay_{unit}"):
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of its final decay"
 
 
-def constant_weight_decay_is_said_once(run: RunConfig) -> Iterator[str]:
+def constant_weight_decay_is_said_once(run: RunGroups) -> Iterator[str]:
     """Weight decay that does not change is --weight-decay."""
     if run.scheduler.weight_decay_incr_style != "constant":
         return
@@ -258,20 +255,20 @@ def constant_weight_decay_is_said_once(run: RunConfig) -> Iterator[str]:
             )
 
 
-def weights_come_from_somewhere(run: RunConfig) -> Iterator[str]:
+def weights_come_from_somewhere(run: RunGroups) -> Iterator[str]:
     """Weights are drawn, or loaded."""
     checkpoint = run.checkpoint
     if not run.model.perform_initialization and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
         yield f"{run.say('perform_initialization')} leaves the weights undefined; add --load or --pretrained-checkpoint"
 
 
-def checkpoint_format_fits_the_sharding(run: RunConfig) -> Iterator[str]:
+def checkpoint_format_fits_the_sharding(run: RunGroups) -> Iterator[str]:
     """The format of upstream's own FSDP belongs to its flag."""
     if run.checkpoint.ckpt_format == "fsdp_dtensor" and not run.ddp.use_megatron_fsdp:
         yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp; use torch_dist"
 
 
-def upstream_knows_what_is_saved(run: RunConfig) -> Iterator[str]:
+def upstream_knows_what_is_saved(run: RunGroups) -> Iterator[str]:
     """Its formats have a place for what upstream would have saved."""
     checkpoint, model = run.checkpoint, run.model
     if checkpoint.ckpt_format not in FOR_UPSTREAM:
@@ -302,7 +299,7 @@ def upstream_knows_what_is_saved(run: RunConfig) -> Iterator[str]:
             )
 
 
-def profiled_ranks_exist(run: RunConfig) -> Iterator[str]:
+def profiled_ranks_exist(run: RunGroups) -> Iterator[str]:
     """Ranks are counted from 0."""
     beyond = [rank for rank in run.profiling.profile_ranks if rank >= run.world_size]
     if beyond and (run.profiling.profile or run.profiling.record_memory_history):
@@ -311,7 +308,7 @@ def profiled_ranks_exist(run: RunConfig) -> Iterator[str]:
         )
 
 
-def copies_of_local_files_have_their_ranks(run: RunConfig) -> Iterator[str]:
+def copies_of_local_files_have_their_ranks(run: RunGroups) -> Iterator[str]:
     """Ranks that keep copies of each other's files form sets of the same size."""
     settings = run.checkpoint
     jump, factor, ranks = settings.replication_jump, settings.replication_factor, run.world_size
@@ -338,7 +335,7 @@ RELATIONS = (
 )  # fmt: skip
 
 
-def combinations_to_come(run: RunConfig) -> Iterator[str]:
+def combinations_to_come(run: RunGroups) -> Iterator[str]:
     """Settings that are each available, but not yet together: they are planned, not wrong."""
     optimizer, checkpoint = run.optimizer, run.checkpoint
     if checkpoint.ckpt_format in FOR_UPSTREAM and optimizer.decoupled_lr is not None and not checkpoint.no_save_optim:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 
-from megatron.training.config.container import group_classes
 from megatron.training.config.program import ProgramFlags
+from megatron.training.config.run_groups import group_classes
 from megatron.training.flags.flag import Flag, flags_of, table_flags
 
 

@@ -15,10 +15,11 @@ from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import decimal
 from megatron.core.num_microbatches_calculator import sort_step_schedule
 from megatron.core.tokenizers.tokenizer_options import DEFAULT_TYPE
-from megatron.training.config.container import Fields, RunConfig, group_classes
+from megatron.training.config.container import Fields, RunConfig
 from megatron.training.config.layout_relations import sharding_flag
 from megatron.training.config.model_relations import find_what_no_graph_repeats
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
+from megatron.training.config.run_groups import group_classes
 
 
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.core.errors import ConfigError
-from megatron.training.config.container import group_classes
+from megatron.training.config.run_groups import group_classes
 from megatron.training.flags.argument import format_values, help_text
 from megatron.training.flags.declarations import declared_flags, flags_by_spelling, program_flags
 from megatron.training.flags.flag import Flag, former_flags, table_flags

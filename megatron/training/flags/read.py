@@ -19,10 +19,11 @@ from typing import Any, TextIO
 from megatron.core import __version__
 from megatron.core.config_base import check, names_any, unchecked
 from megatron.core.errors import ConfigError
-from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import describe_gpu_needs
 from megatron.training.config.program import ProgramFlags
 from megatron.training.config.relations import combinations_to_come, derive_across_groups
+from megatron.training.config.run_groups import group_classes, groups_of_fields
 from megatron.training.flags.command_line_rules import (
     PlannedFlags,
     checkpoint_problems,

@@ -25,7 +25,8 @@ from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
 from megatron.planner.levers import Lever, list_levers
 from megatron.planner.memory import MemoryEstimate, Workload, estimate_memory
-from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes, groups_of_fields
 
 _NUM_LEVERS = 3
 # What saves less is not worth a restart.

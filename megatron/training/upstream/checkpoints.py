@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint import save_and_load
-from megatron.training.config.container import group_classes
+from megatron.training.config.run_groups import group_classes
 from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
 from megatron.training.hooks.dispatch import Hooks

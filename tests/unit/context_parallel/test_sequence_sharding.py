@@ -8,7 +8,6 @@ import torch
 
 from megatron.core.context_parallel.sharding import (
     get_batch_on_this_cp_rank,
-    join_sequence,
     list_positions_of_rank,
     shard_sequence,
     to_rank_order,
@@ -17,6 +16,7 @@ from megatron.core.context_parallel.sharding import (
 from megatron.core.errors import ConfigError
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from tests.support.pretend_groups import pretend
+from tests.support.sequence_shards import join_sequence
 
 
 def test_the_split_by_example() -> None:

@@ -19,7 +19,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.setting import Setting
 from megatron.core.tensor_parallel.parameters import declare_vocabulary, materialise_parameters
-from megatron.training.config.container import Fields, RunConfig, group_classes
+from megatron.training.config.container import Fields, RunConfig
+from megatron.training.config.run_groups import group_classes
 from megatron.training.recipes.gpt import build_gpt_recipe
 from tests.support.run_flags import run_config
 

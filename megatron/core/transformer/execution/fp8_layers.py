@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class FP8Products(nn.Module):
-    """The FP8 products of a layer, which end their step together (`FinishesStep`)."""
+    """The FP8 products of a layer, which end their step together."""
 
     def __init__(self, products: Mapping[str, FP8Matmul]) -> None:
         super().__init__()

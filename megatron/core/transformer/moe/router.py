@@ -322,7 +322,7 @@ class TopKRouter(MegatronModule):
     def finish_step(self, groups: ProcessGroupCollection) -> None:
         """Move each bias by the update rate: up for experts that fewer tokens chose in this step than on average, down
         for the others (Wang et al., 2024, algorithm 1). Every process that holds this layer calls it; see
-        `megatron.core.finish_step`."""
+        `finalize_model_grads`."""
         # Where the router is frozen (--freeze-base-for-mtp), its choices stay, too.
         if self.expert_bias is None or not self.weight.requires_grad:
             self._tokens_per_expert = self._even_biases = None

@@ -16,8 +16,9 @@ from megatron.core.config_base import CheckedConfig, flag, get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.setting import CHANGES_THE_RUN, NeedsGPU
 from megatron.training.checkpoint.trained_model import load_trained_model
-from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import describe_gpu_needs, replace_gpu_settings
+from megatron.training.config.run_groups import group_classes
 from megatron.training.flags.read import print_settings
 from megatron.training.launch import initialize
 from tests.support.run_flags import run_config

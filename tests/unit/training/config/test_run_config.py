@@ -26,7 +26,8 @@ from megatron.training.checkpoint.differences import (
     list_changes,
     refuse_another_function,
 )
-from megatron.training.config.container import RunConfig, group_classes, groups_of_fields
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes, groups_of_fields
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.training import TrainingConfig
 from megatron.training.flags.read import examine

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of a run's settings, as rules between them read them; container.py adds the rules."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.config_base import CheckedConfig, get_settings
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.data import DataConfig, TokenizerConfig
+from megatron.training.config.distributed import DistributedInitConfig
+from megatron.training.config.logging import LoggerConfig
+from megatron.training.config.model import GPTModelFlags
+from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.config.scheduler import SchedulerConfig
+from megatron.training.config.training import TrainingConfig, ValidationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunGroups:
+    """The settings of a run, by group, and what follows from several of them; unchecked."""
+
+    model: TransformerConfig
+    gpt: GPTModelFlags = field(default_factory=GPTModelFlags)
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
+    world_size: int = 1
+    sources: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def processes_per_copy(self) -> int:
+        """Processes that share one copy of the model."""
+        model = self.model
+        return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether the copies of the model use all processes of the job."""
+        return self.world_size % self.processes_per_copy == 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that hold the same part of the model and train on other samples."""
+        # At least 1 also for a layout that does not fit, so that rules can still be asked about it.
+        return max(1, self.world_size // self.processes_per_copy)
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output layer is the embedding's weight."""
+        return not self.gpt.untie_embeddings_and_output_weights
+
+    @property
+    def joins_norms(self) -> bool:
+        """Whether upstream's programs name norms as parts of the linear layers behind them, as its Transformer Engine
+        layers do."""
+        return self.gpt.transformer_impl == "transformer_engine"
+
+    def say(self, name: str) -> str:
+        """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
+        group = groups_of_fields()[name]
+        return get_settings(group_classes()[group])[name].spell(getattr(getattr(self, group), name))
+
+    def flag(self, name: str) -> str:
+        """The flag of a setting of any group: `--micro-batch-size`."""
+        return get_settings(group_classes()[groups_of_fields()[name]])[name].name
+
+
+@functools.cache
+def group_classes() -> dict[str, type[CheckedConfig]]:
+    """Name of each group of RunGroups and its dataclass."""
+    hints = typing.get_type_hints(RunGroups)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, CheckedConfig)}
+
+
+@functools.cache
+def groups_of_fields() -> dict[str, str]:
+    """Name of each setting and the group that declares it."""
+    declared = ((name, group) for group, config_class in group_classes().items() for name in get_settings(config_class))
+    owners: dict[str, str] = {}
+    for name, group in declared:
+        # The first group declares it: others that have the same name follow that one.
+        owners.setdefault(name, group)
+    return owners
